@@ -1,4 +1,4 @@
-"""Writes one answer in OpenAI's format, whole or as events."""
+"""Writes answers and errors in OpenAI's format, as one JSON body or as server-sent events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inference_svc.gateway.openai_tools import call_deltas, whole_calls
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 
-# A path that is longer is nobody's mistake in writing.
+# A longer path is no typing error, and is not compared with the known ones.
 _LONGEST_PATH = 100
 # Errors that have a name in OpenAI's API, which its clients look for (https://platform.openai.com/docs/guides/error-codes).
 # Others have our own.
@@ -34,7 +34,7 @@ _CODES = {
 
 
 def error_response(error: KVSidecarError) -> JSONResponse:
-    """An error in OpenAI's format."""
+    """Return an error in OpenAI's format."""
     _, code = status_of(error)
     kind = "invalid_request_error" if code < 500 else "server_error"
     named = _CODES.get(error.reason, error.reason.lower())
@@ -43,7 +43,7 @@ def error_response(error: KVSidecarError) -> JSONResponse:
 
 
 def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
-    """What is not served, in OpenAI's format; ``known`` are paths that are."""
+    """Return a 404 or 405 in OpenAI's format; ``known`` are the served paths, for a hint."""
     asked = did_you_mean(path[:_LONGEST_PATH], known)
     text = f"{path[:_LONGEST_PATH]} is not served here{asked}" if code == 404 else f"{path} takes no {method}"
     named = {404: "not_found", 405: "method_not_allowed"}.get(code, "invalid_request")
@@ -52,13 +52,13 @@ def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] |
 
 
 class AnswerWriter:
-    """Writes one answer, whole or as events."""
+    """Writes one answer, as one JSON body or as events."""
 
     def __init__(self, answer_id: str, model: str, chat: bool, request: ChatRequest | CompletionRequest) -> None:
         self._chat, self._request = chat, request
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
-        self._written: Counter[int] = Counter()  # characters of each choice's tokens so far, for their offsets
+        self._written: Counter[int] = Counter()  # characters of each choice so far, for text_offset
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTTP application that a node's gateway and a fleet's have in common: errors in OpenAI's words."""
+"""Base FastAPI application of node and fleet gateways: error responses, CORS, request log."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
 def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """One without paths, which serves while ``lifespan`` lasts."""
+    """Create an application without routes that maps errors to OpenAI's format."""
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.router.redirect_slashes = False  # a redirect would lead wherever the request's Host says
+    app.router.redirect_slashes = False  # a redirect would go to whatever host the request names
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
@@ -41,8 +41,10 @@ def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
 
 
 def add_outer_middleware(app: FastAPI, origins: list[str]) -> None:
-    """Lets pages of these origins use the API from a browser (https://fetch.spec.whatwg.org/#http-cors-protocol), and
-    logs every request; to be called last, because browsers ask before they send a key, and nothing goes unlogged."""
+    """Add CORS for ``origins`` (https://fetch.spec.whatwg.org/#http-cors-protocol), and the request log.
+
+    Call it last: browsers send the preflight without a key, and the log must see every request.
+    """
     if origins:
         methods = ["GET", "POST", "DELETE"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])

@@ -1,4 +1,4 @@
-"""Requests' bodies: received within limits, decoded where that stalls nobody."""
+"""Reads request bodies: enforces size limits, decodes large JSON off the event loop."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from inference_svc.gateway.json_scanner import JsonScanner
 
 T = TypeVar("T")
 
-# What is larger is decoded in a thread: these take a few ms.
+# Larger bodies are decoded in a thread; these take a few ms.
 INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
-# So many bodies of the largest size, of one caller and of all.
+# Bodies of the largest size that may be in flight, of one caller and of all.
 _MAX_BODIES_PER_CALLER, _MAX_BODIES = 8, 32
 
 
 class BodyReader:
-    """Reads bodies. One instance per process, on its event loop.
+    """Reads and decodes request bodies. One instance per process, on its event loop.
 
     The limits on values and nesting are checked on each part as it arrives, so the decoder's time and memory are
-    bounded before it begins. Bodies beyond ``INLINE_BYTES`` are decoded in one thread, one at a time for each caller
-    in turn. That thread shares the interpreter's lock with the event loop, so no single C call of it may take long:
-    the limits of ``JsonScanner`` and of the classes that check bodies keep them to some 30 ms.
+    bounded before it starts. One thread decodes bodies beyond ``INLINE_BYTES``, one at a time for each caller in turn.
+    That thread shares the GIL with the event loop, so no single C call in it may take long: the limits of
+    ``JsonScanner`` and of the body schemas bound such calls to about 30 ms.
     """
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys) -> None:
@@ -63,10 +63,10 @@ class BodyReader:
                 return await work
 
     async def _receive(self, request: Request, share: BudgetShare) -> tuple[bytes, int]:
-        """The bytes, and how many values they have. Raises InvalidRequest, Overloaded.
+        """Return the bytes and their number of JSON values. Raises InvalidRequest, Overloaded.
 
-        A body beyond a limit is received to its end all the same, and dropped: a client that is still sending when the
-        connection closes would not read why.
+        A body beyond a limit is still received to its end and dropped: a client that is sending when the connection
+        closes would not read the error.
         """
         size, parts, scanner = 0, list[bytes](), JsonScanner()
         refusal: KVSidecarError | None = None
@@ -89,7 +89,7 @@ class BodyReader:
 
 
 def decode_json(raw: bytes) -> Any:
-    """What a body says. Raises InvalidRequest."""
+    """Decode a JSON body. Raises InvalidRequest."""
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refused, parse_float=_finite)
     except UnicodeDecodeError as error:
@@ -103,7 +103,7 @@ def _refused(word: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """Infinity has no JSON, in which some of a body comes back."""
+    """Parse a number; refuse infinity, which JSON cannot represent when parts of the body are sent back."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:40]} is too large")

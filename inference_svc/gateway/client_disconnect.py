@@ -1,4 +1,4 @@
-"""Work for a client who may go: what nobody hears any more is ended."""
+"""Cancels a request's work when its HTTP client disconnects."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ T = TypeVar("T")
 
 
 class ClientDisconnected(Exception):
-    """Nobody is there to answer."""
+    """The HTTP client closed its connection."""
 
 
 async def _nothing(_: object) -> None:
-    """What needs no closing."""
+    """Close nothing."""
 
 
 async def cancel_on_disconnect(
     request: Request, work: Coroutine[Any, Any, T], close: Callable[[T], Awaitable[None]] = _nothing
 ) -> T:
-    """What comes of ``work``, or ClientGone: it is cancelled as soon as the client has gone. Starlette tells a handler
-    nothing of that by itself. What came of it in the very moment in which nobody wanted it any more is closed."""
+    """Return the result of ``work``; cancel it and raise ClientDisconnected when the client disconnects.
+
+    Starlette does not notify handlers of disconnects. A result that completes at the same moment is closed.
+    """
     task = asyncio.create_task(work)
     try:
         while not task.done():

@@ -1,4 +1,4 @@
-"""What a node says to the gateway of a fleet: what it serves, and how much of a prompt it has. And reading ahead."""
+"""A node's API for fleet gateways: serving status, cached-prefix length, warming."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_WARM_SECONDS = 86400.0
 
 
 class WarmBody(BodyModel):
-    """A text or a conversation to read before anybody asks about it, and by when that is of no use any more."""
+    """Body of a warm request: a text or a conversation to prefill into the cache, and its deadline."""
 
     model: str = ""
     prompt: str | None = None
@@ -47,7 +47,7 @@ class WarmBody(BodyModel):
 
 
 def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:
-    """What is served, and by how many workers; without any, whether one is being started."""
+    """Return the served models and the number of workers; without workers, whether one is starting."""
     alive = [worker for worker in router.workers if worker.alive]
     models = {
         name: openai_format.model(worker.model, name, router.started) for worker in alive for name in worker.names
@@ -56,13 +56,15 @@ def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:
 
 
 def num_requests(router: WorkerRouter) -> int:
-    """How many requests the workers have."""
+    """Return the number of requests that the workers have."""
     return sum(worker.in_flight for worker in router.workers)
 
 
 async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
-    """How many tokens a prompt has for a model or an adapter, and how many of them the daemon has keys and values of.
-    Leases nothing and counts as no use. Raises KVSidecarError."""
+    """Return the tokens of a prompt, and how many of them are a cached prefix at the daemon.
+
+    Takes no lease and does not count as a use. Raises KVSidecarError.
+    """
     try:
         tokens = prompt.token_ids.ids
         if prompt.WhichOneof("kind") != "token_ids":
@@ -78,7 +80,7 @@ async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prom
 
 
 async def warm_prompt(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
-    """Reads a prompt into the cache. Raises KVSidecarError, DeadlineExceeded when it was not read in time."""
+    """Prefill a prompt into the cache. Raises KVSidecarError; DeadlineExceeded after ``within_seconds``."""
     worker.in_flight += 1
     try:
         found = await worker.client.stub.Warm(request, timeout=within_seconds)

@@ -1,8 +1,8 @@
-"""The gateway's Prometheus metrics: vLLM's by their names where they mean the same, and a few of its own.
+"""Prometheus metrics of a node's gateway, under vLLM's names where the meaning is the same.
 
-So dashboards, autoscalers and routers that know vLLM read a node of ours. What vLLM calls an engine is a worker here;
-``prefix_cache`` is what a worker's own pool had of prompts, ``external_prefix_cache`` what came from the cache daemon.
-Histograms are of what this gateway answered, counters of all that its workers did; both of these have further ones.
+Dashboards, autoscalers and routers for vLLM therefore work with a node. vLLM's "engine" is a worker here;
+``prefix_cache`` counts hits in a worker's own pool, ``external_prefix_cache`` those in the cache daemon. Histograms
+cover the answers of this gateway, counters all work of its workers; workers and daemon have further metrics.
 https://docs.vllm.ai/en/latest/usage/metrics/
 """
 
@@ -71,7 +71,7 @@ _LABELS = ("model_name", "engine")
 
 
 class GatewayMetrics(RequestCounters):
-    """All that ``/metrics`` shows."""
+    """All metrics at ``/metrics``."""
 
     def __init__(self, router: WorkerRouter, supervisor_dir: Path | None = None) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ class GatewayMetrics(RequestCounters):
             registry.register(_RestartCollector(supervisor_dir))
 
     def answer(self) -> AnswerTimer:
-        """An answer begins."""
+        """Start the timer of an answer."""
         return AnswerTimer(self, time.perf_counter())
 
 
 @dataclass
 class AnswerTimer:
-    """One answer as its parts come."""
+    """Times one answer, from its arrival over its parts to its end."""
 
     metrics: GatewayMetrics
     began: float
@@ -123,11 +123,11 @@ class AnswerTimer:
 
     @property
     def started(self) -> bool:
-        """Something has come."""
+        """Whether the first part has come."""
         return self.last > 0
 
     def add(self, model: str, part: pb.GenerateStreamResponse) -> None:
-        """The next part has come, from a worker with this model."""
+        """Record the next part, from a worker with this model."""
         m, now = self.metrics, time.perf_counter()
         if not self.started:
             m.ttft.labels(model).observe(now - self.began)
@@ -147,7 +147,7 @@ class AnswerTimer:
 
 
 class _WorkerCollector:
-    """What the workers said last."""
+    """Collector of the workers' last reported statistics."""
 
     def __init__(self, router: WorkerRouter) -> None:
         self._router = router
@@ -169,7 +169,7 @@ class _WorkerCollector:
 
 
 class _RestartCollector:
-    """How often the supervisor, this process's parent, had to start processes of the node again."""
+    """Collector of the restarts that the supervisor, this process's parent, reports."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,7 @@
-"""The HTTP application: OpenAI's paths, those of vLLM that go with them, /health and /metrics."""
+"""Request handlers of a node's gateway, one method per endpoint.
+
+Endpoints are OpenAI's, vLLM's companions to them, health and metrics. ``routes`` maps paths to these methods.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | WarmBody
 
 @dataclass(frozen=True)
 class _AnswerJob:
-    """A request for answers, and what workers are asked for it."""
+    """A parsed request, and the worker requests for its answers."""
 
     answer_id: str
     parsed: ChatRequest | CompletionRequest
@@ -67,7 +70,7 @@ class _AnswerJob:
 
 
 class GatewayHandlers:
-    """The handlers. One instance per process."""
+    """The handlers and the objects that they share. One instance per process."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -136,7 +139,7 @@ class GatewayHandlers:
         return JSONResponse(serving_status(self.router, self._wait.is_starting()) | self._load(request))
 
     def _load(self, request: Request) -> dict[str, int]:
-        """How busy the node is, for whoever may know: that tells one tenant of the others."""
+        """Return the node's load to callers who may see it: it tells a tenant about the others."""
         return {"busy": num_requests(self.router)} if self.keys.may_see_load(request.scope) else {}
 
     async def cached_prefix_of_chat(self, request: Request) -> Response:
@@ -202,7 +205,7 @@ class GatewayHandlers:
             return parsed, writer, asked
 
         parsed, writer, asked = await self.bodies.read(request, parse_request, apart)
-        # Not the response's own id: whoever has that may go on from it.
+        # Not the response's own id: anyone who reads it in the log could continue the conversation.
         log_line().add(id=asked.request_id, model=asked.model)
         pieces = with_grammar_option("text.format", self._run(request, [asked], not parsed.stream))
         if parsed.stream:
@@ -221,17 +224,17 @@ class GatewayHandlers:
     # ---- answering ------------------------------------------------------------------------------------------
 
     def _salted(self, kind: type[Salted], request: Request, raw: bytes, body: Any) -> Salted:
-        """A body with the salt that its sender may use."""
+        """Parse a body, and set the salt that its sender may use."""
         parsed = parse(kind, raw, body)
         parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
         return parsed
 
     def _previous_messages(self, request: Request, parsed: ResponsesRequest) -> list[dict[str, Any]]:
-        """The conversation that a request goes on from. Raises InvalidRequest."""
+        """Return the conversation that a request continues. Raises InvalidRequest."""
         return self._conversations.messages(self.keys.tenant(request.scope), parsed.previous_response_id)
 
     def _parse_job(self, kind: type[GenerationOptions], request: Request, raw: bytes, body: Any) -> _AnswerJob:
-        """What workers are asked for a body; in a thread where that is large. Raises KVSidecarError."""
+        """Convert a body to worker requests; runs in a thread for a large body. Raises KVSidecarError."""
         parsed: Any = self._salted(kind, request, raw, body)
         self._check_model(parsed.model)
         model = self._answer_model(parsed.model)
@@ -257,7 +260,7 @@ class GatewayHandlers:
         if shared:
             pieces = share_prompt_logprobs(pieces, parsed.num_choices)
         if parsed.stream:
-            # The first piece is awaited here, so that a refused request gets its status code.
+            # Await the first chunk here, so that a refused request gets its status code.
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         found = await cancel_on_disconnect(request, writer.whole(pieces, len(requests)))
         if requests[0].HasField("prompt_logprobs"):  # megabytes, perhaps
@@ -268,11 +271,11 @@ class GatewayHandlers:
         return self._generator.run(requests, whole, preferred_wait_seconds(request.headers))
 
     def _answer_model(self, model: str) -> str:
-        """What answers say as their model: the one asked for, or the one that is served."""
+        """Return the model name for answers: the requested one, or the served one."""
         return model or next((w.model.model_id for w in self.router.workers if w.alive), "")
 
     def _worker(self, name: str) -> Worker:
-        """One that serves the model of this name, or any. Raises UnknownModel, Unavailable."""
+        """Return a worker that serves the model, or any for an empty name. Raises UnknownModel, Unavailable."""
         self._check_model(name)
         found = next((w for w in self.router.alive if w.serves(name)), None)
         if found is None:
@@ -284,7 +287,7 @@ class GatewayHandlers:
         return Unavailable(f"no worker that serves {model[:80]!r} is up; try again in a moment")
 
     def _check_model(self, name: str) -> None:
-        """Raises UnknownModel. A worker that is away still has its models: it comes back."""
+        """Raise UnknownModel for an unknown name. Models of a worker that is down still count: it comes back."""
         served = {name for w in self.router.workers if w.was_up for name in w.names}
         if name and served and name not in served:
             raise UnknownModel.among(name, sorted(served))

@@ -1,4 +1,4 @@
-"""Spans of HTTP requests, by OpenTelemetry's conventions for them; what is called meanwhile are spans within.
+"""Tracing spans of HTTP requests, by OpenTelemetry's conventions, with calls to workers as child spans.
 
 https://opentelemetry.io/docs/specs/semconv/http/http-spans/
 """
@@ -19,12 +19,15 @@ _current: ContextVar[Span] = ContextVar("span", default=NOT_TRACED)
 
 
 def current_span() -> Span:
-    """Of the HTTP request that this is done for."""
+    """Return the span of the current HTTP request."""
     return _current.get()
 
 
 class TracingMiddleware:
-    """A span around every request that generates, until the last byte of its answer. Plain ASGI, as ``Guard`` is."""
+    """Opens a span around every generating request, until the last byte of its answer.
+
+    Plain ASGI, as ``RequestGuard`` is.
+    """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app, self._tracer = app, tracer

@@ -1,4 +1,4 @@
-"""Counts the values and levels of JSON text from its raw bytes, before it is decoded."""
+"""Counts values and nesting of JSON text from its raw bytes, before decoding."""
 
 from __future__ import annotations
 

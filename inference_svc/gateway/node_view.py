@@ -1,4 +1,4 @@
-"""What the page shows of the node: workers, tiers, calls, and what of the cache is whose."""
+"""Node status for the web page: workers, tiers, RPC statistics, cache usage per tenant."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SHOWN_CALLS = 6
 
 
 class NodeView:
-    """Asks workers and daemon. Nothing that it shows has a prompt, a token or a salt."""
+    """Collects status from workers and daemon. It never contains a prompt, a token or a salt."""
 
     def __init__(self, router: WorkerRouter, cache_socket: Path | None) -> None:
         self._router, self._socket = router, cache_socket
@@ -39,7 +39,7 @@ class NodeView:
 
     @property
     def daemon(self) -> Any:
-        """A stub of the daemon; None where there is none."""
+        """The daemon's stub; None without a daemon."""
         return self._daemon
 
     async def start(self) -> None:
@@ -60,12 +60,12 @@ class NodeView:
             await asyncio.sleep(STEP_SECONDS)
 
     async def refresh(self) -> None:
-        """Asks the workers again, unless they just were."""
+        """Query the workers, unless that was done a moment ago."""
         if time.monotonic() - self._asked_at > _FRESH_SECONDS:
             await self.stats()
 
     async def stats(self) -> list[pb.GetStatsResponse | None]:
-        """Asks each worker; None for those that do not answer."""
+        """Query each worker; None for those that do not answer."""
         self._asked_at = time.monotonic()
         found = await asyncio.gather(*(_stats_of(worker) for worker in self._router.workers))
         for worker, stats in zip(self._router.workers, found, strict=True):
@@ -75,7 +75,7 @@ class NodeView:
         return found
 
     async def show(self, salt: bytes, operator: bool) -> dict[str, Any]:
-        """The node as an operator sees it, or as one does who knows this ``salt``."""
+        """Return the status for an operator, or for a caller that knows only this ``salt``."""
         stats, cache = await asyncio.gather(self.stats(), self._cache(salt, operator))
         workers = zip(self._router.workers, stats, strict=True)
         return {
@@ -116,7 +116,7 @@ class NodeView:
         }
 
     async def _own(self, salt: bytes) -> dict[str, Any]:
-        """What one salt opens, in the namespaces of the models that are served."""
+        """Return the usage of one salt, in the namespaces of the served models."""
         found = []
         for namespace, who in self._namespaces().items():
             stats = await self._counts.count(self._daemon, namespace, salt)
@@ -126,14 +126,14 @@ class NodeView:
         return {"failing": "", "tenants": found, "complete": True}
 
     def _namespaces(self) -> dict[bytes, str]:
-        """Those of the models that are served, and of adapters by their names."""
+        """Return the namespaces of the served models, and of adapters with their names."""
         models = [w.model for w in self._router.workers if w.model.namespace]
         found = {m.namespace: "" for m in models}
         return found | {a.namespace: a.name for m in models for a in m.adapters}
 
 
 def _tenant(salt: bytes, adapter: str) -> str:
-    """What a tenant is called."""
+    """Return a tenant's display name."""
     whose = "yours" if salt else "without a salt"
     return f"{whose}, {adapter}" if adapter else whose
 

@@ -1,4 +1,4 @@
-"""What every request passes: the origin policy or the API key, and the count of answers."""
+"""Middleware for every request: origin policy or API key, and the count of answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_svc.gateway.request_counters import RequestCounters
 from inference_svc.gateway.request_log import log_line
 
 NODE, FLEET, HEALTH = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet", "/health"
-# Open to everybody: probes and scrapers have no key, and the page asks for it.
+# Open without a key: probes and scrapers have none, and the page prompts for it.
 _OPEN, _OPEN_FILES = frozenset({"/", HEALTH, "/metrics", "/openapi.json", "/version"}), "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {LOAD, UNLOAD, "/tokenize", "/detokenize"}
@@ -22,8 +22,10 @@ _CODES |= {415: ("invalid_request_error", "unsupported_media_type"), 503: ("serv
 
 
 class RequestGuard:
-    """Checks who asks and counts answers. Plain ASGI: Starlette's own base class would hide from the handlers that a
-    client has gone."""
+    """Authorizes requests and counts answers.
+
+    Plain ASGI: Starlette's base class for middleware would hide a client's disconnect from the handlers.
+    """
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, policy: OriginPolicy, metrics: RequestCounters) -> None:
         self._app, self._keys, self._policy, self._metrics = app, keys, policy, metrics
@@ -47,7 +49,7 @@ class RequestGuard:
                 self._metrics.aborted.labels(str(reason)).inc()
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """The answer to a request that goes no further, or None."""
+        """Return the answer to a refused request, or None."""
         path = scope["path"]
         if path != HEALTH and scope.get("state", {}).get(RESERVED):
             return self._refused("connections", "as many connections are open as may be; try again in a moment", 503)

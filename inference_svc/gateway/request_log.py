@@ -1,4 +1,4 @@
-"""A line in the log for every request: what came of it, never what it said, nor a key."""
+"""Request log: one line per request, with its outcome but never its content or a key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = structlog.get_logger("gateway")
 
-# Asked every few seconds by probes, scrapers and the page: lines of these are for debugging.
+# Requested every few seconds by probes, scrapers and the page: logged at debug level.
 _DEBUG_PATHS, _DEBUG_PREFIXES = (
     frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}),
     ("/page/", "/kvsidecar/"),
 )
 _LONGEST_PATH = 120
-# What a client may call its request; anything else could be text of its own.
+# Allowed request ids; anything else could inject text.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
 _RESPONSE = "/v1/responses/"
 _CLIENT_CLOSED, _FAILED, _UNAVAILABLE = 499, 500, 503
@@ -27,25 +27,25 @@ _CLIENT_CLOSED, _FAILED, _UNAVAILABLE = 499, 500, 503
 
 @dataclass
 class LogLine:
-    """What is known of a request so far."""
+    """Fields of a request's log line, collected while it runs."""
 
     began: float = field(default_factory=time.perf_counter)
     fields: dict[str, str | int | float] = field(default_factory=dict)
 
     def add(self, **fields: str | int | float) -> None:
-        """Adds to the line; empty text adds nothing."""
+        """Add fields; empty texts are left out."""
         self.fields |= {name: value for name, value in fields.items() if value != ""}
 
     def first_token(self) -> None:
-        """Of whichever answer comes first."""
+        """Record the time to the first token of the first answer."""
         self.fields.setdefault("ttft_ms", _since(self.began))
 
     def abort(self, reason: str) -> None:
-        """The answer broke off with an error, after its status was sent."""
+        """Record an error after the answer's status was sent."""
         self.add(aborted=reason)
 
     def answered(self, model: str, usage: pb.Usage) -> None:
-        """One answer has ended. Of several to a prompt each counts the prompt's tokens, as each had it read."""
+        """Record a completed answer. Each choice counts its prompt's tokens, because each has processed them."""
         counts = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         counts |= {"generated_tokens": usage.generated_tokens, "answers": 1}
         self.add(model=model, **{name: int(self.fields.get(name, 0)) + count for name, count in counts.items()})
@@ -55,13 +55,15 @@ _current: ContextVar[LogLine] = ContextVar("line")
 
 
 def log_line() -> LogLine:
-    """Of the HTTP request that this is done for; one that nobody writes where there is none."""
+    """Return the line of the current HTTP request; an unused one outside of requests."""
     return _current.get(None) or LogLine()
 
 
 class RequestLogMiddleware:
-    """Writes the line when the last byte of an answer is sent, or when nobody waits for it any more. Plain ASGI, as
-    ``Guard`` is."""
+    """Writes the line when an answer's last byte is sent, or when the client disconnects.
+
+    Plain ASGI, as ``RequestGuard`` is.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -97,13 +99,13 @@ def _write(scope: Scope, known: LogLine, status: int, whole: bool) -> None:
         known.add(request_id=named.decode())
     if not whole and status < _FAILED:
         known.add(broken_off="the client has gone")
-    # As it was sent: what was escaped there could do things to a terminal.
+    # The raw path: decoded, it could contain terminal control sequences.
     sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
-    if path.startswith(_RESPONSE):  # whoever has the id of a response may go on from it
+    if path.startswith(_RESPONSE):  # anyone who reads a response's id could continue it
         sent = f"{_RESPONSE}ID"
     fields = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if (status < _FAILED or status == _UNAVAILABLE) and (path in _DEBUG_PATHS or path.startswith(_DEBUG_PREFIXES)):
-        say = log.debug  # also while a node starts or drains, when its probes ask again and again
+        say = log.debug  # also while a node starts or drains, when its probes repeat
     elif status == _UNAVAILABLE:
         say = log.warning
     elif status >= _FAILED or "aborted" in known.fields:

@@ -1,4 +1,4 @@
-"""OpenAI's requests, and what the worker is asked for."""
+"""Schemas of ``/v1/chat/completions`` and ``/v1/completions``, and their worker requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference_svc.gateway.openai_tools import NamedTool, Tools, to_chat, tool_u
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
 
 MAX_CHOICES = 8
-# Answers of one request in all: prompts times choices.
+# Answers of one request: prompts times choices.
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -30,7 +30,7 @@ CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
 
 def _few(biased: Any) -> Any:
-    """The same, otherwise unchecked. Raises InvalidRequest for more tokens than a worker takes."""
+    """Check the number of biased tokens, and nothing else. Raises InvalidRequest."""
     if isinstance(biased, dict) and len(biased) > MAX_BIASED:
         raise InvalidRequest(
             f"logit_bias has {len(biased)} tokens; at most {MAX_BIASED} are allowed", param="logit_bias"
@@ -49,7 +49,7 @@ class StreamOptions(BodyModel):
 
 
 class GenerationOptions(BodyModel):
-    """What chats and completions have alike."""
+    """Generation options that chats and completions share."""
 
     model: str = ""
     stream: bool = False
@@ -75,28 +75,28 @@ class GenerationOptions(BodyModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST)
-    """Reads the prompt's last tokens only; -1 for as many as there is room for."""
+    """Keeps only the prompt's last tokens; -1 for as many as fit into the context."""
     truncate: Literal["left", "middle"] | None = None
-    """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, those that there is no room for."""
+    """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, it loses those that do not fit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str = ""
     """Separates tenants: requests with different salts never share cached text."""
     cache_ttl_seconds: CacheTtl = None
-    """For how long what is used and stored is to be kept; without it, as long as there is room."""
+    """TTL of the chunks that the request uses and stores; without it they do not expire."""
     document_separator: str | None = Field(default=None, max_length=64)
-    """Text before which the prompt's documents begin; each is found again wherever it stands."""
+    """Text that precedes each document of the prompt; a document is reused at any position."""
     segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
-    """Reuse nothing that was read in another context."""
+    """Reuse no chunks that were computed in another context."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
-    """Who guesses tokens that the model then verifies; answers stay the same. As the worker is set to when left out."""
+    """Proposer of draft tokens that the model then verifies; answers stay the same. Default: the worker's setting."""
     speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
-    """How many ways of going on are guessed at once at most; 0, and never more: as the worker is set to."""
+    """Most branches of a draft tree; 0 for the worker's setting, which is also the maximum."""
     skip_cache: bool = False
     """Reuse nothing and store nothing."""
     explain: bool = False
-    """Say which parts of the prompt had been read before."""
+    """Report which parts of the prompt were cached."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """vLLM's, like the older names behind it."""
@@ -108,7 +108,7 @@ class GenerationOptions(BodyModel):
 
     @cached_property
     def grammar(self) -> tuple[str, pb.Grammar | None]:
-        """What the answer must be, and the option that says so. Raises InvalidRequest when several do."""
+        """The option that constrains the answer, and its grammar. Raises InvalidRequest for several options."""
         return one_grammar(
             self.response_format,
             self.structured_outputs,
@@ -124,8 +124,7 @@ class GenerationOptions(BodyModel):
         raise NotImplementedError
 
     def truncation_limit(self) -> int | None:
-        """How many of the prompt's tokens are read at most; 0 for as many as there is room for, None for all. Raises
-        InvalidRequest."""
+        """Return the most prompt tokens to keep; 0 for as many as fit, None for all. Raises InvalidRequest."""
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
                 "truncate_prompt_tokens is 0; allowed are 1 and more, and -1 for as many as there is room for",
@@ -197,7 +196,7 @@ class ChatRequest(GenerationOptions):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's, like the next two: what else the template is told, such as ``enable_thinking``."""
+    """vLLM's, like the next two: further arguments of the template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -218,7 +217,7 @@ class ChatRequest(GenerationOptions):
         if use is not None:
             request.tool_use.CopyFrom(use)
         if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":
-            request.ClearField("grammar")  # it is about the text, of which there is none
+            request.ClearField("grammar")  # it constrains the text, and a required call has none
         return request
 
 
@@ -227,10 +226,10 @@ class CompletionRequest(GenerationOptions):
 
     prompt: str | _Ints | Annotated[list[str], FIRST_ERROR] | Annotated[list[_Ints], FIRST_ERROR]
     max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST, description="Without a value: 256.")
-    """0, with ``echo``, for nothing but the prompt."""
+    """0, with ``echo``, returns the prompt only."""
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """OpenAI has 5 at most."""
+    """OpenAI allows at most 5."""
     add_special_tokens: bool = True
     """vLLM's: False tokenizes text without the beginning-of-sequence token."""
 
@@ -256,7 +255,7 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Nothing is to be generated. Raises InvalidRequest where that would leave nothing at all."""
+        """Whether only the prompt is returned. Raises InvalidRequest for ``max_tokens`` 0 without ``echo``."""
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
         return self.max_tokens == 0
@@ -266,7 +265,7 @@ class CompletionRequest(GenerationOptions):
         request.echo = self.echo
         if self.echo and self.logprobs is not None:
             request.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
-        if self.is_prompt_only:  # a worker generates a token; it is not shown
+        if self.is_prompt_only:  # the worker must generate one token, which the answer omits
             request.max_tokens = 1
         return request
 

@@ -1,4 +1,4 @@
-"""A node's HTTP application: its paths, and what surrounds them."""
+"""Routes of a node's gateway: maps paths to handlers, adds the middleware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from inference_svc.gateway.static_files import StaticFiles
 
 
 def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
-    """The application; its workers are polled from startup to shutdown. Its ``state.keys`` can be read again."""
+    """Create the application; it polls the workers from startup to shutdown.
+
+    ``state.keys`` has the API keys, for a reload.
+    """
     gateway = GatewayHandlers(config)
 
     @asynccontextmanager
@@ -36,7 +39,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
     app.state.gateway = gateway
     app.state.keys, app.state.counters = gateway.keys, gateway.metrics
     app.add_middleware(TracingMiddleware, tracer=tracer)
-    # Before all else it asks for the key.
+    # Outside of the tracing: a request without a key gets no span.
     app.add_middleware(RequestGuard, keys=gateway.keys, policy=OriginPolicy(config), metrics=gateway.metrics)
     add_outer_middleware(app, config.origins)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])

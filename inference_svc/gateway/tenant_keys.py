@@ -1,6 +1,7 @@
-"""API keys that name a tenant: the tokens of the daemon's tenants file (``docs/security.md``), each for its salts.
+"""Tenant API keys: tokens of the daemon's tenants file, each for its tenant's salts.
 
-Quotas and times to live of these salts are the daemon's to keep; here is only who may use which.
+``docs/security.md`` describes the file. The daemon enforces quotas and TTLs of the salts; this module only decides
+which key may use which salt.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from kvsidecar.tenants_file import digest_of, read_tables, salt_of
 
 @dataclass(frozen=True)
 class TenantKey:
-    """Whom a key names: the salts of all tables that have it, or any salt for an operator."""
+    """The salts of all tables that list a key; an operator's key may use any salt."""
 
     salts: tuple[str, ...]
     operator: bool = False
 
     def salt(self, asked: str) -> str:
-        """The salt of a request that names this one, or none. Raises PermissionDenied, InvalidRequest."""
+        """Return the salt for a request that asks for ``asked``. Raises PermissionDenied, InvalidRequest."""
         if self.operator or asked in self.salts:
             return asked
         if asked:
@@ -35,7 +36,7 @@ class TenantKey:
 
 
 def load_tenants(path: Path) -> Mapping[bytes, TenantKey]:
-    """Tenants by the SHA-256 of their keys. Raises ConfigurationError with one sentence, without a salt or a token."""
+    """Read the keys, by their SHA-256. Raises ConfigurationError, whose text contains no salt and no token."""
     tables = read_tables(path).get("tenant", {})
     tenants: dict[bytes, TenantKey] = {}
     for name, table in tables.items() if isinstance(tables, dict) else ():

@@ -1,4 +1,4 @@
-"""What of the cache is whose: chunks and bytes by tenant root, which is a hash of namespace and salt."""
+"""Cache usage per tenant (chunks, bytes), keyed by tenant root = hash(namespace, salt)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 _PAGE, _MAX_PAGES = 1000, 20
 _FRESH_SECONDS, _TIMEOUT_SECONDS = 5.0, 5.0
 _COUNT_SECONDS, _MAX_ROOTS = 2.0, 256
-# The daemon counts a tenant's chunks one by one, among all else that it does; so at most for this share of its time.
+# The daemon counts a tenant's chunks one by one on its event loop: use at most this share of its time.
 _MAX_DAEMON_SHARE = 0.05
 _SHORT = 8
 
 
 @dataclass
 class _Usage:
-    """What one tenant has in a namespace."""
+    """Usage of one tenant in a namespace."""
 
     chunks: int = 0
     tokens: int = 0
@@ -37,7 +37,7 @@ class _Usage:
 
 
 class TenantUsage:
-    """All tenants' sums, from a walk over the daemon's list that is repeated when it is old and somebody looks."""
+    """Usage of all tenants, from a cached scan of the daemon's chunk list; rescanned on demand."""
 
     def __init__(self) -> None:
         self._sums: dict[bytes, _Usage] = {}
@@ -46,8 +46,11 @@ class TenantUsage:
         self._lock = asyncio.Lock()
 
     async def of_all(self, daemon: Any, names: dict[bytes, str]) -> dict[str, Any]:
-        """Largest first; ``complete`` unless there were more chunks than are walked over. ``names`` are those of known
-        roots. Raises grpc.RpcError."""
+        """Return all tenants, the largest first.
+
+        ``complete`` is False when there were more chunks than one scan covers. ``names`` are display names by root.
+        Raises grpc.RpcError.
+        """
         async with self._lock:
             if time.monotonic() - self._walked > _FRESH_SECONDS:
                 await self._walk(daemon)
@@ -73,7 +76,7 @@ class TenantUsage:
 
 @dataclass(eq=False)
 class _Count:
-    """What the daemon said, or says in a moment, of one root."""
+    """The daemon's count for one root, finished or in progress."""
 
     task: asyncio.Task[pb.StatsResponse | grpc.RpcError]
     began: float = field(default_factory=time.monotonic)
@@ -86,8 +89,10 @@ class _Count:
 
 
 class TenantCounts:
-    """What single tenants have. Who asks while the daemon counts gets the same answer, and so does who asks soon
-    after; the roots asked for last are remembered."""
+    """Usage of single tenants.
+
+    Callers share a count that is in progress or fresh. Remembers the most recently used roots.
+    """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, _Count] = OrderedDict()
@@ -96,7 +101,7 @@ class TenantCounts:
         return len(self._counts)
 
     async def count(self, daemon: Any, namespace: bytes, salt: bytes) -> pb.StatsResponse:
-        """Raises grpc.RpcError."""
+        """Return one tenant's statistics. Raises grpc.RpcError."""
         root = keys.tenant_root(namespace, salt)
         count = self._counts.get(root)
         if count is None or time.monotonic() > count.fresh_until:
@@ -106,7 +111,7 @@ class TenantCounts:
         self._counts.move_to_end(root)
         while len(self._counts) > _MAX_ROOTS:
             self._counts.popitem(last=False)
-        found = await asyncio.shield(count.task)  # others may wait for it
+        found = await asyncio.shield(count.task)  # other callers may wait for it
         if isinstance(found, grpc.RpcError):
             raise found
         return found
@@ -121,7 +126,7 @@ async def _counted(daemon: Any, request: pb.StatsRequest) -> pb.StatsResponse | 
 
 
 def usage_entry(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
-    """One tenant in the answer: by the beginning of its root's hash, never by its salt."""
+    """Return one tenant's entry, identified by the first digits of its root and never by its salt."""
     return {
         "tenant": root.hex()[:_SHORT],
         "name": name,

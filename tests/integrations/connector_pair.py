@@ -73,7 +73,9 @@ class Vllm:
         chunk_tokens: int = BLOCK_TOKENS,
         **roles: bool,
     ) -> None:
-        settings = ConnectorSettings(str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, least_tokens=1)
+        settings = ConnectorSettings(
+            str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, min_load_tokens=1
+        )
         self.scheduler = SchedulerConnector(settings, BLOCK_TOKENS, BLOCKS, **roles)
         self.caches, self.workers, self.writes = [], list[WorkerConnector](), []
         for rank in range(ranks):

@@ -1,4 +1,4 @@
-"""The nodes of a fleet as its gateway sees them: found, asked every second, given up when they say nothing."""
+"""Discovers the nodes of a fleet and polls their health every second."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ _RESOLVE_SECONDS = 5.0
 _MAX_TIMEOUTS = 3
 
 
-# A connection that failed. TLS refuses a certificate after the handshake, and httpx hands that on as it is.
+# Failed connections. TLS may refuse a certificate after the handshake, and httpx passes that on as ssl.SSLError.
 CONNECTION_ERRORS = (httpx.HTTPError, ssl.SSLError)
-# An answer that is no node's, whatever JSON it is: a proxy's, or that of another service.
+# Raised by answers that are not a node's, such as a proxy's or another service's JSON.
 BAD_RESPONSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class NodeFailed(Exception):
-    """The node did not answer, or said that it cannot. Another may."""
+    """The node did not answer, or answered that it cannot. Another node may succeed."""
 
 
 @dataclass(eq=False)
 class Node:
-    """One node. ``host`` is what its certificate must be of, and ``url`` the address that is called."""
+    """One node: ``url`` is the address to call, ``host`` the name that its certificate must have."""
 
     url: str
     host: str
     timeout_seconds: float
     alive: bool = False
     was_up: bool = False  # it was alive once
-    starting: bool = False  # it has no worker, and says that it is starting one
-    removed: bool = False  # nobody names it any more
-    named: NodeAddress | None = None  # the name that it was found by
+    starting: bool = False  # it has no worker, and reports that it is starting one
+    removed: bool = False  # its name no longer resolves to it
+    named: NodeAddress | None = None  # the DNS name that it was found by
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int = 1
-    busy: int = 0  # requests that the node has, whoever sent them, when it last said so; operators alone are told
-    in_flight: int = 0  # those that this gateway has sent
+    busy: int = 0  # requests that the node reports, of all senders; nodes report it to operators only
+    in_flight: int = 0  # requests that this gateway has sent
     why: str = "it has not answered yet"
     _num_timeouts: int = 0
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
@@ -64,12 +64,12 @@ class Node:
 
     @property
     def extensions(self) -> dict[str, Any]:
-        """For the HTTP client: whose certificate is asked for."""
+        """Extensions for the HTTP client: the server name for TLS."""
         return {"sni_hostname": self.host}
 
     @contextmanager
     def counting_request(self) -> Iterator[None]:
-        """A request that the node has meanwhile."""
+        """Count a request while the node has it."""
         self.in_flight += 1
         try:
             yield
@@ -77,8 +77,10 @@ class Node:
             self.in_flight -= 1
 
     async def wait_for(self, waited: Any, deadline: float) -> Any:
-        """Awaits something of the node, until the loop's time ``deadline`` or the node is given up. Raises NodeFailed,
-        TimeoutError."""
+        """Await a result of the node, until ``deadline`` (loop time) or until the node counts as failed.
+
+        Raises NodeFailed, TimeoutError.
+        """
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 self._waiting.add(timeout)
@@ -92,7 +94,7 @@ class Node:
             raise
 
     async def poll(self, client: httpx.AsyncClient) -> None:
-        """Asks the node what it serves."""
+        """Query the node's serving status."""
         try:
             async with asyncio.timeout(self.timeout_seconds):
                 answer = await client.get(self.url + SERVING_PATH, extensions=self.extensions)
@@ -132,21 +134,21 @@ class Node:
         self.starting = False
 
     def down(self, why: str) -> None:
-        """Sends it nothing until it answers again."""
+        """Mark the node as down: it gets no requests until it answers again."""
         if self.alive or why != self.why:
             log.warning("node is down", node=self.url, error=why)
         self.alive, self.starting, self.why = False, False, why
 
     def _cancel_waiters(self) -> None:
-        """Ends the waiting of all who hope for an answer."""
+        """Fail all requests that wait for this node."""
         now = asyncio.get_running_loop().time()
         for timeout in list(self._waiting):
-            with suppress(RuntimeError):  # its own time is over in this moment
+            with suppress(RuntimeError):  # its own deadline expires at this moment
                 timeout.reschedule(now)
 
 
 class NodeDiscovery:
-    """Keeps track of the nodes. ``client`` is the caller's."""
+    """Tracks the nodes of a fleet. The caller owns ``client``."""
 
     def __init__(self, places: list[NodeAddress], client: httpx.AsyncClient, timeout_seconds: float) -> None:
         self._places, self._client, self._timeout_seconds = places, client, timeout_seconds
@@ -163,14 +165,14 @@ class NodeDiscovery:
         return [node for node in self.all if node.alive]
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """What is served, by name. Raises Unavailable when no node is up."""
+        """Return the served models by name. Raises Unavailable when no node is up."""
         found = {name: model for node in self.alive for name, model in node.models.items()}
         if not found:
             raise self.none_up()
         return found
 
     def none_up(self) -> Unavailable:
-        """The error for when nobody can answer."""
+        """Return the error for a fleet without a live node."""
         if any(node.was_up for node in self.all):
             return Unavailable("no node of the fleet is up; try again in a moment")
         return Unavailable("no node of the fleet is ready yet; try again in a moment")
@@ -194,11 +196,11 @@ class NodeDiscovery:
             self._tasks[node.url] = asyncio.create_task(self._poll(node))
 
     async def _poll(self, node: Node) -> None:
-        """Until nobody names the node any more, and nobody waits for it."""
+        """Poll until the node is removed and has no requests."""
         while not node.removed or node.in_flight:
             await asyncio.sleep(_POLL_SECONDS if node.alive else _WAITING_POLL_SECONDS)
             await node.poll(self._client)
-        del self._nodes[node.url], self._tasks[node.url]  # addresses of a cluster's pods hardly come again
+        del self._nodes[node.url], self._tasks[node.url]  # addresses of a cluster's pods are rarely reused
 
     async def _keep_resolving(self, place: NodeAddress) -> None:
         while True:
@@ -208,11 +210,11 @@ class NodeDiscovery:
                 self._start_polling(node)
 
     async def _resolve(self, place: NodeAddress) -> None:
-        """Takes in the addresses that a name has now. One that cannot be looked up keeps those that it had."""
+        """Update the nodes of a DNS name. A failed lookup keeps the known ones."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            log.warning("a name cannot be looked up, keeping what it had", name=place.host, error=str(error))
+            log.warning("a name cannot be resolved; keeping its known nodes", name=place.host, error=str(error))
             return
         now = {f"{place.scheme}://{TcpAddress(str(address[0]), place.port)}" for *_, address in found}
         for url in now:

@@ -1,4 +1,4 @@
-"""The HTTP application over nodes: the paths of a node, handed on, and those that tell of the fleet."""
+"""The fleet gateway's application: forwards a node's paths, serves the fleet's status."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-# What has a body with a prompt or tokens, for any one node.
+# Paths whose body has a prompt or tokens; any one node can answer.
 _FORWARDED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -53,12 +53,12 @@ _FORWARDED_PATHS = (
     WARM_PATH,
 )
 _CONNECT_SECONDS = 2.0
-# Less than the 5 s after which a node's server closes a connection that nobody uses.
+# Less than the 5 s after which a node's server closes an idle connection.
 _IDLE_SECONDS = 3.0
 
 
 class FleetHandlers:
-    """The handlers. One instance per process. Raises ConfigurationError for certificates that cannot be used."""
+    """Handlers of a fleet gateway. One instance per process. Raises ConfigurationError for unusable certificates."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -76,7 +76,7 @@ class FleetHandlers:
         return await self._proxy.answer(request, replace(read, wait_seconds=preferred_wait_seconds(request.headers)))
 
     async def response(self, request: Request) -> Response:
-        """A response that some node keeps, or its deletion."""
+        """Return or delete a response that one of the nodes stores."""
         name = request.path_params["name"]
         node = await self._prefix_query.node_with_response(name)
         if node is None:
@@ -157,7 +157,7 @@ def _client(config: GatewayConfig) -> httpx.AsyncClient:
 
 
 def create_app(config: GatewayConfig) -> FastAPI:
-    """The application; its nodes are asked from startup to shutdown. Raises ConfigurationError."""
+    """Create the application; it polls the nodes from startup to shutdown. Raises ConfigurationError."""
     fleet = FleetHandlers(config)
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The Prometheus metrics of a fleet's gateway."""
+"""Prometheus metrics of a fleet gateway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inference_svc.gateway.request_counters import RequestCounters
 
 
 class FleetMetrics(RequestCounters):
-    """Those of a fleet's gateway."""
+    """Request counters, TTFT, prefix query times and node counts of a fleet gateway."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where nodes are: ``--nodes`` as people write it."""
+"""Parses the node addresses of ``--nodes``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FORM = "http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all ad
 
 @dataclass(frozen=True)
 class NodeAddress:
-    """The gateway of a node, or with ``every`` those at all addresses that ``host`` has at the time."""
+    """Address of a node's gateway; with ``every``, all addresses that ``host`` resolves to."""
 
     scheme: str
     host: str
@@ -26,12 +26,12 @@ class NodeAddress:
 
     @property
     def in_clear(self) -> bool:
-        """What is sent there can be read on the way."""
+        """Whether requests travel unencrypted beyond this machine."""
         return self.scheme == "http" and not TcpAddress(self.host, self.port).loopback
 
 
 def parse_node_addresses(text: str) -> list[NodeAddress]:
-    """Places from a list with commas. Raises ValueError."""
+    """Parse a comma-separated list. Raises ValueError."""
     found = [_place(part.strip()) for part in text.split(",") if part.strip()]
     if not found:
         raise ValueError(f"name at least one node, as {_FORM}")

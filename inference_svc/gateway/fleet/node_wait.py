@@ -1,4 +1,4 @@
-"""Waiting for nodes of a fleet that are starting their workers."""
+"""Lets requests wait while a fleet's nodes start their workers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _MAX_WAITING, _POLL_SECONDS = 1024, 0.25
 
 
 class NodeWait:
-    """Lets requests wait while nodes that could answer them say that they are starting a worker.
+    """Lets requests wait while nodes that could answer them report that they are starting a worker.
 
-    For ``max_seconds`` at most, or less where the client wants that. Runs on the event loop.
+    For at most ``max_seconds``, or the client's own limit. Runs on the event loop.
     """
 
     def __init__(self, discovery: NodeDiscovery, max_seconds: float) -> None:
@@ -22,13 +22,13 @@ class NodeWait:
         self._num_waiting = 0
 
     def should_wait(self, request: RoutedRequest, since: float) -> bool:
-        """Whether a request that waits since that time of the loop waits any longer."""
+        """Whether a request that waits since ``since`` (loop time) should wait longer."""
         waited = asyncio.get_running_loop().time() - since
         patience = min(self._max_seconds, inf if request.wait_seconds is None else request.wait_seconds)
         return waited < patience and self._num_waiting < _MAX_WAITING and self._is_starting(request)
 
     async def pause(self) -> None:
-        """Waits for a moment."""
+        """Wait for one poll interval."""
         self._num_waiting += 1
         try:
             await asyncio.sleep(_POLL_SECONDS)
@@ -36,7 +36,7 @@ class NodeWait:
             self._num_waiting -= 1
 
     def _is_starting(self, request: RoutedRequest) -> bool:
-        """A node that was never up may serve any model."""
+        """Whether a suitable node is starting; one that was never up may serve any model."""
         return any(
             node.starting and (not request.model or not node.models or request.model in node.models)
             for node in self._discovery.all

@@ -1,4 +1,7 @@
-"""Which node has how much of a prompt: asked, not remembered, so that it is so whoever restarts."""
+"""Queries candidate nodes for their cached-prefix length, and chooses one.
+
+The gateway keeps no routing state, so a restart makes nothing stale.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,23 @@ from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, WARM_PATH
 
 RESPONSES = "/v1/responses"
 _PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM_PATH})
-# Who says nothing in this time has nothing; the prompt is not kept waiting.
+# A node that does not answer within this time counts as having nothing: the prompt must not wait.
 _TIMEOUT_SECONDS = 0.5
-# What is shorter is as quickly computed as asked for.
+# A shorter prompt is computed as fast as a query takes.
 _MIN_QUERY_BYTES = 256
-# Names of responses have some 40 characters, and everybody is asked.
+# Response ids have about 40 characters, and every node is queried for one.
 _MAX_RESPONSE_ID_CHARS = 200
-# Asked at once: each is a connection, and a descriptor.
+# Each concurrent query takes a connection and a file descriptor.
 _MAX_CONCURRENT_QUERIES = 256
 
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """What of a request decides where it goes. ``before`` is the response that it goes on from, ``only`` the one node
-    that can answer it, and ``wait_seconds`` how long its client wants to wait for a worker at most."""
+    """The properties of a request that decide its node.
+
+    ``before`` is the id of the response that it continues, ``only`` the one node that can answer it, and
+    ``wait_seconds`` the client's limit for waiting for a worker.
+    """
 
     path: str
     raw: bytes
@@ -50,14 +56,14 @@ class RoutedRequest:
 
 
 def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
-    """What decides where a body goes that is not checked yet. Raises InvalidRequest."""
+    """Extract the routing properties of an unvalidated body. Raises InvalidRequest."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     model, before, within = body.get("model"), body.get("previous_response_id"), body.get("within_seconds")
     return RoutedRequest(
         path,
         raw,
-        model if isinstance(model, str) else "",  # the node says what is wrong
+        model if isinstance(model, str) else "",  # the node reports what is wrong
         prompt_prefix_hashes(body),
         before if path == RESPONSES and isinstance(before, str) else None,
         body.get("skip_cache") is True,
@@ -67,7 +73,7 @@ def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
 
 @dataclass(frozen=True)
 class _CachedPrefix:
-    """A node's own word on a prompt."""
+    """A node's answer: tokens of the prompt, and how many of them it has cached."""
 
     node: Node
     prompt_tokens: int
@@ -75,19 +81,22 @@ class _CachedPrefix:
 
 
 class PrefixQuery:
-    """Chooses nodes. ``seconds`` observes how long the asking takes."""
+    """Chooses nodes by querying them. ``seconds`` observes the time of a query."""
 
     def __init__(self, discovery: NodeDiscovery, client: httpx.AsyncClient, seconds: Histogram) -> None:
         self._discovery, self._client, self._seconds = discovery, client, seconds
         self._semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
     async def with_owner(self, asked: RoutedRequest) -> RoutedRequest:
-        """The same, with the one node that can answer it. Raises UnknownModel, Unavailable."""
+        """Resolve the one node that can answer a request that continues a response.
+
+        Raises UnknownModel, Unavailable.
+        """
         self.check_model(asked.model)
         return asked if asked.before is None else replace(asked, only=await self.node_with_response(asked.before))
 
     def check_model(self, name: str) -> None:
-        """Raises UnknownModel, Unavailable."""
+        """Check that a live node serves the model. Raises UnknownModel, Unavailable."""
         served = self._discovery.models()
         if name and name not in served:
             if any(name in node.models for node in self._discovery.all):
@@ -95,7 +104,7 @@ class PrefixQuery:
             raise UnknownModel.among(name, sorted(served))
 
     async def choose_node(self, asked: RoutedRequest, excluded: Sequence[Node]) -> Node:
-        """The node for a request. Raises Unavailable when there is none."""
+        """Choose the node for a request. Raises Unavailable when there is none."""
         able = self._able(asked, excluded)
         if asked.only is not None and not able:
             raise Unavailable("the node that keeps the response before this one is away; send all messages instead")
@@ -110,7 +119,7 @@ class PrefixQuery:
         return named[choose_node(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
 
     def has_another(self, asked: RoutedRequest, excluded: Sequence[Node]) -> bool:
-        """Whether a node that was not tried yet is up for a request."""
+        """Whether an untried node is up for a request."""
         return bool(self._able(asked, excluded))
 
     def _able(self, asked: RoutedRequest, excluded: Sequence[Node]) -> list[Node]:
@@ -127,7 +136,10 @@ class PrefixQuery:
         return found
 
     async def _query_node(self, node: Node, asked: RoutedRequest) -> _CachedPrefix:
-        """Nothing, where a node does not answer in time or refuses the request: it will say why when it gets it."""
+        """Query one node; 0 tokens where it does not answer in time or refuses.
+
+        A node that refuses reports the reason when it gets the request itself.
+        """
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
                 answer = await self._client.post(
@@ -143,13 +155,13 @@ class PrefixQuery:
             return _CachedPrefix(node, 0, 0)
 
     async def node_with_response(self, response_id: str) -> Node | None:
-        """The node that keeps a response; None when none says so."""
+        """Return the node that stores a response; None when no node does."""
         if (
             len(response_id) > _MAX_RESPONSE_ID_CHARS
             or not response_id.isascii()
             or not response_id.replace("_", "").replace("-", "").isalnum()
         ):
-            return None  # no id of ours, and no path
+            return None  # not an id of this API, and unsafe in a path
         nodes = self._discovery.alive
         kept = await asyncio.gather(*(self._keeps(node, response_id) for node in nodes))
         return next((node for node, keeps in zip(nodes, kept, strict=True) if keeps), None)

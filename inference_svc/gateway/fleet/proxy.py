@@ -1,4 +1,4 @@
-"""One answer, from a node to the client. As long as nothing of it was sent, another node can give it."""
+"""Forwards requests to nodes, and retries on another node until an answer has begun."""
 
 from __future__ import annotations
 
@@ -27,19 +27,21 @@ from inference_svc.gateway.request_log import log_line
 
 log = structlog.get_logger("gateway")
 
-# A prompt that ends the nodes that read it ends no more than so many.
+# A prompt that kills nodes kills at most this many.
 MAX_TRIES = 3
-# The node is away, or its workers are; or it has as much to do as it takes.
+# The node or its workers are down.
 _RETRY_STATUS = frozenset({502, 503})
 _BUSY, _UNAUTHORIZED = 429, 401
 _EVENTS = "text/event-stream"
-# So long somebody is waited for when the last node that was up has failed.
+# Wait this long for a node after the last live one has failed.
 _NO_NODE_SECONDS = 3.0
 
 
 class Proxy:
-    """Sends requests on. ``request_seconds`` is for a whole answer, all tries together; ``wait`` says for how
-    long a request stays while no node has a worker."""
+    """Forwards requests. ``request_seconds`` is for a complete answer, all tries together.
+
+    ``wait`` decides how long a request waits while no node has a worker.
+    """
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Proxy:
         self._wait = wait
 
     async def answer(self, request: Request, asked: RoutedRequest) -> Response:
-        """Raises KVSidecarError when there is no answer to hand on, ClientGone."""
+        """Return a node's answer. Raises KVSidecarError when no node answers, ClientDisconnected."""
         return await cancel_on_disconnect(request, self._answer(asked), _close)
 
     async def _answer(self, asked: RoutedRequest) -> Response:
@@ -73,11 +75,11 @@ class Proxy:
                 now = loop.time()
                 if now < deadline and self._wait.should_wait(asked, since):
                     waited, give_up = True, 0.0
-                else:  # a node says that it has a worker a little after it says that it starts none any more
+                else:  # a node reports its worker slightly after it reports that it starts none
                     give_up = give_up or now + _NO_NODE_SECONDS
                     if not (tries or waited) or now > give_up:
                         raise
-                tried.clear()  # one that failed may be back
+                tried.clear()  # a failed node may be back
                 await self._wait.pause()
                 continue
             tries, give_up = tries + 1, 0.0
@@ -104,14 +106,14 @@ class Proxy:
             self._metrics.retries.inc()
 
     def _answer_seconds(self, asked: RoutedRequest) -> float:
-        """Seconds for an answer. Whoever warms says how long that may take, and the node checks it."""
+        """Return the seconds for an answer. A warm request names its own limit, which the node enforces."""
         if asked.path != WARM_PATH or asked.within_seconds is None:
             return self._seconds
         return max(self._seconds, min(asked.within_seconds, MAX_WARM_SECONDS))
 
 
 class _NodeRefusal(Exception):
-    """A whole answer by which a node says that another should be asked."""
+    """A complete answer by which a node asks for a retry elsewhere (busy, unavailable)."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(f"it answers {answer.status_code}")
@@ -119,7 +121,7 @@ class _NodeRefusal(Exception):
 
 
 class _NodeRequest:
-    """A request that a node has. Whoever is through with it, for whatever reason, closes it."""
+    """A request at a node. The caller must close it in every case."""
 
     def __init__(self, node: Node, deadline: float) -> None:
         self._node, self._deadline = node, deadline
@@ -127,8 +129,11 @@ class _NodeRequest:
         self._response: httpx.Response | None = None
 
     async def open(self, client: httpx.AsyncClient, asked: RoutedRequest, has_another: bool) -> Response:
-        """A whole answer, or one whose first bytes are there. Where another node can be asked, this one does not wait
-        for a worker that it has lost. Raises NodeFailed, _Refused, TimeoutError."""
+        """Return a complete answer, or a stream whose first bytes have come.
+
+        Where another node can answer, this one must not wait for a lost worker. Raises NodeFailed, _NodeRefusal,
+        TimeoutError.
+        """
         self._held.enter_context(self._node.counting_request())
         try:
             answer = await self._open(client, asked, has_another)
@@ -141,7 +146,7 @@ class _NodeRequest:
         if isinstance(answer, _ProxiedStream):
             return answer
         await self.close()
-        if answer.status_code == _UNAUTHORIZED:  # nothing that the client could mend
+        if answer.status_code == _UNAUTHORIZED:  # this gateway's key is wrong: the client cannot fix that
             raise NodeFailed("it does not take this gateway's key")
         if answer.status_code in _RETRY_STATUS or answer.status_code == _BUSY:
             raise _NodeRefusal(answer)
@@ -168,7 +173,7 @@ class _NodeRequest:
         return proxied_response(response, await self._node.wait_for(response.aread(), self._deadline))
 
     async def pieces(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """What the node sends; if it breaks off, an error as the last event."""
+        """Yield the node's bytes; after a failure, an error as the last event."""
         yield first
         try:
             while piece := await self._node.wait_for(anext(rest, b""), self._deadline):
@@ -191,7 +196,7 @@ class _NodeRequest:
 
 
 class _ProxiedStream(StreamingResponse):
-    """Hands on events, and closes the node's answer also when its client went before the first of them."""
+    """Streams a node's events, and closes its answer even if the client disconnects before the first one."""
 
     def __init__(self, opened: _NodeRequest, first: bytes, rest: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -209,12 +214,12 @@ class _ProxiedStream(StreamingResponse):
 
 
 async def _close(answer: Response) -> None:
-    """Ends what a node has begun, and nobody wants."""
+    """Cancel a node's answer that has no reader."""
     if isinstance(answer, _ProxiedStream):
         await answer.close()
 
 
 def proxied_response(response: httpx.Response, content: bytes) -> Response:
-    """An answer as it came."""
+    """Return a node's complete answer unchanged."""
     kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
     return Response(content, response.status_code, headers=kept)

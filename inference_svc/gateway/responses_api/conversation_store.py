@@ -1,4 +1,4 @@
-"""Conversations that a later request may go on from (``previous_response_id``), in memory and bounded."""
+"""Bounded in-memory store of conversations that requests may continue (``previous_response_id``)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from inference_svc.gateway.body_reader import INLINE_BYTES
 from inference_svc.gateway.openai_format import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
-_OVERHEAD_BYTES = 1024  # of the objects around two texts
+_OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, and the messages of the chat up to it, as JSON: a text's size in memory is its length."""
+    """A response and the chat up to it, both as JSON text, whose length is its size in memory."""
 
     id: str
     response: bytes
@@ -53,12 +53,11 @@ class _TenantResponses:
 
 
 class ConversationStore:
-    """The last responses of each tenant. They go with the process.
+    """The latest responses of each tenant, until the process ends.
 
-    A tenant's newer responses evict its own older ones, and no others while all tenants together are within
-    ``max_bytes_in_all``; beyond that the tenant that has the most bytes loses its oldest. A tenant finds its own
-    responses alone: another's id is as unknown as one that never was. Changed on the event loop; ``messages`` may be
-    called in any thread.
+    A tenant's new responses evict its own oldest ones. When all tenants together exceed ``max_bytes_in_all``, the
+    tenant with the most bytes loses its oldest. A tenant can only read its own responses: another's id is unknown to
+    it. Changed on the event loop; ``messages`` may be called in any thread.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class ConversationStore:
         return sum(responses.num_bytes for responses in self._tenants.values())
 
     def keep(self, tenant: Hashable, stored: StoredResponse) -> None:
-        """Keeps a response."""
+        """Store a response."""
         own = self._tenants.setdefault(tenant, _TenantResponses())
         own.add(stored)
         while len(own.stored) > self._max_responses or own.num_bytes > self._max_bytes:
@@ -84,11 +83,11 @@ class ConversationStore:
             max(self._tenants.values(), key=lambda responses: responses.num_bytes).evict()
 
     def is_large(self, tenant: Hashable) -> bool:
-        """Whether what a tenant keeps is too large to be decoded on the event loop."""
+        """Whether a tenant's responses are too large to decode on the event loop."""
         return tenant in self._tenants and self._tenants[tenant].num_bytes > INLINE_BYTES
 
     def messages(self, tenant: Hashable, response_id: str | None) -> list[dict[str, Any]]:
-        """The chat up to a response; empty for None. Raises InvalidRequest for one that is not kept."""
+        """Return the chat up to a response; empty for None. Raises InvalidRequest for an unknown response."""
         if response_id is None:
             return []
         try:
@@ -98,11 +97,11 @@ class ConversationStore:
         return found
 
     def response(self, tenant: Hashable, response_id: str) -> bytes:
-        """JSON. Raises UnknownResponse."""
+        """Return a response as JSON. Raises UnknownResponse."""
         return self._find(tenant, response_id).response
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
-        """Raises UnknownResponse."""
+        """Delete a response. Raises UnknownResponse."""
         self._find(tenant, response_id)
         self._tenants[tenant].remove(response_id)
 

@@ -1,4 +1,4 @@
-"""An answer in the form of ``/v1/responses``: its items and events, in the order in which the pieces came."""
+"""Writes answers of ``/v1/responses``: items and events, in the order of the chunks."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from inference_svc.gateway.responses_api.responses_schema import ResponsesReques
 
 
 class ResponseWriter:
-    """One response. ``whole`` or ``stream`` is called once, and hands it to ``keep`` if it is to be stored."""
+    """Writes one response. Call ``whole`` or ``stream`` once; it passes the response to ``keep`` if it is stored."""
 
     def __init__(
         self, request: ResponsesRequest, model: str, keep: Callable[[StoredResponse], None], chat: list[dict[str, Any]]
     ) -> None:
-        """``chat`` are the messages that the answer is to, without the instructions."""
+        """``chat`` are the messages that are answered, without the instructions."""
         self._request, self._keep, self._chat = request, keep, chat
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
@@ -61,7 +61,7 @@ class ResponseWriter:
             self._body["tool_choice"] = self._body["tool_choice"].model_dump()
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
-        """JSON."""
+        """Return the response as JSON."""
         async for piece in pieces:
             self._add(piece.part)
         await self._store()
@@ -76,7 +76,7 @@ class ResponseWriter:
                 for event in self._add(piece.part):
                     yield event
             if self._body["usage"] is not None:
-                await self._store()  # before the client learns that it may go on from here
+                await self._store()  # before the client learns the id and continues from it
                 yield await self._of_response(f"response.{self._body['status']}")
         except KVSidecarError as error:
             log_line().abort(error.reason)
@@ -86,7 +86,7 @@ class ResponseWriter:
     # ---- pieces ---------------------------------------------------------------------------------------------
 
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
-        """What a piece adds, as events."""
+        """Add a message of the worker; return its events."""
         self._explain(part)
         events: list[bytes] = []
         if part.text:
@@ -169,12 +169,12 @@ class ResponseWriter:
         return events
 
     async def _store(self) -> None:
-        """Keeps the response, unless it is not to be stored or broke off."""
+        """Store the response, unless ``store`` is false or it is incomplete."""
         if self._request.store is not False and self._body["usage"] is not None:
             self._keep(await asyncio.to_thread(StoredResponse.of, self._body, [*self._chat, *self._answer()]))
 
     def _answer(self) -> list[dict[str, Any]]:
-        """The answer as messages of a chat."""
+        """Return the answer as chat messages."""
         messages: list[dict[str, Any]] = []
         for item in self._items:
             if item["type"] == "message":
@@ -187,7 +187,7 @@ class ResponseWriter:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
 
     async def _of_response(self, kind: str) -> bytes:
-        """An event with the whole response, which may be large: the request's metadata and tools are in it."""
+        """Encode an event with the complete response, in a thread: metadata and tools may make it large."""
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.json_bytes, body))

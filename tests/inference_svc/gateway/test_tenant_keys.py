@@ -193,9 +193,9 @@ def test_sighup_reads_the_file_again(tmp_path: Path, file: Path) -> None:
             assert code("alice") == 401
             file.write_text("[tenant")
             process.send_signal(signal.SIGHUP)
-            until(lambda: "the one before holds" in log.read_text())
+            until(lambda: "the one read before stays in use" in log.read_text())
             assert code("carol") != 401
-            assert log.read_text().count("the one before holds") == 1
+            assert log.read_text().count("the one read before stays in use") == 1
             assert not any(word in log.read_text() for word in ("of alice", "of bob", hashed("both")))
         finally:
             process.terminate()

@@ -81,7 +81,7 @@ class Daemon:
 
     def settings(self, **more: Any) -> dict[str, Any]:
         assert self.node is not None
-        return {"socket": str(self.node.cache_socket), "timeout_ms": 5000, "least_tokens": 1, **more}
+        return {"socket": str(self.node.cache_socket), "timeout_ms": 5000, "min_load_tokens": 1, **more}
 
     def namespace(self) -> NamespaceDescriptor:
         """One that nobody else has."""

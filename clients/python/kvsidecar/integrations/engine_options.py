@@ -1,4 +1,4 @@
-"""Settings that an engine passes on from its command line, checked by name, and where the daemon is."""
+"""Connector options from an engine's command line, and the daemon's address among them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ T = TypeVar("T")
 
 
 def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """A dataclass of texts, switches and whole numbers from 1 on. ``where`` names the flag in messages. Raises
-    ConfigurationError for what is unknown or out of range."""
+    """Build a dataclass of texts, booleans and integers from 1 on.
+
+    ``where`` names the flag in messages. Raises ConfigurationError for an unknown name or a value out of range.
+    """
     known: dict[str, type] = {f.name: type(f.default) for f in fields(kind)}  # type: ignore[arg-type]
     for name, value in given.items():
         if name not in known:
@@ -36,9 +38,12 @@ def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """Where the daemon is: the path of its ``socket``, that of this user when empty; or ``host:port`` of one on another
-    host, with the paths of the ``ca`` that vouches for it and of what it knows us by, ``cert`` and ``key`` or a
-    ``token_file``."""
+    """Address and credentials of the daemon.
+
+    ``socket`` is the path of its socket (empty: this user's) or ``host:port`` on another host. For the latter, ``ca``
+    is the file of the authority that signed its certificate, and ``cert`` with ``key`` or ``token_file`` authenticate
+    this client.
+    """
 
     socket: str = ""
     token_file: str = ""
