@@ -1,6 +1,6 @@
-"""The one error tree, and the table that maps it to gRPC status and HTTP code.
+"""Error classes, and the table that maps them to gRPC status and HTTP code.
 
-Every message is one sentence that names the value and what is allowed. Over gRPC an error travels as
+Every message is one sentence that names the value and what is allowed. gRPC transfers an error as
 ``google.rpc.Status`` with ``ErrorInfo{domain, reason}`` (https://google.aip.dev/193).
 """
 
@@ -22,17 +22,19 @@ S = TypeVar("S")
 Q = TypeVar("Q")
 R = TypeVar("R")
 _DETAILS_KEY = "grpc-status-details-bin"
-# Bytes of a text that go over gRPC: it is sent twice, escaped, and metadata of 16 KiB end a call without a reason.
+# Maximum bytes of a text over gRPC: it is sent twice, escaped, and metadata of 16 KiB end a call without a reason.
 _LONGEST_TEXT, _LONGEST_END = 1500, 400
-# What gRPC says where nothing listens: the address, some words of its own, and the system's reason.
+# gRPC's text where nothing listens: the address, its own words, and the system's reason.
 _NOBODY_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
-# Where one listens that speaks HTTP/1.1 alone, as the gateway does.
+# gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
 
 
 class KVSidecarError(Exception):
-    """Base of all errors that a caller may handle. ``reason`` is stable; the text is for people. ``param`` is the
-    request's field that it is about, where it is about one."""
+    """Base of all errors that a caller may handle.
+
+    ``reason`` is stable; the text is for people. ``param`` is the request's field that the error is about, if any.
+    """
 
     reason = "INTERNAL"
 
@@ -42,13 +44,13 @@ class KVSidecarError(Exception):
 
 
 class GenerationFailed(KVSidecarError):
-    """This request could not be computed. It would fail elsewhere, too: nobody sends it to another worker."""
+    """The request could not be computed. It would fail on every worker, so it is not retried."""
 
     reason = "GENERATION_FAILED"
 
 
 class GrammarFailed(GenerationFailed):
-    """The request's grammar could not be followed to its end, for being too complex or for leading nowhere."""
+    """The answer could not follow the request's grammar to its end: too complex, or a dead end."""
 
     reason = "GRAMMAR_FAILED"
 
@@ -60,48 +62,48 @@ class InvalidRequest(KVSidecarError):
 
 
 class PromptTooLong(InvalidRequest):
-    """The prompt leaves no room in the model's context."""
+    """The prompt does not fit into the model's context."""
 
     reason = "PROMPT_TOO_LONG"
 
 
 class PromptExceedsPool(PromptTooLong):
-    """The model's context has room for the prompt, and this worker's pool has not."""
+    """The prompt fits into the model's context, but not into this worker's pool."""
 
     reason = "PROMPT_EXCEEDS_POOL"
 
 
 class OverflowFailed(KVSidecarError):
-    """The request needs more than the worker's pool, and the disk behind it has no room."""
+    """The request needs more than the worker's pool, and its overflow disk is full."""
 
     reason = "OVERFLOW_FAILED"
 
 
 class UnsupportedOption(InvalidRequest):
-    """The option exists elsewhere but not here; it is refused by name instead of ignored."""
+    """The option exists in other servers but not here; it is refused by name instead of ignored."""
 
     reason = "UNSUPPORTED_OPTION"
 
 
 class UnknownModel(KVSidecarError):
-    """The model asked for is not served here."""
+    """The requested model is not served here."""
 
     reason = "UNKNOWN_MODEL"
 
     @classmethod
     def among(cls, name: str, served: Iterable[str]) -> Self:
-        """Of a name that a client sent, with those that there are."""
+        """Create the error for a client's model name, with the served names."""
         return cls(f"the model {name[:80]!r} is not served here; served: {', '.join(served)}", param="model")
 
 
 class UnknownResponse(KVSidecarError):
-    """No such response is kept."""
+    """No such response is stored."""
 
     reason = "UNKNOWN_RESPONSE"
 
 
 class NamespaceMismatch(KVSidecarError):
-    """The worker's namespace id is not that of the descriptor it sent."""
+    """The worker's namespace id does not match its descriptor."""
 
     reason = "NAMESPACE_MISMATCH"
 
@@ -113,19 +115,19 @@ class StaleEpoch(KVSidecarError):
 
 
 class UnknownSession(KVSidecarError):
-    """The session has ended, or never was."""
+    """The session has ended or never existed."""
 
     reason = "UNKNOWN_SESSION"
 
 
 class UnknownLease(KVSidecarError):
-    """The lease is not one of this session's."""
+    """The lease does not belong to this session."""
 
     reason = "UNKNOWN_LEASE"
 
 
 class ChecksumMismatch(KVSidecarError):
-    """The bytes are not those that the checksum was made of."""
+    """The bytes do not match their checksum."""
 
     reason = "CHECKSUM_MISMATCH"
 
@@ -143,19 +145,19 @@ class ArenaFull(KVSidecarError):
 
 
 class QuotaExceeded(KVSidecarError):
-    """The tenant, or everybody together, may not have more of this."""
+    """A quota of the tenant, or of all tenants together, is exhausted."""
 
     reason = "QUOTA_EXCEEDED"
 
 
 class LimitExceeded(KVSidecarError):
-    """As much of this is open at one time as is allowed."""
+    """A limit on concurrently open objects is reached."""
 
     reason = "LIMIT_EXCEEDED"
 
 
 class FailedPrecondition(KVSidecarError):
-    """The call does not fit the state or the door that it came through."""
+    """The call does not fit the server's state, or the listener that it came through."""
 
     reason = "FAILED_PRECONDITION"
 
@@ -173,19 +175,19 @@ class EventsLost(KVSidecarError):
 
 
 class Overloaded(KVSidecarError):
-    """Too many requests wait already."""
+    """Too many requests are waiting (backpressure)."""
 
     reason = "OVERLOADED"
 
 
 class Unavailable(KVSidecarError):
-    """The service is not there, or is shutting down."""
+    """The service does not run, or is shutting down."""
 
     reason = "UNAVAILABLE"
 
 
 class DeadlineExceeded(KVSidecarError):
-    """The deadline passed first."""
+    """The deadline expired before the answer."""
 
     reason = "DEADLINE_EXCEEDED"
 
@@ -203,13 +205,13 @@ class ModelUnsupported(KVSidecarError):
 
 
 class Unauthenticated(KVSidecarError):
-    """The caller did not say who it is, or not in a way that is known here."""
+    """The caller sent no credentials, or unknown ones."""
 
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDenied(KVSidecarError):
-    """The caller is known, and may not do this. The text names neither the salt nor the token."""
+    """The caller is authenticated but not authorized. The text contains neither the salt nor the token."""
 
     reason = "PERMISSION_DENIED"
 
@@ -270,7 +272,7 @@ _register(KVSidecarError)
 
 
 def status_of(error: KVSidecarError) -> tuple[grpc.StatusCode, int]:
-    """The row of ``STATUS`` for an error: ``(gRPC status, HTTP code)``."""
+    """Return the row of ``STATUS`` for an error: ``(gRPC status, HTTP code)``."""
     for cls in type(error).__mro__:
         if cls in STATUS:
             return STATUS[cls]
@@ -278,7 +280,7 @@ def status_of(error: KVSidecarError) -> tuple[grpc.StatusCode, int]:
 
 
 def trailing_status(error: KVSidecarError, domain: str) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """``(code, text, trailing metadata)`` that carry an error over gRPC."""
+    """Return ``(code, text, trailing metadata)`` that transfer an error over gRPC."""
     code, _ = status_of(error)
     info = any_pb2.Any()
     text = _bounded(str(error))
@@ -289,7 +291,7 @@ def trailing_status(error: KVSidecarError, domain: str) -> tuple[grpc.StatusCode
 
 
 def _bounded(text: str) -> str:
-    """Without its middle where it is too long: what a caller sent may be quoted there."""
+    """Cut out the middle of a text that is too long: it may quote a caller's input."""
     sent = text.encode("utf-8", "replace")
     if len(sent) > _LONGEST_TEXT:
         sent = sent[: _LONGEST_TEXT - _LONGEST_END] + b" [...] " + sent[-_LONGEST_END:]
@@ -297,7 +299,7 @@ def _bounded(text: str) -> str:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KVSidecarError, domain: str) -> NoReturn:
-    """Ends a call with an error. Never returns."""
+    """End a call with an error. Never returns."""
     code, text, metadata = trailing_status(error, domain)
     await context.abort(code, text, metadata)
     raise AssertionError("abort returned")
@@ -306,7 +308,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: KVSidecarErr
 def unary(
     domain: str,
 ) -> Callable[[Callable[[S, Q, Context], Awaitable[R]]], Callable[[S, Q, Context], Awaitable[R]]]:
-    """Decorates the unary methods of a service: their KVSidecarErrors become status."""
+    """Decorate unary methods of a service: their KVSidecarErrors become a gRPC status."""
 
     def decorate(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Context], Awaitable[R]]:
         @wraps(method)
@@ -332,7 +334,7 @@ def _for_grpc(place: str) -> str:
 
 
 def from_rpc(error: grpc.RpcError) -> KVSidecarError:
-    """The error that a failed call stands for, whatever server sent it."""
+    """Return the error of a failed call to any server."""
     code, text = error.code(), error.details() or ""
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
@@ -347,6 +349,6 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
     if nobody := _NOBODY_THERE.fullmatch(text):
         return Unavailable(f"nothing answers at {nobody[2]} ({nobody[3]}); is it running?")
     kind = _BY_CODE.get(code, KVSidecarError)
-    if text and code.name == kind.reason:  # whoever shows both would say it twice
+    if text and code.name == kind.reason:  # the code would repeat the reason
         return kind(text)
     return kind(f"{code.name}: {text}" if text else code.name)

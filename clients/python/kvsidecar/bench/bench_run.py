@@ -1,4 +1,4 @@
-"""A whole measurement: prompts with shared beginnings, sent for the first time and again, and what both took."""
+"""Runs a benchmark: sends each shared prefix once, then prompts that continue them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from kvsidecar.bench.shared_prefix_prompts import Prompt, Shape, prompts
 async def measured(
     server: Server, shape: Shape, requests: int, seed: int, options: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    """What was ``asked``, the figures of the ``first`` requests and of those that came ``again``, and what the cache
-    was worth. ``options`` are those of ``send``; a bar on ``console`` shows how far it is."""
+    """Run a benchmark and return its results.
+
+    ``asked`` are the parameters, ``first`` and ``again`` the results without and with a cached prefix, ``ttft_speedup``
+    their ratio. ``options`` are those of ``send``; ``console`` shows a progress bar.
+    """
     if not server.model:
         server = replace(server, model=await model_of(server))
     firsts, others = prompts(shape, requests, seed)

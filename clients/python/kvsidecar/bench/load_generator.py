@@ -1,4 +1,4 @@
-"""Sends prompts to a server, so many at a time, and notes when the tokens of their answers come.
+"""Sends prompts to a server with a fixed concurrency, and records token times.
 
 ``POST /chat/completions`` or ``/completions``, streamed, with ``stream_options.include_usage``:
 https://platform.openai.com/docs/api-reference/chat-streaming
@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Server:
-    """Where to ask. ``url`` ends where OpenAI's does, in ``/v1``; without a ``model`` the first that is listed."""
+    """The server under test. ``url`` ends in ``/v1``; an empty ``model`` is the first one listed."""
 
     url: str
     model: str = ""
@@ -40,7 +40,7 @@ class Server:
 
 @dataclass
 class Answer:
-    """What came of a prompt. Times in seconds from when it was sent; ``why`` says what went wrong."""
+    """Result of one prompt. Times are in seconds since it was sent; ``why`` is the error."""
 
     first: bool
     first_token: float = 0.0
@@ -48,13 +48,13 @@ class Answer:
     whole: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    """None where the server does not say."""
+    """None where the server does not report it."""
     generated_tokens: int = 0
     why: str = ""
 
 
 async def model_of(server: Server) -> str:
-    """The first model that a server lists. Raises Unavailable, KVSidecarError."""
+    """Return the first model that a server lists. Raises Unavailable, KVSidecarError."""
     try:
         async with server.client(1) as client:
             answer = await client.get("models")
@@ -81,7 +81,7 @@ async def send(
     ignore_eos: bool,
     told: Callable[[Answer], None] = lambda _: None,
 ) -> list[Answer]:
-    """Asks all prompts in order, at most ``concurrency`` at a time; ``told`` hears of each answer as it ends."""
+    """Send all prompts in order, at most ``concurrency`` at a time; call ``told`` with each answer at its end."""
     todo, answers = iter(given), list[Answer]()
     body: dict[str, Any] = {
         "model": server.model,
@@ -139,12 +139,12 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
     answer.whole = time.perf_counter() - began
     if not ended:
         raise KVSidecarError("the answer broke off")
-    # An answer may be empty: its end is then all that comes.
+    # An answer may be empty: then only its end comes.
     answer.first_token = answer.first_token or answer.whole
 
 
 def _says_something(event: dict[str, Any]) -> bool:
-    """Whether there is text in it, of whatever kind; the first event of a chat only names a role."""
+    """Whether an event has text of any kind; a chat's first event only has a role."""
     for choice in event.get("choices", ()):
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "reasoning", "tool_calls")):

@@ -1,8 +1,8 @@
-"""Which blocks the stored chunks make up, and what of it changes when a chunk does.
+"""Converts changes of stored chunks to block events.
 
-Chunks have any length, routers count in blocks of one length. A block is held by the chunk that it ends in, behind the
-chunks before that one, without which the daemon would not have it. Chunks with a common beginning hold the same
-blocks: a block is there as long as one of them is. Each tier is counted for itself.
+Chunks have any length, routers count blocks of one length. A block belongs to the chunk that it ends in; the daemon has
+that chunk only with all its ancestors. Chunks with a common prefix share blocks, so blocks are reference-counted: a
+block is removed with its last chunk. Each tier is counted separately.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from kvsidecar.events.block_hashes import block_hash, external, seed_hash
 from kvsidecar.events.vllm_events import BlockRemoved, BlockStored, Event
 
 ARENA, DISK = "CPU", "STORAGE"
-"""The tiers as vLLM names media."""
+"""vLLM's medium names for the tiers."""
 
 
 @dataclass(frozen=True)
 class _End:
-    """Where a chunk ends: the hash of the last whole block, and the tokens behind it."""
+    """A chunk's end: the hash of the last complete block, and the tokens after it."""
 
     block: bytes
     rest: tuple[int, ...]
-    first: bool  # there is no whole block yet
+    first: bool  # there is no complete block yet
 
 
 @dataclass
 class _Held:
-    """A chunk: its end, the names of the blocks that end in it, and where it is."""
+    """A chunk: its end, the hashes of the blocks that end in it, and its tiers."""
 
     end: _End
     blocks: tuple[int, ...]
@@ -39,22 +39,24 @@ class _Held:
 
 @dataclass
 class Ledger:
-    """Of one tenant of a namespace. ``salt`` is the tenant's. For one thread."""
+    """Blocks of one tenant in a namespace; ``salt`` is the tenant's. For one thread."""
 
     block_tokens: int
     salt: bytes
     seed: str
     _chunks: dict[bytes, _Held] = field(default_factory=dict)
-    _holders: Counter[tuple[str, int]] = field(default_factory=Counter)  # how many chunks hold a block in a medium
+    _holders: Counter[tuple[str, int]] = field(default_factory=Counter)  # reference counts of blocks by medium
 
     def change(self, kind: EventType.ValueType, chunk: ChunkInfo) -> list[Event]:
-        """Takes in an event of Watch, whose chunk comes with its tokens. What cannot be placed is left out: what it
-        continues is gone, and so will it be."""
+        """Apply a Watch event, whose chunk has its tokens; return the block events.
+
+        Ignores a chunk whose parent is unknown: the parent was removed, and the chunk's own removal follows.
+        """
         gone = kind in (EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED)
         return self._move(chunk, frozenset() if gone else _media(chunk))
 
     def replace(self, chunks: Iterable[ChunkInfo]) -> list[Event]:
-        """Takes in all that is stored now. Returns what differs from before."""
+        """Apply a full list of stored chunks; return the block events for the differences."""
         listed = sorted(chunks, key=lambda chunk: chunk.start_position)  # parents first
         now = {chunk.prefix_hash for chunk in listed}
         out: list[Event] = []
@@ -65,12 +67,12 @@ class Ledger:
         return out
 
     def forget(self) -> None:
-        """What was said is said anew from here on."""
+        """Drop all state: every block is published again."""
         self._chunks.clear()
         self._holders.clear()
 
     def _move(self, chunk: ChunkInfo, media: frozenset[str]) -> list[Event]:
-        """A chunk is in these media now."""
+        """Set the media of a chunk; return the block events."""
         held = self._chunks.get(chunk.prefix_hash)
         if held is None and not media:
             return []
@@ -89,7 +91,7 @@ class Ledger:
         return out
 
     def _before(self, chunk: ChunkInfo) -> _End | None:
-        """What a chunk continues; None when that is not there."""
+        """Return the end of a chunk's parent; None when the parent is unknown."""
         if not chunk.start_position:
             return _End(seed_hash(self.seed), (), True)
         parent = self._chunks.get(chunk.parent_prefix_hash)
@@ -105,7 +107,7 @@ class Ledger:
         return _Held(_End(last, ids[whole:], first), tuple(names))
 
     def _enter(self, held: _Held, before: _End, tokens: Sequence[int], medium: str) -> list[Event]:
-        """Counts a chunk's blocks in a medium; those that are new there are told, one event for each unbroken run."""
+        """Add references of a chunk's blocks in a medium; return one event per contiguous run of new blocks."""
         ids, out, run = (*before.rest, *tokens), list[Event](), list[int]()
         for i, name in enumerate(held.blocks):
             self._holders[medium, name] += 1
@@ -132,7 +134,7 @@ class Ledger:
         )
 
     def _leave(self, held: _Held, media: frozenset[str]) -> list[Event]:
-        """A chunk is in no other media than these."""
+        """Remove a chunk from all media but these; return the block events."""
         out: list[Event] = []
         for medium in sorted(held.media - media):
             gone = []
@@ -148,7 +150,7 @@ class Ledger:
 
     @property
     def _named_salt(self) -> str | bytes:
-        """As vLLM has it: text. Salts that are none come from elsewhere."""
+        """The salt as vLLM has it: text. Salts that are not UTF-8 belong to other clients."""
         try:
             return self.salt.decode()
         except UnicodeDecodeError:

@@ -55,7 +55,7 @@ async def test_requests_wait_for_nodes_that_start_their_workers(seen: bool) -> N
 
 async def test_nobody_waits_for_nodes_that_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor for those that start another model, or for longer than is set."""
-    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NOBODY_SECONDS", 0.1)
+    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NO_NODE_SECONDS", 0.1)
     away, other = Peer(), Peer(served=SERVED | {"models": [{"id": "other"}]})
     async with fleet_of(away, other) as (client, fleet):
         away.served = STARTING | {"starting": False}
