@@ -1,4 +1,4 @@
-"""How both services listen: Unix sockets and TCP ports under one health state, reflection, and one graceful end."""
+"""gRPC server setup: Unix sockets and TCP ports with health, reflection and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from kvsidecar.process.runtime_dir import socket_target
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 Register = Callable[[grpc.aio.Server], None]
 
-# A peer that vanished without a word (power, cable, a firewall that forgot the connection) is noticed within these.
-# A client's pings must not come faster than the server permits, or it is told to go away.
+# Keepalive detects a peer that vanished (power, cable, a firewall that dropped the connection).
+# A client that pings faster than the server permits gets GOAWAY.
 _SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS, _FASTEST_PING_MS = 60_000, 30_000, 10_000, 10_000
 
-# Of a door that answers health alone: a question is a service's name.
+# Limits of a listener for health checks only: a request is a service's name.
 _HEALTH_MESSAGE_BYTES, _HEALTH_STREAMS = 4 << 10, 16
 
 CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
@@ -47,41 +47,41 @@ CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What one connection may cost."""
+    """Resource limits of connections."""
 
     message_bytes: int = 16 << 20
-    """Longest message that is received."""
+    """Maximum size of a received message."""
     metadata_bytes: int = 16 << 10
-    """Most metadata of one call."""
+    """Maximum metadata of one call."""
     streams: int = 1024
-    """Most calls at once on one connection; further ones wait at the client, or are UNAVAILABLE in the moment when
-    others end: gRPC's server lets go of a call a little after its client."""
+    """Maximum concurrent calls on one connection. Further ones wait at the client, or fail with UNAVAILABLE just when
+    others end: gRPC's server releases a call slightly later than its client."""
     connections: int = 512
-    """Most connections at once at a door that others than the owner can reach; further ones are closed at once."""
+    """Maximum concurrent connections at a listener that is not private; further ones are closed at once."""
     handshake_seconds: float = 10.0
-    """A connection that has not said hello (TLS, HTTP/2) by then is closed."""
+    """Deadline of a connection's handshake (TLS, HTTP/2)."""
 
 
 @dataclass(frozen=True)
 class Door:
-    """One address, and what answers there. Several doors of a process share its health and its end."""
+    """One listening address and its service. The listeners of a process share health and shutdown."""
 
     at: Path | TcpAddress
     """A Unix socket's path, or a TCP address."""
     add: Register | None
-    """Adds the servicer that answers at this door; None for health alone, without reflection."""
+    """Adds the servicer of this listener; None for health checks only, without reflection."""
     credentials: grpc.ServerCredentials | None = None
-    """TLS, for a TCP address; None is plain."""
+    """TLS credentials for a TCP address; None is plain."""
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
-    """They see health and reflection, too."""
+    """Interceptors, also for health and reflection."""
     group: str | None = None
-    """A Unix socket's group, which may connect (mode 0660; "" is the process's own). None: the owner alone (0600)."""
+    """Group that may connect to a Unix socket (mode 0660; "" is the process's own). None: only the owner (0600)."""
     service: str = ""
-    """Full name of what answers here, for health and reflection; empty where that is the process's own service."""
+    """Full name of the service, for health and reflection; empty for the process's main service."""
     message_bytes: int | None = None
-    """Longest message that is received here, where that is another limit than the process's."""
+    """Maximum size of a received message, where it differs from the process's limit."""
     streams: int | None = None
-    """Most calls at once on one connection, where that is another limit than the process's."""
+    """Maximum concurrent calls on one connection, where it differs from the process's limit."""
 
     @property
     def private(self) -> bool:
@@ -91,8 +91,11 @@ class Door:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A service with one servicer: its private socket, a plain TCP port unless ``tcp`` is empty, one that answers
-    health alone unless ``health_tcp`` is, and doors of ``others``."""
+    """Addresses of a service with one servicer.
+
+    Its private socket, a plain TCP port unless ``tcp`` is empty, a port for health checks only unless ``health_tcp`` is
+    empty, and the listeners in ``others``.
+    """
 
     service: str
     socket: Path
@@ -109,7 +112,7 @@ async def listening(
     grace_seconds: Callable[[], float],
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
-    """``listening_at`` the doors of an endpoint."""
+    """Serve at all addresses of an endpoint while the body runs."""
     doors = [Door(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
         try:
@@ -131,13 +134,13 @@ async def listening_at(
     limits: Limits = Limits(),
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
-    """Serves at all doors while the body runs, which gets their gRPC addresses with the ports that were given out.
+    """Serve at all listeners while the body runs; yield their gRPC addresses with the actual ports.
 
-    Every port is bound before the first call is answered. At the end all doors say NOT_SERVING, then wait
-    ``grace_seconds()`` for calls together; then the sockets are gone. A Unix socket has its mode from the moment that
-    it can be connected to; where its path is deleted, another server listens there beside the first, whose connections
-    go on. ``health`` may say more than that the service is there. Raises ConfigurationError, with nothing left behind,
-    for an address that cannot be listened on.
+    Binds every port before it answers the first call. On shutdown, all listeners report NOT_SERVING and wait
+    ``grace_seconds()`` for their calls; then the sockets are removed. A Unix socket has its mode before clients can
+    connect. When its path is deleted, a second server listens there beside the first, whose connections stay.
+    ``health`` may report more than that the service runs. Raises ConfigurationError, and leaves nothing open, for an
+    address that cannot be bound.
     """
     health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
@@ -154,7 +157,7 @@ async def listening_at(
             return address
 
         async def bind_again(door: Door) -> None:
-            # The server before is not stopped: its connections live, and gRPC would delete the new one's path.
+            # The earlier server keeps running: its connections live, and gRPC would delete the new server's path.
             bind(door)
             await servers[-1].start()
 
@@ -177,7 +180,7 @@ async def listening_at(
 
 
 def _limits_at(door: Door, limits: Limits) -> Limits:
-    """The door's own limits; of one that answers health alone, which asks for no name, the least that it needs."""
+    """Return a listener's limits; the minimum for one that needs no authentication and serves health checks only."""
     if door.add is None:
         return replace(limits, message_bytes=_HEALTH_MESSAGE_BYTES, streams=_HEALTH_STREAMS)
     return replace(
@@ -242,7 +245,7 @@ def _group_number(name: str) -> int:
 
 
 def _refuse_replaceable(path: Path) -> None:
-    """A member of the group who could replace the socket would be taken for the service by the others."""
+    """Refuse a folder in which a group member could replace the socket and impersonate the service."""
     try:
         mode = path.parent.stat().st_mode
     except OSError as error:
@@ -280,11 +283,11 @@ def _bind_port(server: grpc.aio.Server, address: TcpAddress, credentials: grpc.S
 
 @contextlib.contextmanager
 def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
-    """Makes the process the only one that may listen at a Unix socket while the body runs.
+    """Hold the exclusive right to listen at a Unix socket while the body runs.
 
-    A lock on ``PATH.lock``, which the kernel gives back with the process, decides between two that start at once, so
-    that a dead one's socket is removed by one process that then owns the path. The lock file stays. Raises
-    ConfigurationError when another process listens there or is about to.
+    A lock on ``PATH.lock``, which the kernel releases with the process, decides between two processes that start at the
+    same time: only its owner removes a dead process's socket. The lock file stays. Raises ConfigurationError when
+    another process listens there or is about to.
     """
     socket_target(path)  # refuses a path that is too long for a socket
     taken = ConfigurationError(f"another {what} listens on {path}; stop it, or choose another --socket")
@@ -308,14 +311,14 @@ def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
 
 
 def _somebody_listens(path: Path) -> bool:
-    """Only a refusal, and a path that is not there, mean dead: a live one with a full backlog says EAGAIN."""
+    """Whether a server listens. Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Sets ``stop`` at SIGTERM and SIGINT. Call it on the loop's thread."""
+    """Set ``stop`` at SIGTERM and SIGINT. Call it on the loop's thread."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

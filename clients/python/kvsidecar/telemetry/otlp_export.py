@@ -1,6 +1,6 @@
-"""Export of spans and metrics over OTLP (gRPC).
+"""Exports spans and metrics over OTLP (gRPC).
 
-Only where an endpoint is set: without one its packages are not loaded.
+Active only where an endpoint is set; otherwise its packages are not loaded.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ _LAST_WORDS_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Providers:
-    """The SDK's."""
+    """Tracer and meter providers of OpenTelemetry's SDK."""
 
     traces: Any
     meters: Any
 
     def tracer(self, name: str) -> Tracer:
-        """Of a package."""
+        """Return the tracer of a package."""
         return _Tracer(self.traces.get_tracer(name))
 
 
 def checked_endpoint(value: str) -> str:
-    """For settings. Raises ValueError for what is no URL."""
+    """Validate an endpoint setting. Raises ValueError for an invalid URL."""
     if value and not value.startswith(("http://", "https://")):
         raise ValueError("it must begin with http:// (plain) or https:// (TLS)")
     return value
 
 
 def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether anything says where to send it. ``OTEL_SDK_DISABLED=true`` wins."""
+    """Whether an endpoint is configured. ``OTEL_SDK_DISABLED=true`` overrides it."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     return bool(endpoint) or any(environment.get(name) for name in ENDPOINT_VARIABLES)
@@ -53,8 +53,11 @@ def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
 
 @asynccontextmanager
 async def sending(service: str, endpoint: str) -> AsyncIterator[Providers | None]:
-    """Sends to an OTLP endpoint (gRPC) while the body runs: the given one, or what the standard variables
-    ``OTEL_EXPORTER_OTLP_...`` say; None without either. Raises ConfigurationError without the packages."""
+    """Export to an OTLP endpoint (gRPC) while the body runs.
+
+    The endpoint is the given one, or that of the standard variables ``OTEL_EXPORTER_OTLP_...``; yields None without
+    either. Raises ConfigurationError when OpenTelemetry is not installed.
+    """
     if not wanted(endpoint):
         yield None
         return
@@ -76,7 +79,7 @@ async def sending(service: str, endpoint: str) -> AsyncIterator[Providers | None
 
 @asynccontextmanager
 async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[Providers]:
-    """Providers over an SDK span processor and an SDK metric reader, which are shut down at the end."""
+    """Yield providers over an SDK span processor and a metric reader; shut both down at the end."""
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -91,12 +94,12 @@ async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[
     try:
         yield Providers(traces, meters)
     finally:
-        # On threads: the last metrics may be read on the loop that this runs on.
+        # On threads: reading the last metrics may need the loop that this runs on.
         await asyncio.to_thread(_shut_down, traces, meters)
 
 
 def _shut_down(*providers: Any) -> None:
-    """Sends what is left, unless that takes too long: an absent collector must not keep the process from ending."""
+    """Flush, but only for a limited time: an absent collector must not delay the process's end."""
     threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
     deadline = time.monotonic() + _LAST_WORDS_SECONDS
     for thread in threads:
@@ -114,7 +117,7 @@ class _Tracer(Tracer):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier = {key: value for key, value in sent if key in ("traceparent", "tracestate")}
-        # The clock that children's times come by, set to the one that other processes go by.
+        # Child spans use the monotonic clock; this offset converts it to wall-clock time.
         offset_ns = time.time_ns() - time.perf_counter_ns()
         began = time.perf_counter()
         span = self._tracer.start_span(
@@ -128,7 +131,7 @@ class _Tracer(Tracer):
 
 
 class _Recorded(Span):
-    """A span that OpenTelemetry's SDK keeps."""
+    """A span of OpenTelemetry's SDK."""
 
     def __init__(self, tracer: Any, span: Any, offset_ns: int, began: float) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -173,7 +176,7 @@ class _Recorded(Span):
 
         name = error_name(error)
         self._span.set_attribute("error.type", name)
-        if name != Cancelled.reason:  # whoever asked went away: no failure of the work
+        if name != Cancelled.reason:  # the caller went away: the work did not fail
             self._span.set_status(StatusCode.ERROR)
 
     def end(self) -> None:
