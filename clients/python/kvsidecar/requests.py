@@ -164,8 +164,8 @@ def to_request(
     """Build a GenerateRequest; None leaves an option to the worker's default.
 
     At most one of ``json_schema``, ``regex``, ``choice`` and ``grammar`` constrains the answer. ``tool_choice`` is
-    auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is the
-    maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: where a prompt
+    auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is
+    the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: where a prompt
     that is too long loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is the
     TTL of the chunks that the request uses and stores; without it they do not expire.
     """
