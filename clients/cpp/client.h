@@ -20,7 +20,7 @@ namespace pb = inference::v1;
 using Deadline = std::optional<std::chrono::milliseconds>;  // from now; none waits as long as it takes
 
 // A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
-// clients/python/kvsidecar/errors.py); what() is one sentence for people.
+// clients/python/kvsidecar/errors); what() is one sentence for people.
 class Error : public std::runtime_error {
  public:
   // Reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193).

@@ -7,7 +7,7 @@ import (
 )
 
 // Error is a call that failed. Reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
-// clients/python/kvsidecar/errors.py); Message is one sentence for people.
+// clients/python/kvsidecar/errors); Message is one sentence for people.
 type Error struct {
 	Code    codes.Code
 	Reason  string

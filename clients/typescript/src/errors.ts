@@ -22,7 +22,7 @@ const REASONS: Partial<Record<status, string>> = {
 
 /**
  * A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
- * clients/python/kvsidecar/errors.py); `message` is one sentence for people.
+ * clients/python/kvsidecar/errors); `message` is one sentence for people.
  */
 export class KVSidecarError extends Error {
   constructor(

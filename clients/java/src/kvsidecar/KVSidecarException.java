@@ -9,7 +9,7 @@ import java.io.IOException;
 
 /**
  * A call that failed. The reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
- * clients/python/kvsidecar/errors.py); the message is one sentence for people.
+ * clients/python/kvsidecar/errors); the message is one sentence for people.
  */
 public final class KVSidecarException extends RuntimeException {
     private static final long serialVersionUID = 1;

@@ -1,19 +1,46 @@
-"""Error classes, and the table that maps them to gRPC status and HTTP code.
+"""Maps errors to gRPC status and HTTP code, and gRPC status back to errors.
 
-Every message is one sentence that names the value and what is allowed. gRPC transfers an error as
-``google.rpc.Status`` with ``ErrorInfo{domain, reason}`` (https://google.aip.dev/193).
+gRPC transfers an error as ``google.rpc.Status`` with ``ErrorInfo{domain, reason}`` (https://google.aip.dev/193).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from functools import wraps
-from typing import Any, NoReturn, Self, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from kvsidecar.errors.error_classes import (
+    ArenaFull,
+    Cancelled,
+    ChecksumMismatch,
+    ChunkNotFound,
+    DeadlineExceeded,
+    EventsLost,
+    FailedPrecondition,
+    GrammarFailed,
+    InvalidRequest,
+    KVSidecarError,
+    LimitExceeded,
+    NamespaceMismatch,
+    OverflowFailed,
+    Overloaded,
+    PermissionDenied,
+    PromptExceedsPool,
+    QuotaExceeded,
+    StaleEpoch,
+    StoreUnavailable,
+    Unauthenticated,
+    Unavailable,
+    UnknownLease,
+    UnknownModel,
+    UnknownResponse,
+    UnknownSession,
+)
 
 CACHE_DOMAIN = "kvsidecar.cache"
 INFERENCE_DOMAIN = "kvsidecar.inference"
@@ -28,199 +55,6 @@ _LONGEST_TEXT, _LONGEST_END = 1500, 400
 _NOBODY_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
 # gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
-
-
-class KVSidecarError(Exception):
-    """Base of all errors that a caller may handle.
-
-    ``reason`` is stable; the text is for people. ``param`` is the request's field that the error is about, if any.
-    """
-
-    reason = "INTERNAL"
-
-    def __init__(self, *args: object, param: str = "") -> None:
-        super().__init__(*args)
-        self.param = param
-
-
-class GenerationFailed(KVSidecarError):
-    """The request could not be computed. It would fail on every worker, so it is not retried."""
-
-    reason = "GENERATION_FAILED"
-
-
-class GrammarFailed(GenerationFailed):
-    """The answer could not follow the request's grammar to its end: too complex, or a dead end."""
-
-    reason = "GRAMMAR_FAILED"
-
-
-class InvalidRequest(KVSidecarError):
-    """A field of the request has a value that is not allowed."""
-
-    reason = "INVALID_REQUEST"
-
-
-class PromptTooLong(InvalidRequest):
-    """The prompt does not fit into the model's context."""
-
-    reason = "PROMPT_TOO_LONG"
-
-
-class PromptExceedsPool(PromptTooLong):
-    """The prompt fits into the model's context, but not into this worker's pool."""
-
-    reason = "PROMPT_EXCEEDS_POOL"
-
-
-class OverflowFailed(KVSidecarError):
-    """The request needs more than the worker's pool, and its overflow disk is full."""
-
-    reason = "OVERFLOW_FAILED"
-
-
-class UnsupportedOption(InvalidRequest):
-    """The option exists in other servers but not here; it is refused by name instead of ignored."""
-
-    reason = "UNSUPPORTED_OPTION"
-
-
-class UnknownModel(KVSidecarError):
-    """The requested model is not served here."""
-
-    reason = "UNKNOWN_MODEL"
-
-    @classmethod
-    def among(cls, name: str, served: Iterable[str]) -> Self:
-        """Create the error for a client's model name, with the served names."""
-        return cls(f"the model {name[:80]!r} is not served here; served: {', '.join(served)}", param="model")
-
-
-class UnknownResponse(KVSidecarError):
-    """No such response is stored."""
-
-    reason = "UNKNOWN_RESPONSE"
-
-
-class NamespaceMismatch(KVSidecarError):
-    """The worker's namespace id does not match its descriptor."""
-
-    reason = "NAMESPACE_MISMATCH"
-
-
-class StaleEpoch(KVSidecarError):
-    """A slot reference is from before the daemon's last start."""
-
-    reason = "STALE_EPOCH"
-
-
-class UnknownSession(KVSidecarError):
-    """The session has ended or never existed."""
-
-    reason = "UNKNOWN_SESSION"
-
-
-class UnknownLease(KVSidecarError):
-    """The lease does not belong to this session."""
-
-    reason = "UNKNOWN_LEASE"
-
-
-class ChecksumMismatch(KVSidecarError):
-    """The bytes do not match their checksum."""
-
-    reason = "CHECKSUM_MISMATCH"
-
-
-class ChunkNotFound(KVSidecarError):
-    """No such chunk is stored."""
-
-    reason = "CHUNK_NOT_FOUND"
-
-
-class ArenaFull(KVSidecarError):
-    """Everything in the arena is leased or pinned."""
-
-    reason = "ARENA_FULL"
-
-
-class QuotaExceeded(KVSidecarError):
-    """A quota of the tenant, or of all tenants together, is exhausted."""
-
-    reason = "QUOTA_EXCEEDED"
-
-
-class LimitExceeded(KVSidecarError):
-    """A limit on concurrently open objects is reached."""
-
-    reason = "LIMIT_EXCEEDED"
-
-
-class FailedPrecondition(KVSidecarError):
-    """The call does not fit the server's state, or the listener that it came through."""
-
-    reason = "FAILED_PRECONDITION"
-
-
-class StoreUnavailable(KVSidecarError):
-    """The durable store cannot be opened: locked, of another version, or not writable."""
-
-    reason = "STORE_UNAVAILABLE"
-
-
-class EventsLost(KVSidecarError):
-    """The events after the given sequence number are no longer kept."""
-
-    reason = "EVENTS_LOST"
-
-
-class Overloaded(KVSidecarError):
-    """Too many requests are waiting (backpressure)."""
-
-    reason = "OVERLOADED"
-
-
-class Unavailable(KVSidecarError):
-    """The service does not run, or is shutting down."""
-
-    reason = "UNAVAILABLE"
-
-
-class DeadlineExceeded(KVSidecarError):
-    """The deadline expired before the answer."""
-
-    reason = "DEADLINE_EXCEEDED"
-
-
-class Cancelled(KVSidecarError):
-    """The caller cancelled."""
-
-    reason = "CANCELLED"
-
-
-class ModelUnsupported(KVSidecarError):
-    """The model's architecture or files cannot be served."""
-
-    reason = "MODEL_UNSUPPORTED"
-
-
-class Unauthenticated(KVSidecarError):
-    """The caller sent no credentials, or unknown ones."""
-
-    reason = "UNAUTHENTICATED"
-
-
-class PermissionDenied(KVSidecarError):
-    """The caller is authenticated but not authorized. The text contains neither the salt nor the token."""
-
-    reason = "PERMISSION_DENIED"
-
-
-class ConfigurationError(KVSidecarError):
-    """A setting has a value that is not allowed."""
-
-    reason = "CONFIGURATION"
-
 
 # Error -> (gRPC status, HTTP code). A subclass without a row uses its parent's.
 STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
@@ -324,12 +158,10 @@ def unary(
 
 
 def _for_grpc(place: str) -> str:
-    from kvsidecar.process.runtime_dir import default_runtime_dir  # here: it imports this module
-
     return (
-        f"{place} is an HTTP address, as the gateway's is, and does not speak gRPC; a worker's gRPC is at its "
-        f"socket, of kvsidecar serve {default_runtime_dir() / 'worker-0.sock'}, or at the HOST:PORT of its --tcp; "
-        f"chat, generate and warm talk to the gateway with --url http://{place}"
+        f"{place} is an HTTP address, as the gateway's is, and does not speak gRPC; a worker's gRPC is at its socket "
+        f"(worker-0.sock in the runtime folder of kvsidecar serve), or at the HOST:PORT of its --tcp; chat, generate "
+        f"and warm talk to the gateway with --url http://{place}"
     )
 
 
