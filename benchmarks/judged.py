@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.repair_strategies import STRATEGIES
-from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome, another_order
-from inference_svc.context_reuse.selectors import DEFAULT
+from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab, shuffled_order
+from inference_svc.context_reuse.selectors import DEFAULT_SELECTOR
 from training import tasks
 
 TEXT = Path(__file__).parent / "data" / "held_out.jsonl"
 RATIOS = (0.05, 0.15, 0.3)
-REPAIRS = ("random", "first_k", "selective", "cacheblend", DEFAULT)
+REPAIRS = ("random", "first_k", "selective", "cacheblend", DEFAULT_SELECTOR)
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ SHUFFLED = [
     Arm("none", True),
     *(Arm(f"{s}_r{r:g}", True, 16, s, r) for s in REPAIRS for r in RATIOS),
     Arm("cacheblend_r1", True, 16, "cacheblend", 1.0),
-    Arm(f"{DEFAULT}_r0.15_8bit", True, 8, DEFAULT, 0.15),
-    Arm(f"{DEFAULT}_r0.15_4bit", True, 4, DEFAULT, 0.15),
+    Arm(f"{DEFAULT_SELECTOR}_r0.15_8bit", True, 8, DEFAULT_SELECTOR, 0.15),
+    Arm(f"{DEFAULT_SELECTOR}_r0.15_4bit", True, 4, DEFAULT_SELECTOR, 0.15),
 ]
 
 
@@ -56,7 +56,7 @@ class Prompt:
 class Samples:
     """Draws prompts for a model."""
 
-    def __init__(self, lab: Laboratory, facts: int, filler: int) -> None:
+    def __init__(self, lab: ReuseLab, facts: int, filler: int) -> None:
         self._tokenizer = lab.loaded.tokenizer
         self._facts, self._filler = facts, filler
         self.texts = [json.loads(line)["text"] for line in TEXT.read_text(encoding="utf-8").splitlines()]
@@ -89,19 +89,19 @@ class Samples:
         return Prompt(self._ids("<|bos|>"), parts, rest, list(range(tail - 1)), rest[1:])
 
 
-def outcomes(lab: Laboratory, prompt: Prompt, arms: Sequence[Arm], rng: random.Random) -> Iterator[tuple[str, Outcome]]:
+def outcomes(lab: ReuseLab, prompt: Prompt, arms: Sequence[Arm], rng: random.Random) -> Iterator[tuple[str, LabResult]]:
     """What each arm gives; first ``full``."""
     read = lab.documents(prompt.head, prompt.documents)
     tokens = read.tokens + prompt.tail
     at = np.asarray(prompt.at) + len(read.tokens)
-    yield "full", lab.full(tokens, at)
-    yield "full_pieces", lab.full(tokens, at, piece=rng.choice([17, 40, 100]))
+    yield "full", lab.full_prefill(tokens, at)
+    yield "full_pieces", lab.full_prefill(tokens, at, piece=rng.choice([17, 40, 100]))
     for bits in {a.bits for a in arms if not a.shuffled}:
         chunks = read.stored(bits)
         for arm in (a for a in arms if not a.shuffled and a.bits == bits):
             yield arm.name, lab.reuse(tokens, chunks, [], STRATEGIES["none"], 0.0, at)
-    order = another_order(len(prompt.documents), rng)
+    order = shuffled_order(len(prompt.documents), rng)
     for bits in {a.bits for a in arms if a.shuffled}:
-        head, placed = read.stored_in(order, bits)
+        head, placed = read.stored_in_order(order, bits)
         for arm in (a for a in arms if a.shuffled and a.bits == bits):
             yield arm.name, lab.reuse(tokens, head, placed, STRATEGIES[arm.strategy], arm.ratio, at)

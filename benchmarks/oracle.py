@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome, StoredChunk
+from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab, StoredChunk
 from inference_svc.context_reuse.reuse_plan import Positions
 from inference_svc.model_runner import forward_batch
 
@@ -34,22 +34,22 @@ class Truth:
     keys: Tensor
     values: Tensor
     looks: Tensor
-    outcome: Outcome
+    outcome: LabResult
 
     @classmethod
     def of(
-        cls, lab: Laboratory, tokens: Sequence[int], question: int, go_on: int = 0, answer: Sequence[int] = ()
+        cls, lab: ReuseLab, tokens: Sequence[int], question: int, go_on: int = 0, answer: Sequence[int] = ()
     ) -> Truth:
         """Reads a prompt whose question begins at token ``question``, and an answer: see ``Laboratory.full``."""
         with lab.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             logits = lab.prefill(tokens, table, np.arange(question, len(tokens)))
-            outcome = Outcome(
-                logits, time.perf_counter() - began, *lab.after(table, len(tokens), logits, go_on, answer)
+            outcome = LabResult(
+                logits, time.perf_counter() - began, *lab.continue_answer(table, len(tokens), logits, go_on, answer)
             )
             looks = _Looks(len(tokens))
-            span = forward_batch.Span(list(tokens[question:]), question, table, False)
-            batch = replace(forward_batch.build([span], lab.pool, lab.loaded.device), observer=looks)
+            span = forward_batch.SequenceSlice(list(tokens[question:]), question, table, False)
+            batch = replace(forward_batch.build_batch([span], lab.pool, lab.loaded.device), observer=looks)
             lab.decoder.advance(lab.decoder.embed(batch), batch, 0, lab.decoder.layers)
             slots = torch.from_numpy(table.slots(0, len(tokens)))
             keys, values = (t.index_select(2, slots) for t in (lab.pool.keys, lab.pool.values))
@@ -57,7 +57,7 @@ class Truth:
 
 
 def oracle(
-    lab: Laboratory,
+    lab: ReuseLab,
     truth: Truth,
     tokens: Sequence[int],
     exact: Sequence[StoredChunk],
@@ -65,11 +65,11 @@ def oracle(
     ratio: float,
     logits_at: Positions,
     answer: Sequence[int],
-) -> Outcome:
+) -> LabResult:
     """Reuse with the true keys and values of the share of tokens for which attention times the deviation of values is
     largest, per layer and head. The cost is the question's alone."""
     with lab.pages(len(tokens) + len(answer)) as table:
-        plan = lab.lay_out(table, tokens, exact, placed)
+        plan = lab.place_chunks(table, tokens, exact, placed)
         approximate = plan.approximate_positions
         slots = torch.from_numpy(table.slots(0, len(tokens)))
         moved = (truth.values - lab.pool.values.index_select(2, slots)).float().norm(dim=-1)
@@ -78,9 +78,9 @@ def oracle(
         best = torch.from_numpy(approximate)[score.topk(plan.budget(ratio)).indices]
         lab.pool.keys.index_copy_(2, slots[best], truth.keys.index_select(2, best))
         lab.pool.values.index_copy_(2, slots[best], truth.values.index_select(2, best))
-        fresh = plan.fresh_positions
-        span = forward_batch.Span([tokens[i] for i in fresh], 0, table, False, fresh)
+        fresh = plan.uncached_positions
+        span = forward_batch.SequenceSlice([tokens[i] for i in fresh], 0, table, False, fresh)
         logits = lab.logits(span, np.flatnonzero(np.isin(fresh, logits_at))).float()
-        after = lab.read_on(table, len(tokens), logits, answer)
+        after = lab.teacher_forced_logits(table, len(tokens), logits, answer)
         cost = len(fresh) / (len(tokens) - plan.exact)
-        return Outcome(logits, 0.0, [], after, ratio, cost)
+        return LabResult(logits, 0.0, [], after, ratio, cost)

@@ -35,7 +35,7 @@ from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
 from benchmarks.systems.vllm_engines import Recipe, environment
-from inference_svc.models.loader import shape_of
+from inference_svc.models.loader import model_shape
 
 _OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
 _LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_bf16": "bf16", "llama.cpp_q8_0": "q8_0", "llama.cpp_q4_0": "q4_0"}
@@ -55,7 +55,7 @@ class Bench:
         self._dtype = dtype_of(options.model, options.dtype)
         self._context = max(options.context_tokens) + options.answer_tokens + _SPARE_TOKENS
         room = (self._context + BLOCK_TOKENS) * (options.repeats + 1)
-        self._room = room * shape_of(str(self._model)).token_bytes
+        self._room = room * model_shape(str(self._model)).token_bytes
         self._threads = len(os.sched_getaffinity(0))
 
     @contextmanager

@@ -27,7 +27,7 @@ from benchmarks import real_quality, report
 from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, Samples, outcomes
 from benchmarks.kept import Job, Kept
 from benchmarks.tally import Record, Tally
-from inference_svc.context_reuse.reuse_lab import Laboratory
+from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.models.loader import load, quiet_transformers
 from training import tasks
 
@@ -47,7 +47,7 @@ class Measurer:
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
         self._options = options
-        self._lab = Laboratory(load(options.model, dtype=options.dtype), 2048)
+        self._lab = ReuseLab(load(options.model, dtype=options.dtype), 2048)
         self._samples = Samples(self._lab, options.facts, options.filler)
 
     def __call__(self, job: Job) -> Measured:

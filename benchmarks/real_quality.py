@@ -28,8 +28,8 @@ from benchmarks.kept import Kept
 from benchmarks.oracle import Truth, oracle
 from benchmarks.real_prompts import CONTROLS, TASKS, TEXTS, RealPrompt, RealSamples
 from benchmarks.tally import interval
-from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome, another_order
-from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab, shuffled_order
+from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.context_reuse.verify import divergence
 from inference_svc.models.loader import load, quiet_transformers
 
@@ -61,10 +61,10 @@ class Found:
     full_seconds: float
 
     @classmethod
-    def of(cls, full: Outcome, got: Outcome, answer: list[int], gold: bool, share: float) -> Found:
+    def of(cls, full: LabResult, got: LabResult, answer: list[int], gold: bool, share: float) -> Found:
         """``answer`` was read by both; ``gold`` says that it is the right one."""
         kl, same = divergence(full, got)
-        mine, theirs = got.answer.argmax(-1).tolist(), full.answer.argmax(-1).tolist()
+        mine, theirs = got.answer_logits.argmax(-1).tolist(), full.answer_logits.argmax(-1).tolist()
         return cls(
             kl=[round(v, 8) for v in kl],
             same=same,
@@ -86,7 +86,7 @@ class Measurer:
         quiet_transformers()
         torch.set_num_threads(options.threads)
         self._options = options
-        self._labs = {t: Laboratory(load(options.model, dtype=t), 4096) for t in ("float32", "bfloat16")}
+        self._labs = {t: ReuseLab(load(options.model, dtype=t), 4096) for t in ("float32", "bfloat16")}
         self.layers = self._labs["float32"].decoder.layers
         self._samples = RealSamples(self._labs["float32"].loaded.tokenizer)
 
@@ -105,31 +105,31 @@ class Measurer:
         tokens, question = read.tokens + prompt.question, len(read.tokens)
         at, gold = np.arange(question, len(tokens)), bool(prompt.answer)
         truth = Truth.of(lab, tokens, question, _ANSWER_TOKENS, prompt.answer)
-        full, answer = truth.outcome, truth.outcome.following
+        full, answer = truth.outcome, truth.outcome.greedy_tokens
         share = len(prompt.question) / (len(tokens) - len(prompt.head))
 
-        def judged(got: Outcome) -> Found:
+        def judged(got: LabResult) -> Found:
             return Found.of(full, got, answer, gold, share)
 
-        first, placed = read.stored_in(another_order(len(prompt.documents), rng), 16)
-        yield "none", judged(lab.reuse(tokens, first, placed, STRATEGIES["none"], 0.0, at, answer=answer))
+        first, placed = read.stored_in_order(shuffled_order(len(prompt.documents), rng), 16)
+        yield "none", judged(lab.reuse(tokens, first, placed, SELECTORS["none"], 0.0, at, answer=answer))
         for ratio in RATIOS:
             for name in REPAIRS:
-                got = lab.reuse(tokens, first, placed, STRATEGIES[name], ratio, at, answer=answer)
+                got = lab.reuse(tokens, first, placed, SELECTORS[name], ratio, at, answer=answer)
                 yield f"{name}_r{ratio:g}", judged(got)
             yield f"oracle_r{ratio:g}", judged(oracle(lab, truth, tokens, first, placed, ratio, at, answer))
 
     def _exact(self, prompt: RealPrompt) -> Iterator[tuple[str, Found]]:
-        fulls: dict[str, Outcome] = {}
+        fulls: dict[str, LabResult] = {}
         answer: list[int] = []
         for dtype, lab in self._labs.items():
             read = lab.documents(prompt.head, prompt.documents)
             tokens = read.tokens + prompt.question
             at = np.arange(len(read.tokens), len(tokens))
-            fulls[dtype] = full = lab.full(tokens, at, go_on=_ANSWER_TOKENS, answer=answer)
-            answer = full.following
+            fulls[dtype] = full = lab.full_prefill(tokens, at, go_on=_ANSWER_TOKENS, answer=answer)
+            answer = full.greedy_tokens
             for bits, chunks in zip(_EXACT_BITS[dtype], read.stored_at(_EXACT_BITS[dtype]), strict=True):
-                got = lab.reuse(tokens, chunks, [], STRATEGIES["none"], 0.0, at, answer=answer)
+                got = lab.reuse(tokens, chunks, [], SELECTORS["none"], 0.0, at, answer=answer)
                 yield f"exact_{bits}bit_{dtype}", Found.of(full, got, answer, False, 1.0)
         yield "rounding_bfloat16", Found.of(fulls["float32"], fulls["bfloat16"], answer, False, 1.0)
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 import numpy as np
 
 from inference_svc.context_reuse import selectors
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors import Repair, Signals
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors import SelectionSignals, TokenSelector
 
 
 class RandomTokens:
     """Random tokens; the same draw for the same plan."""
 
-    name, depth, wants_deviation, look = "random", 0, False, 0.0
+    name, depth, needs_deviation, attention_depth = "random", 0, False, 0.0
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         positions = plan.approximate_positions
         rng = np.random.default_rng((plan.tokens, len(positions)))
         return np.sort(rng.choice(positions, plan.budget(ratio), replace=False))
@@ -28,12 +28,12 @@ class RandomTokens:
 class FirstK:
     """The same share of every stretch, from its start."""
 
-    name, depth, wants_deviation, look = "first_k", 0, False, 0.0
+    name, depth, needs_deviation, attention_depth = "first_k", 0, False, 0.0
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         parts = [s.positions[: round(ratio * (s.end - s.start))] for s in plan.approximate]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
 
-STRATEGIES: dict[str, Repair] = {**selectors.STRATEGIES, "random": RandomTokens(), "first_k": FirstK()}
+STRATEGIES: dict[str, TokenSelector] = {**selectors.SELECTORS, "random": RandomTokens(), "first_k": FirstK()}
 """The worker's strategies and those of this module, by name."""

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from inference_svc.context_reuse.reuse_lab import Laboratory, Outcome
-from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab
+from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.context_reuse.verify import BUILT_IN, Question, read_questions
 from inference_svc.models.loader import load, quiet_transformers
 
@@ -25,29 +25,29 @@ _GO_ON = 16
 
 def measured(model: str, dtype: str, questions: list[Question]) -> list[dict[str, Any]]:
     """One row per storage width."""
-    lab = Laboratory(load(model, dtype=dtype))
+    lab = ReuseLab(load(model, dtype=dtype))
     pairs = [pair for question in questions for pair in _against_full(lab, question)]
     return [_row(dtype, bits, [(full, got) for b, full, got in pairs if b == bits]) for bits in BITS]
 
 
-def _against_full(lab: Laboratory, question: Question) -> list[tuple[int, Outcome, Outcome]]:
+def _against_full(lab: ReuseLab, question: Question) -> list[tuple[int, LabResult, LabResult]]:
     tokenizer = lab.loaded.tokenizer
     head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
     parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
     read = lab.documents(head, parts)
     tokens = read.tokens + tokenizer(question.question, add_special_tokens=False)["input_ids"]
     at = np.arange(len(read.tokens), len(tokens))
-    full, none = lab.full(tokens, at, go_on=_GO_ON), STRATEGIES["none"]
+    full, none = lab.full_prefill(tokens, at, go_on=_GO_ON), SELECTORS["none"]
     return [(b, full, lab.reuse(tokens, read.stored(b), [], none, 0.0, at, go_on=_GO_ON)) for b in BITS]
 
 
-def _row(dtype: str, bits: int, pairs: list[tuple[Outcome, Outcome]]) -> dict[str, Any]:
+def _row(dtype: str, bits: int, pairs: list[tuple[LabResult, LabResult]]) -> dict[str, Any]:
     kl, same, equal = [], [], []
     for full, got in pairs:
         p, q = full.logits.log_softmax(-1), got.logits.log_softmax(-1)
         kl += (p.exp() * (p - q)).sum(-1).clamp_min(0).tolist()
         same += (p.argmax(-1) == q.argmax(-1)).tolist()
-        answers = zip(full.following, got.following, strict=True)
+        answers = zip(full.greedy_tokens, got.greedy_tokens, strict=True)
         equal.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], answers)))
     return {
         "dtype": dtype,

@@ -29,16 +29,16 @@ from typing import Any
 import torch
 from kvsidecar.byte_sizes import format_size, parse_size
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 
 from benchmarks import report
 from benchmarks.limits import MemoryLimit, NoLimit
 from benchmarks.node import Node, new_interpreter
 from inference_svc.model_runner.attention import register
-from inference_svc.models.layer_streaming.aligned_memory import aligned
-from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, CHECKED, WEIGHTS, LayerFile
-from inference_svc.models.layer_streaming.size_estimate import expected
-from inference_svc.models.loader import pick_dtype, recipe_of_shape, shape_of
+from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
+from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, CHECK_BYTES, WEIGHTS, LayerFile
+from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
+from inference_svc.models.loader import model_shape, pick_dtype, recipe_of_shape
 
 _RESIDENT = "full_resident"
 # What a worker takes beside weights: interpreter, libraries, its pool, and what it keeps to compute in.
@@ -69,9 +69,9 @@ class Disk:
     def _rate(self, file: LayerFile) -> float:
         with self._path.open("rb") as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        memory = aligned(CHECKED).fill_(0).numpy().data
+        memory = aligned_memory(CHECK_BYTES).fill_(0).numpy().data
         began = time.perf_counter()
-        for at in range(0, self._size, CHECKED):
+        for at in range(0, self._size, CHECK_BYTES):
             file.read(memory[: self._size - at], at)
         return self._size / (time.perf_counter() - began)
 
@@ -175,7 +175,7 @@ def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
                 time.sleep(0.1)
         finally:
             node.__exit__()
-    (found,) = (Library().root / "converted").glob(f"[!.]*/{WEIGHTS}")
+    (found,) = (ModelLibrary().root / "converted").glob(f"[!.]*/{WEIGHTS}")
     return found, limit.kind
 
 
@@ -186,7 +186,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         report.console.print(f"[dim]{time.monotonic() - began:.0f} s[/dim] {what}")
 
     say(f"limit: {format_size(options.limit_bytes)}; writing the model's file under it")
-    layers = shape_of(options.model).layers
+    layers = model_shape(options.model).layers
     try:
         file, kind = prepare(options, layers)
     except NoLimit as error:
@@ -265,7 +265,7 @@ def limits_for(options: argparse.Namespace) -> dict[str, int]:
         raise ConfigurationError(f"model is {options.model}; give --limit-bytes, or a shape:NAME")
     dtype = pick_dtype(options.dtype or "auto", torch.bfloat16, torch.device("cpu"))
     register()
-    found = expected(recipe_of_shape(options.model, dtype, options.weights))
+    found = estimate_sizes(recipe_of_shape(options.model, dtype, options.weights))
     attention, feed_forward = zip(*found.sizes.layers, strict=True)
     slots = {mode: options.slots * max(map(sum, found.sizes.layers)) for mode in options.modes}
     if "ffn_only_stream" in slots:

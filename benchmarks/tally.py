@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from inference_svc.context_reuse.reuse_lab import Outcome
+from inference_svc.context_reuse.reuse_lab import LabResult
 
 _BOOTSTRAPS = 1000
 
@@ -33,7 +33,7 @@ class Record:
     full_seconds: float
 
     @classmethod
-    def of(cls, gold: Sequence[int], full: Outcome, got: Outcome) -> Record:
+    def of(cls, gold: Sequence[int], full: LabResult, got: LabResult) -> Record:
         """``gold`` are the tokens that should come."""
         target = torch.tensor(gold)
         p, q = full.logits.log_softmax(-1), got.logits.log_softmax(-1)

@@ -40,11 +40,12 @@ class Bound:
     """The forward over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
+        from kvsidecar.process.malloc_tuning import keep_freed_memory
+
         from inference_svc.kv_pool.kv_pool import KVPool
         from inference_svc.model_runner import forward_batch as rows
         from inference_svc.model_runner.decoder import Decoder
         from inference_svc.models import loader
-        from inference_svc.server.malloc_tuning import keep_freed_memory
 
         keep_freed_memory()
         loader.quiet_transformers()
@@ -64,8 +65,8 @@ class Bound:
 
     def _forward(self, table: Any, context: int) -> float:
         began = time.perf_counter()
-        span = self._rows.Span(list(range(10, 10 + QUESTION_TOKENS)), context - QUESTION_TOKENS, table, True)
-        logits = self._decoder(self._rows.build([span], self._pool, self._loaded.device))
+        span = self._rows.SequenceSlice(list(range(10, 10 + QUESTION_TOKENS)), context - QUESTION_TOKENS, table, True)
+        logits = self._decoder(self._rows.build_batch([span], self._pool, self._loaded.device))
         int(logits[0].argmax())
         return (time.perf_counter() - began) * 1e3
 
@@ -78,10 +79,10 @@ class Arms:
     """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
-        from inference_svc.models.loader import shape_of
+        from inference_svc.models.loader import model_shape
 
         self._nodes: dict[str, Node] = {}
-        room = (max(options.context_tokens) + _SPARE_TOKENS) * shape_of(options.model).token_bytes
+        room = (max(options.context_tokens) + _SPARE_TOKENS) * model_shape(options.model).token_bytes
         for name in names:
             if name == "bound":
                 continue
@@ -183,13 +184,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
     """What repair must cost at least, as a share of nocache: ``(d + q + r (L - d)) / L``."""
-    from inference_svc.context_reuse.selectors import STRATEGIES
-    from inference_svc.context_reuse.selectors.selector import cost
-    from inference_svc.models.loader import shape_of
+    from inference_svc.context_reuse.selectors import SELECTORS
+    from inference_svc.context_reuse.selectors.selector import recompute_cost
+    from inference_svc.models.loader import model_shape
 
-    shape = shape_of(options.model)
+    shape = model_shape(options.model)
     return {
-        f"shuffled_{r}": cost(STRATEGIES[r], options.ratio, shape.layers, shape.projection_share)
+        f"shuffled_{r}": recompute_cost(SELECTORS[r], options.ratio, shape.layers, shape.projection_share)
         for r in REPAIRS
         if r != "none"
     }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from kvsidecar.process.fast_import import collecting_later, import_lean, importing
+from kvsidecar.extras import refusal
+from kvsidecar.process.fast_import import fast_imports, gc_paused, skip_optional_imports
 from kvsidecar.process.sigint import EXIT_CODE
 
 
@@ -17,49 +18,52 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
-    with importing():
-        import_lean()
+    if refused := refusal(command):
+        print(refused, file=sys.stderr)
+        return 2
+    with fast_imports():
+        skip_optional_imports()
         from kvsidecar.cli.service_settings import run_service
     if command == "worker":
-        with importing():
-            from inference_svc.kv_client.daemon_address import daemon_address
-            from inference_svc.models.preflight import settled
-            from inference_svc.models.weight_prefetch import read_ahead
+        with fast_imports():
+            from inference_svc.models.weight_prefetch import prefetch_weights
+            from inference_svc.server.daemon_address import daemon_address
+            from inference_svc.server.preflight import checked_settings
             from inference_svc.server.worker_config import WorkerConfig
 
         async def serve(config: WorkerConfig) -> None:
-            config = settled(config)
+            config = checked_settings(config)
             daemon_address(config)
-            read_ahead(config.model)
-            with collecting_later():
+            prefetch_weights(config.model)
+            with gc_paused():
                 from inference_svc.server.worker_server import serve as run  # it imports torch
 
             await run(config)
 
         return run_service("kvsidecar worker", WorkerConfig, serve, rest)
     if command == "gateway":
-        with importing():
+        with fast_imports():
             from inference_svc.gateway.gateway_config import GatewayConfig
             from inference_svc.gateway.gateway_server import serve as serve_gateway
 
         return run_service("kvsidecar gateway", GatewayConfig, serve_gateway, rest)
     if command == "serve":
-        with importing():
+        with fast_imports():
             from inference_svc.node.supervisor import main as supervise
 
         return supervise(rest)
     if command == "verify":
-        with importing():
-            from inference_svc.context_reuse.verify_command import main as verify
+        with fast_imports():
+            from inference_svc.server.verify_command import main as verify
 
         return verify(rest)
     if command == "quantize":
-        with importing():
+        with fast_imports():
             from inference_svc.quantize.quantize_command import main as quantize
 
         return quantize(rest)
     if command == "prepare":
-        with importing():
+        with fast_imports():
             from inference_svc.models.prepare_command import main as prepare
 
         return prepare(rest)

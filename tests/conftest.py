@@ -10,7 +10,7 @@ import structlog
 from kvkernels.cpu import cpu_build
 
 from benchmarks.node import Node, Process
-from inference_svc.models.mkl_determinism import make_reproducible
+from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from tests import rerun_policy, seeds
 from tests.nursery import Nursery
 from tests.skip_policy import SkipPolicy, allowed_skips
@@ -18,7 +18,7 @@ from tests.skip_policy import SkipPolicy, allowed_skips
 # An example takes as long as the machine is busy; how long work may take is what tests marked `alone` say.
 hypothesis.settings.register_profile("kvsidecar", deadline=None)
 hypothesis.settings.load_profile("kvsidecar")
-make_reproducible()  # before any test's first product
+make_mkl_deterministic()  # before any test's first product
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -15,7 +15,7 @@ from gguf.quants import quantize
 from numpy.typing import NDArray
 from safetensors import safe_open
 
-from inference_svc.models.gguf.gguf_converter import converted, open_source
+from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
 from inference_svc.models.loader import pick_dtype
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.random_models import PREFIX, config_of_shape
@@ -44,7 +44,7 @@ def folder_of(model: str, scratch: Path) -> Path:
         if not found.is_file():
             return found
         source = open_source(found)
-        return converted(source, pick_dtype("auto", source.dtype, torch.device("cpu")))
+        return convert_gguf(source, pick_dtype("auto", source.dtype, torch.device("cpu")))
     from transformers import AutoModelForCausalLM
 
     folder = scratch / model.removeprefix(PREFIX)

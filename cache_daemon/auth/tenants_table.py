@@ -13,7 +13,7 @@ import structlog
 from kvsidecar.byte_sizes import parse_size
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.tenants_file import by_token, digest_of, read_tables, salt_of
+from kvsidecar.tenants_file import find_by_token, parse_token_digest, read_tables, salt_of_table
 
 from cache_daemon.auth.principal import Principal
 from cache_daemon.tenant_limits import Priority, TenantLimits
@@ -27,7 +27,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 @dataclass(frozen=True)
-class Tenants:
+class TenantsTable:
     """What a tenants file says. Without a file: nobody is named, and nothing is limited."""
 
     default: TenantLimits = UNLIMITED
@@ -59,9 +59,9 @@ class Tenants:
     def has_certificates(self) -> bool:
         return bool(self._by_certificate)
 
-    def by_token(self, token: str) -> Principal | None:
+    def find_by_token(self, token: str) -> Principal | None:
         """Who has a token. All are compared, in constant time, whichever it is."""
-        return by_token(self._by_token, token.encode("utf-8", "surrogateescape"))
+        return find_by_token(self._by_token, token.encode("utf-8", "surrogateescape"))
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
         """Who has a certificate with these names; the tenants of all its names that are known."""
@@ -69,19 +69,19 @@ class Tenants:
         return _union(found) if found else None
 
 
-def load(path: Path, tenant_id: TenantId) -> Tenants:
+def load(path: Path, tenant_id: TenantId) -> TenantsTable:
     """Reads a tenants file. Raises ConfigurationError with one sentence, which never holds a salt or a token."""
-    return _Reader(str(path), tenant_id).tenants(read_tables(path))
+    return _TenantsFileParser(str(path), tenant_id).tenants(read_tables(path))
 
 
-class CurrentTenants:
+class ReloadableTenantsTable:
     """The tenants as last read; called, it gives them. ``reload`` is for SIGHUP."""
 
     def __init__(self, path: Path | None, tenant_id: TenantId) -> None:
         self._path, self._tenant_id = path, tenant_id
-        self._now = load(path, tenant_id) if path is not None else Tenants()
+        self._now = load(path, tenant_id) if path is not None else TenantsTable()
 
-    def __call__(self) -> Tenants:
+    def __call__(self) -> TenantsTable:
         return self._now
 
     def reload(self) -> bool:
@@ -109,16 +109,16 @@ _PRIORITIES = {p.name.lower(): p for p in Priority}
 _LIMITS = ("arena_bytes", "store_bytes", "entries", "ttl", "pin_bytes", "priority")
 _TENANT = ("salt", "salt_hex", "tokens", "certificates", "operator", *_LIMITS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MOST = 1 << 62
+_MAX_LIMIT = 1 << 62
 
 
-class _Reader:
+class _TenantsFileParser:
     """Checks the tables of one file."""
 
     def __init__(self, file: str, tenant_id: TenantId) -> None:
         self._file, self._tenant_id = file, tenant_id
 
-    def tenants(self, tables: dict[str, Any]) -> Tenants:
+    def tenants(self, tables: dict[str, Any]) -> TenantsTable:
         self._known(tables, ("default", "tenant"), "the file")
         default = self._table(tables.get("default", {}), "[default]")
         self._known(default, _LIMITS, "[default]")
@@ -141,7 +141,7 @@ class _Reader:
             if principal.operator and any(key in table for key in _LIMITS):
                 self._refuse(where, "an operator has no salt and no limits; leave them out")
             for text in self._texts(table, "tokens", where):
-                digest = digest_of(text)
+                digest = parse_token_digest(text)
                 if digest is None:
                     self._refuse(
                         where, "an entry of tokens is not sha256: and 64 hex digits; only a token's hash is kept"
@@ -149,7 +149,7 @@ class _Reader:
                 tokens.setdefault(digest, []).append(principal)
             for text in self._texts(table, "certificates", where):
                 certificates.setdefault(text, []).append(principal)
-        return Tenants(
+        return TenantsTable(
             self._limits(default, "[default]"),
             by_salt,
             {self._tenant_id(salt): limits for salt, limits in by_salt.items()},
@@ -166,7 +166,7 @@ class _Reader:
                 self._refuse(where, "an operator has no salt and no limits; leave them out")
             return Principal(name, operator=True, tenants=None)
         try:
-            salt = salt_of(table)
+            salt = salt_of_table(table)
         except ValueError as error:
             self._refuse(where, str(error))
         if len(salt) > MAX_SALT_BYTES:
@@ -234,4 +234,4 @@ class _Reader:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_LIMIT

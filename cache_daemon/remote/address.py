@@ -23,17 +23,17 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvsidecar.errors import ConfigurationError
 
-from cache_daemon.remote.backend import RemoteEngine
-from cache_daemon.remote.certificates import read_authority
+from cache_daemon.remote.backend import RemoteBackend
+from cache_daemon.remote.certificates import read_ca
 
-Kind = Literal["valkey", "s3", "azure"]
+BackendKind = Literal["valkey", "s3", "azure"]
 _DEFAULT_PORT = 6379
 _DEFAULT_PREFIX = "kvsidecar"
 _FORMS = (
     "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX or "
     "az://ACCOUNT@CONTAINER/PREFIX"
 )
-_SCHEMES: dict[str, tuple[Kind, bool, bool]] = {  # engine, cluster, TLS
+_SCHEMES: dict[str, tuple[BackendKind, bool, bool]] = {  # engine, cluster, TLS
     "redis": ("valkey", False, False),
     "valkey": ("valkey", False, False),
     "rediss": ("valkey", False, True),
@@ -51,7 +51,7 @@ _OPTIONS = {
     "azure": frozenset({"endpoint"}),
 }
 _EXAMPLES = {"s3": "s3://BUCKET/PREFIX", "azure": "az://ACCOUNT@CONTAINER/PREFIX"}
-_MOST_SECRET_BYTES = 16 << 10
+_MAX_SECRET_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RemoteAddress:
     """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's
     container) and ``endpoint`` are those of a store of objects."""
 
-    engine: Kind
+    backend: BackendKind
     prefix: str
     user: str = ""
     hosts: tuple[tuple[str, int], ...] = ()
@@ -105,19 +105,19 @@ def parse_remote(url: str) -> RemoteAddress:
     if parts.fragment:
         raise ValueError("it has a part behind #, which means nothing here; leave it out")
     if engine != "valkey":
-        return _objects(engine, hosts, parts.path, unquote(user), options)
+        return _parse_object_store(engine, hosts, parts.path, unquote(user), options)
     return RemoteAddress(
         engine,
-        _prefix(options.get("prefix", _DEFAULT_PREFIX)),
+        _parse_prefix(options.get("prefix", _DEFAULT_PREFIX)),
         unquote(user),
-        tuple(_host(host) for host in hosts.split(",")),
+        tuple(_parse_host(host) for host in hosts.split(",")),
         cluster,
         tls,
-        _database(parts.path, cluster),
+        _parse_database(parts.path, cluster),
     )
 
 
-def _objects(
+def _parse_object_store(
     engine: Literal["s3", "azure"], bucket: str, path: str, user: str, options: dict[str, str]
 ) -> RemoteAddress:
     if not bucket or ":" in bucket:
@@ -135,7 +135,7 @@ def _objects(
         raise ValueError("its endpoint must begin with http:// (plain) or https:// (TLS)")
     return RemoteAddress(
         engine,
-        _prefix(path.strip("/") or _DEFAULT_PREFIX),
+        _parse_prefix(path.strip("/") or _DEFAULT_PREFIX),
         user,
         tls=not endpoint.startswith("http://"),
         bucket=bucket,
@@ -144,14 +144,14 @@ def _objects(
     )
 
 
-def _prefix(text: str) -> str:
+def _parse_prefix(text: str) -> str:
     text = text.strip("/")
     if len(text) > 200 or not all(c.isalnum() or c in "-_./:" for c in text) or ".." in text or not text.isascii():
         raise ValueError("its prefix has something else than letters, digits and -_./:, or more than 200 of them")
     return text
 
 
-def _host(text: str) -> tuple[str, int]:
+def _parse_host(text: str) -> tuple[str, int]:
     name, _, port = text.rpartition(":") if text.rpartition(":")[2].isdigit() else (text, "", "")
     name = name.strip("[]")
     number = int(port) if port else _DEFAULT_PORT
@@ -160,7 +160,7 @@ def _host(text: str) -> tuple[str, int]:
     return name, number
 
 
-def _database(path: str, cluster: bool) -> int:
+def _parse_database(path: str, cluster: bool) -> int:
     text = path.strip("/")
     if not text:
         return 0
@@ -171,7 +171,7 @@ def _database(path: str, cluster: bool) -> int:
 
 def credentials_of(secret: str, secret_file: Path | None, ca: Path | None) -> Credentials:
     """Reads what files hold. Raises ConfigurationError."""
-    pem = read_authority(ca) if ca is not None else None
+    pem = read_ca(ca) if ca is not None else None
     return Credentials(secret or (_read_secret(secret_file) if secret_file is not None else ""), pem)
 
 
@@ -182,28 +182,28 @@ def _read_secret(path: Path) -> str:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & 0o077:
                 raise ConfigurationError(f"{path} has mode {mode:o}; a secret must be private: chmod 600")
-            text = file.read(_MOST_SECRET_BYTES + 1)
+            text = file.read(_MAX_SECRET_BYTES + 1)
     except OSError as error:
         raise ConfigurationError(f"cannot read the remote tier's secret: {error}") from error
-    if len(text) > _MOST_SECRET_BYTES or not text.strip():
-        raise ConfigurationError(f"{path} has no secret; it must be 1 to {_MOST_SECRET_BYTES} bytes of text")
+    if len(text) > _MAX_SECRET_BYTES or not text.strip():
+        raise ConfigurationError(f"{path} has no secret; it must be 1 to {_MAX_SECRET_BYTES} bytes of text")
     try:
         return text.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} has no secret: it is no text") from error
 
 
-def new_engine(address: RemoteAddress, credentials: Credentials) -> RemoteEngine:
+def new_backend(address: RemoteAddress, credentials: Credentials) -> RemoteBackend:
     """The engine that an address names, not connected yet. Raises ConfigurationError when its client is not
     installed."""
-    if address.engine == "s3":
-        from cache_daemon.remote.object_store_backend import S3Engine
+    if address.backend == "s3":
+        from cache_daemon.remote.object_store_backend import S3Backend
 
-        return S3Engine(address, credentials)
-    if address.engine == "azure":
-        from cache_daemon.remote.object_store_backend import AzureEngine
+        return S3Backend(address, credentials)
+    if address.backend == "azure":
+        from cache_daemon.remote.object_store_backend import AzureBackend
 
-        return AzureEngine(address, credentials)
-    from cache_daemon.remote.redis_backend import ValkeyEngine
+        return AzureBackend(address, credentials)
+    from cache_daemon.remote.redis_backend import RedisBackend
 
-    return ValkeyEngine(address, credentials)
+    return RedisBackend(address, credentials)

@@ -17,7 +17,7 @@ from kvsidecar.errors import ConfigurationError, StoreUnavailable
 
 from cache_daemon.durable.disk_space import DISK_FULL
 from cache_daemon.remote.address import Credentials, RemoteAddress, parse_remote
-from cache_daemon.remote.certificates import distrust
+from cache_daemon.remote.certificates import tls_error_reason
 
 SCHEME = "s3://"
 # A store has 10,000 parts to an object.
@@ -27,34 +27,34 @@ _TIMEOUT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "24h"}
 
 
 @contextmanager
-def uploaded(url: str, credentials: Callable[[], Credentials], staging: Path | None) -> Iterator[Path]:
+def upload_on_exit(url: str, credentials: Callable[[], Credentials], staging: Path | None) -> Iterator[Path]:
     """A file to write, which becomes the object when all went well. Raises ConfigurationError, StoreUnavailable."""
-    store, name, obstore = _opened(url, credentials)
-    with _staged(staging) as file:
-        with _room_in(file.parent):
+    store, name, obstore = _open_store(url, credentials)
+    with _staging_file(staging) as file:
+        with _checking_space(file.parent):
             yield file
-        with _told(url):
+        with _translating_errors(url):
             obstore.put(store, name, file, use_multipart=True, chunk_size=_PART_BYTES)
 
 
 @contextmanager
-def downloaded(url: str, credentials: Callable[[], Credentials], staging: Path | None) -> Iterator[Path]:
+def downloaded_archive(url: str, credentials: Callable[[], Credentials], staging: Path | None) -> Iterator[Path]:
     """The object as a file. Raises ConfigurationError, StoreUnavailable."""
-    store, name, obstore = _opened(url, credentials)
-    with _staged(staging) as path:
-        with _told(url):
+    store, name, obstore = _open_store(url, credentials)
+    with _staging_file(staging) as path:
+        with _translating_errors(url):
             found = obstore.get(store, name)
             size = int(found.meta["size"])
         if size > shutil.disk_usage(path.parent).free:
-            raise _no_room(path.parent, f"an archive of {format_size(size)}")
-        with _room_in(path.parent), _told(url), path.open("wb") as file:
+            raise _no_space(path.parent, f"an archive of {format_size(size)}")
+        with _checking_space(path.parent), _translating_errors(url), path.open("wb") as file:
             for part in found.stream(min_chunk_size=_PART_BYTES):
                 file.write(part)
         yield path
 
 
 @contextmanager
-def _staged(folder: Path | None) -> Iterator[Path]:
+def _staging_file(folder: Path | None) -> Iterator[Path]:
     """A file's name in a folder of its own."""
     try:
         own = tempfile.TemporaryDirectory(prefix="kvsidecar-archive-", dir=folder)
@@ -68,18 +68,18 @@ def _staged(folder: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _room_in(folder: Path) -> Iterator[None]:
+def _checking_space(folder: Path) -> Iterator[None]:
     """Says of a full disk which one, whoever met it."""
     try:
         yield
     except (OSError, StoreUnavailable) as error:
         met = error if isinstance(error, OSError) else error.__cause__
         if isinstance(met, OSError) and met.errno in DISK_FULL:
-            raise _no_room(folder, "the archive") from error
+            raise _no_space(folder, "the archive") from error
         raise
 
 
-def _no_room(folder: Path, what: str) -> StoreUnavailable:
+def _no_space(folder: Path, what: str) -> StoreUnavailable:
     free = format_size(shutil.disk_usage(folder.parent).free)
     return StoreUnavailable(
         f"{what} does not fit into {folder.parent}, where it is staged on its way to or from S3 ({free} are free); "
@@ -87,7 +87,7 @@ def _no_room(folder: Path, what: str) -> StoreUnavailable:
     )
 
 
-def _opened(url: str, credentials: Callable[[], Credentials]) -> tuple[Any, str, Any]:
+def _open_store(url: str, credentials: Callable[[], Credentials]) -> tuple[Any, str, Any]:
     """The store, the object's name, and the client."""
     try:
         import obstore
@@ -96,7 +96,7 @@ def _opened(url: str, credentials: Callable[[], Credentials]) -> tuple[Any, str,
         raise ConfigurationError(
             "archives on S3 need a client that is not installed; pip install 'kvsidecar[s3]'"
         ) from error
-    address, found = _parsed(url), credentials()
+    address, found = _parse_url(url), credentials()
     config: Any = {
         "region": address.region,
         "endpoint": address.endpoint,
@@ -104,7 +104,7 @@ def _opened(url: str, credentials: Callable[[], Credentials]) -> tuple[Any, str,
         "secret_access_key": found.secret,
     }
     options: Any = {"allow_http": not address.tls, "root_certificate": found.ca or b"", **_TIMEOUT}
-    with _told(url):
+    with _translating_errors(url):
         store = S3Store(
             address.bucket,
             config={k: v for k, v in config.items() if v},
@@ -113,18 +113,18 @@ def _opened(url: str, credentials: Callable[[], Credentials]) -> tuple[Any, str,
     return store, address.prefix, obstore
 
 
-def _parsed(url: str) -> RemoteAddress:
+def _parse_url(url: str) -> RemoteAddress:
     try:
         found = parse_remote(url)
     except ValueError as error:
         raise ConfigurationError(f"the archive's address cannot be used: {error}") from error
-    if found.engine != "s3" or "/" not in url.removeprefix(SCHEME).partition("?")[0].strip("/"):
+    if found.backend != "s3" or "/" not in url.removeprefix(SCHEME).partition("?")[0].strip("/"):
         raise ConfigurationError("the archive's address has no object's name; write it like s3://BUCKET/NAME")
     return found
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
+def _translating_errors(url: str) -> Iterator[None]:
     """The client's errors, without its own words, which may quote headers."""
     named = url.partition("?")[0]
     try:
@@ -132,5 +132,5 @@ def _told(url: str) -> Iterator[None]:
     except FileNotFoundError as error:  # the client's own is one
         raise StoreUnavailable(f"there is no archive {named}, or no such bucket") from error
     except Exception as error:
-        why = distrust(str(error)) or f"the client says {type(error).__name__}"
+        why = tls_error_reason(str(error)) or f"the client says {type(error).__name__}"
         raise StoreUnavailable(f"{named} cannot be used: {why}") from error

@@ -22,7 +22,7 @@ class RemoteBusy(RemoteFailed):
 
 
 @contextmanager
-def told(reason: Callable[[Exception], str]) -> Iterator[None]:
+def translating_errors(reason: Callable[[Exception], str]) -> Iterator[None]:
     """Turns a client's errors into ours, for their ``reason``."""
     try:
         yield
@@ -32,7 +32,7 @@ def told(reason: Callable[[Exception], str]) -> Iterator[None]:
         raise RemoteFailed(reason(error)) from error
 
 
-class RemoteEngine(Protocol):
+class RemoteBackend(Protocol):
     """See the module. ``connect`` comes first, and may come again after a failure.
 
     ``part_bytes`` is how large a value may well be, ``lanes`` how many independent connections there are for reading:

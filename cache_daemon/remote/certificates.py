@@ -22,7 +22,7 @@ _MEANINGS = {
 _SIGNS = ("invalid peer certificate", "invalidcertificate")
 
 
-def read_authority(path: Path) -> bytes:
+def read_ca(path: Path) -> bytes:
     """The certificates of a PEM file. Raises ConfigurationError."""
     try:
         pem = path.read_bytes()
@@ -36,7 +36,7 @@ def read_authority(path: Path) -> bytes:
     return pem
 
 
-def distrust(text: str) -> str:
+def tls_error_reason(text: str) -> str:
     """Why a client did not trust the engine's certificate, from what it says; empty when it says something else."""
     text = text.lower()
     if not any(sign in text for sign in _SIGNS):

@@ -17,312 +17,343 @@ from enum import Enum, auto
 
 from kvsidecar import keys
 
-from cache_daemon.remote.epoch_format import Marks, digest, of_deletion
-from cache_daemon.remote.key_schema import GONE_ID_BYTES
-from cache_daemon.remote.remote_record import MARK_BYTES
+from cache_daemon.remote.epoch_format import TenantEpochs, epoch_digest, is_deletion_epoch
+from cache_daemon.remote.key_schema import TOMBSTONE_ID_BYTES
+from cache_daemon.remote.remote_record import EPOCH_BYTES
 from cache_daemon.store.chunk import Chunk
 
 NOTE_PREFIX = b"remote-mark:"
-GONE_PREFIX = b"remote-gone:"
-_NOTE = struct.Struct(f"<{MARK_BYTES}s{MARK_BYTES}s{MARK_BYTES}s?")
-_NONE = bytes(MARK_BYTES)
-_MOST = 100_000
+TOMBSTONES_PREFIX = b"remote-gone:"
+_NOTE = struct.Struct(f"<{EPOCH_BYTES}s{EPOCH_BYTES}s{EPOCH_BYTES}s?")
+_NONE = bytes(EPOCH_BYTES)
+_MAX_TENANTS = 100_000
 # Digests of earlier marks that are remembered of a tenant.
 _MAX_PAST = 8
 # After an engine lost its data, nodes that know of deletions write them back; until then nobody offers older chunks.
 GRACE_SECONDS = 60.0
 
 
-class News(Enum):
+class EpochChange(Enum):
     """What marks say that are others than before."""
 
-    NOTHING = auto()
-    LOST = auto()  # the engine has lost them, and may have lost deletions: older chunks are not offered for a while
-    REVERTED = auto()  # the engine has lost a deletion that is known here: nothing counts until it is written back
-    CHUNKS = auto()  # single chunks of the tenant were deleted
-    TENANT = auto()  # all of the tenant
-    EVERYTHING = auto()
+    NONE = auto()
+    EPOCH_LOST = (
+        auto()
+    )  # the engine has lost them, and may have lost deletions: older chunks are not offered for a while
+    DELETION_LOST = auto()  # the engine has lost a deletion that is known here: nothing counts until it is written back
+    CHUNKS_DELETED = auto()  # single chunks of the tenant were deleted
+    TENANT_DELETED = auto()  # all of the tenant
+    ALL_DELETED = auto()
 
 
 @dataclass(slots=True)
-class _Known:
+class _TenantRecord:
     """Of a tenant: digests of marks, and what of it was listed here up to when (monotonic) and is not to be written."""
 
-    everything: bytes
-    tenant: bytes
-    chunks: bytes
-    since: float = 0.0
-    lost: float = 0.0  # when the engine was seen to have lost its data; 0: never. After a restart, when that was
-    unsure: float = 0.0  # up to when it may be among the chunks that were deleted
-    heard: float = 0.0  # when there was news that have not been acted on; 0: no such
-    gone: set[bytes] = field(default_factory=set)  # of deleted chunks what was acted on
-    deletion: bytes = b""  # the tenant's mark itself, where a deletion made it
-    past: tuple[bytes, ...] = ()  # digests of the tenant's marks before this one
+    global_digest: bytes
+    tenant_digest: bytes
+    chunks_digest: bytes
+    deleted_at: float = 0.0
+    lost_at: float = 0.0  # when the engine was seen to have lost its data; 0: never. After a restart, when that was
+    unsure_until: float = 0.0  # up to when it may be among the chunks that were deleted
+    unapplied_since: float = 0.0  # when there was news that have not been acted on; 0: no such
+    tombstones: set[bytes] = field(default_factory=set)  # of deleted chunks what was acted on
+    deletion_epoch: bytes = b""  # the tenant's mark itself, where a deletion made it
+    past_digests: tuple[bytes, ...] = ()  # digests of the tenant's marks before this one
 
-    def is_behind_of(self, tenant: bytes, deletion: bool, chunks: bytes) -> bool:
+    def has_lost_deletion(self, tenant: bytes, deletion: bool, chunks: bytes) -> bool:
         """True if an engine with these digests has lost a known deletion."""
-        if tenant != self.tenant and ((self.deletion and not deletion) or tenant in self.past):
+        if tenant != self.tenant_digest and ((self.deletion_epoch and not deletion) or tenant in self.past_digests):
             return True
-        return bool(self.gone) and not chunks and tenant in (b"", self.tenant)
+        return bool(self.tombstones) and not chunks and tenant in (b"", self.tenant_digest)
 
 
-class TenantMarks:
+class DeletionEpochs:
     """Deletion marks by tenant, at most ``_MOST`` of them.
 
     ``note`` keeps a small value for the next start; None deletes it. News are written down when they were acted on, or
     a sudden end would leave what was deleted. Runs on the event loop.
     """
 
-    def __init__(self, note: Callable[[bytes, bytes | None], None]) -> None:
-        self._note = note
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        self._everything: bytes | None = None  # its digest; None: never seen
-        self._everything_mark = b""  # the mark itself, where a deletion made it
-        self._everything_past: tuple[bytes, ...] = ()
-        self._all_since = 0.0
-        self._unknown_since = 0.0  # for tenants that are not remembered any more
+    def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:
+        self._write_note = write_note
+        self._tenants: OrderedDict[bytes, _TenantRecord] = OrderedDict()
+        self._global_digest: bytes | None = None  # its digest; None: never seen
+        self._global_deletion_epoch = b""  # the mark itself, where a deletion made it
+        self._past_global_digests: tuple[bytes, ...] = ()
+        self._all_deleted_at = 0.0
+        self._forgotten_deleted_at = 0.0  # for tenants that are not remembered any more
 
     def __iter__(self) -> Iterator[bytes]:
-        return iter(list(self._known))
+        return iter(list(self._tenants))
 
     def __contains__(self, root: bytes) -> bool:
-        return root in self._known
+        return root in self._tenants
 
-    def is_old(self, chunk: Chunk) -> bool:
+    def predates_deletion(self, chunk: Chunk) -> bool:
         """Whether a chunk was listed here before the last deletion elsewhere that may concern it."""
-        known = self._known.get(chunk.root)
-        of_tenant = self._unknown_since if known is None else max(known.since, known.unsure)
-        return chunk.made_at <= max(of_tenant, self._all_since)
+        known = self._tenants.get(chunk.root)
+        of_tenant = self._forgotten_deleted_at if known is None else max(known.deleted_at, known.unsure_until)
+        return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
 
     def is_withheld(self, chunk: Chunk) -> bool:
         """True while a chunk from before a loss of the engine's data is not offered again."""
-        known = self._known.get(chunk.root)
-        return known is not None and chunk.made_at <= known.lost and time.monotonic() < known.lost + GRACE_SECONDS
+        known = self._tenants.get(chunk.root)
+        return (
+            known is not None
+            and chunk.inserted_at <= known.lost_at
+            and time.monotonic() < known.lost_at + GRACE_SECONDS
+        )
 
-    def seen(self, root: bytes, marks: Marks) -> News:
+    def observe(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
         """Compares the marks that the engine has now with those of the last time. Returns what has happened since."""
         now = time.monotonic()
-        if self.is_everything_reverted(marks.everything):
-            return News.REVERTED
-        everything = self._seen_everything(marks.everything, now)
-        tenant, chunks, deletion = digest(marks.tenant), digest(marks.chunks), of_deletion(marks.tenant)
-        before = self._known.get(root)
-        if before is None or before.everything != self._everything:
+        if self.is_global_deletion_lost(epochs.global_epoch):
+            return EpochChange.DELETION_LOST
+        everything = self._observe_global(epochs.global_epoch, now)
+        tenant, chunks, deletion = (
+            epoch_digest(epochs.tenant_epoch),
+            epoch_digest(epochs.chunks_epoch),
+            is_deletion_epoch(epochs.tenant_epoch),
+        )
+        before = self._tenants.get(root)
+        if before is None or before.global_digest != self._global_digest:
             # Where everything was deleted, that is all there is to do.
-            news = News.CHUNKS if chunks and everything is News.NOTHING else News.NOTHING
-            after = _Known(self._everything or b"", tenant, chunks, since=self._unknown_since)
-            after.past = () if before is None else _remembered(before.past, before.tenant)
-        elif before.is_behind_of(tenant, deletion, chunks):
-            self._known.move_to_end(root)
-            return everything if everything is not News.NOTHING else News.REVERTED
+            change = EpochChange.CHUNKS_DELETED if chunks and everything is EpochChange.NONE else EpochChange.NONE
+            after = _TenantRecord(self._global_digest or b"", tenant, chunks, deleted_at=self._forgotten_deleted_at)
+            after.past_digests = () if before is None else _append_digest(before.past_digests, before.tenant_digest)
+        elif before.has_lost_deletion(tenant, deletion, chunks):
+            self._tenants.move_to_end(root)
+            return everything if everything is not EpochChange.NONE else EpochChange.DELETION_LOST
         else:
-            news = _compared(before, tenant, deletion, chunks)
-            if news is News.NOTHING and (before.tenant or not tenant):
-                self._known.move_to_end(root)
+            change = _compare(before, tenant, deletion, chunks)
+            if change is EpochChange.NONE and (before.tenant_digest or not tenant):
+                self._tenants.move_to_end(root)
                 return everything
-            after = replace(before, tenant=tenant or before.tenant, chunks=chunks or before.chunks)
-        if deletion and marks.tenant is not None:
-            after.deletion = marks.tenant
-        if before is not None and after.tenant != before.tenant:
-            after.past = _remembered(after.past, before.tenant)
-        if news is News.CHUNKS:
-            after.unsure = after.heard = now
-        elif news is News.LOST:
-            after.lost, after.chunks = now, after.chunks if before is None else before.chunks  # heard next time
-        elif news is News.TENANT:
-            after.since = after.heard = now
-            after.chunks, after.gone = chunks, set()
+            after = replace(
+                before, tenant_digest=tenant or before.tenant_digest, chunks_digest=chunks or before.chunks_digest
+            )
+        if deletion and epochs.tenant_epoch is not None:
+            after.deletion_epoch = epochs.tenant_epoch
+        if before is not None and after.tenant_digest != before.tenant_digest:
+            after.past_digests = _append_digest(after.past_digests, before.tenant_digest)
+        if change is EpochChange.CHUNKS_DELETED:
+            after.unsure_until = after.unapplied_since = now
+        elif change is EpochChange.EPOCH_LOST:
+            after.lost_at, after.chunks_digest = (
+                now,
+                after.chunks_digest if before is None else before.chunks_digest,
+            )  # heard next time
+        elif change is EpochChange.TENANT_DELETED:
+            after.deleted_at = after.unapplied_since = now
+            after.chunks_digest, after.tombstones = chunks, set()
         self._remember(root, after)
-        return everything if everything is not News.NOTHING else news
+        return everything if everything is not EpochChange.NONE else change
 
-    def is_everything_reverted(self, mark: bytes | None) -> bool:
+    def is_global_deletion_lost(self, mark: bytes | None) -> bool:
         """True if an engine with this mark has lost a known deletion of everything."""
-        value = digest(mark)
-        return bool(self._everything_mark) and value != self._everything and (
-            not value or value in self._everything_past
+        value = epoch_digest(mark)
+        return bool(self._global_deletion_epoch) and value != self._global_digest and (
+            not value or value in self._past_global_digests
         )  # fmt: skip
 
-    def _seen_everything(self, mark: bytes | None, now: float) -> News:
-        value = digest(mark)
-        if value == self._everything or (not value and self._everything is not None):
-            return News.NOTHING
-        first = self._everything is None
-        self._adopt_everything(value, mark)
+    def _observe_global(self, mark: bytes | None, now: float) -> EpochChange:
+        value = epoch_digest(mark)
+        if value == self._global_digest or (not value and self._global_digest is not None):
+            return EpochChange.NONE
+        first = self._global_digest is None
+        self._adopt_global(value, mark)
         if first:
-            self._write_down_everything()
-            return News.NOTHING
-        self._all_since = now
-        return News.EVERYTHING
+            self._persist_global()
+            return EpochChange.NONE
+        self._all_deleted_at = now
+        return EpochChange.ALL_DELETED
 
-    def _adopt_everything(self, value: bytes, mark: bytes | None) -> None:
-        self._everything_past = _remembered(self._everything_past, self._everything or b"")
-        self._everything, self._everything_mark = value, mark if mark is not None and of_deletion(mark) else b""
+    def _adopt_global(self, value: bytes, mark: bytes | None) -> None:
+        self._past_global_digests = _append_digest(self._past_global_digests, self._global_digest or b"")
+        self._global_digest, self._global_deletion_epoch = (
+            value,
+            mark if mark is not None and is_deletion_epoch(mark) else b"",
+        )
 
-    def _remember(self, root: bytes, known: _Known) -> None:
-        before = self._known.get(root)
-        if before is not None and before.gone and not known.gone:
-            self._note(GONE_PREFIX + root, None)
-        self._known[root] = known
-        self._known.move_to_end(root)
-        self._write_down(root)
-        if len(self._known) > _MOST:
-            oldest, gone = self._known.popitem(last=False)
-            self._unknown_since = max(self._unknown_since, gone.since, gone.unsure)
+    def _remember(self, root: bytes, known: _TenantRecord) -> None:
+        before = self._tenants.get(root)
+        if before is not None and before.tombstones and not known.tombstones:
+            self._write_note(TOMBSTONES_PREFIX + root, None)
+        self._tenants[root] = known
+        self._tenants.move_to_end(root)
+        self._persist(root)
+        if len(self._tenants) > _MAX_TENANTS:
+            oldest, gone = self._tenants.popitem(last=False)
+            self._forgotten_deleted_at = max(self._forgotten_deleted_at, gone.deleted_at, gone.unsure_until)
             self._erase(oldest)
 
     # ---- deletions ------------------------------------------------------------------------------------------
 
-    def made_here(self, root: bytes, mark: bytes, before: bytes | None = None, *, crossed: bool = False) -> None:
+    def record_own_deletion(
+        self, root: bytes, mark: bytes, before: bytes | None = None, *, crossed: bool = False
+    ) -> None:
         """Notes that this node has deleted a tenant, without ``root`` everything, which has ``mark`` now and had the
         mark ``before``. With ``crossed``, other nodes have deleted something of the tenant before: what was listed here
         by now is to go."""
         now = time.monotonic()
         if not root:
-            self._everything_past = _remembered(self._everything_past, digest(before))
-            self._adopt_everything(digest(mark), mark)
-            self._all_since = now
-            self._write_down_everything()
+            self._past_global_digests = _append_digest(self._past_global_digests, epoch_digest(before))
+            self._adopt_global(epoch_digest(mark), mark)
+            self._all_deleted_at = now
+            self._persist_global()
             return
-        known = self._known.get(root)
-        past = () if known is None else _remembered(known.past, known.tenant)
-        after = _Known(self._everything or b"", digest(mark), b"", since=now, deletion=mark)
-        after.past = _remembered(past, digest(before))
-        after.heard = now if crossed else 0.0 if known is None else known.heard
+        known = self._tenants.get(root)
+        past = () if known is None else _append_digest(known.past_digests, known.tenant_digest)
+        after = _TenantRecord(self._global_digest or b"", epoch_digest(mark), b"", deleted_at=now, deletion_epoch=mark)
+        after.past_digests = _append_digest(past, epoch_digest(before))
+        after.unapplied_since = now if crossed else 0.0 if known is None else known.unapplied_since
         self._remember(root, after)
 
-    def left_here(self, root: bytes, gone: set[bytes]) -> None:
+    def record_own_tombstones(self, root: bytes, gone: set[bytes]) -> None:
         """Notes chunks of a tenant that this node has deleted: they need not be acted on."""
-        known = self._known.get(root)
+        known = self._tenants.get(root)
         if known is not None:
-            self._set_gone(root, known, gone)
+            self._set_tombstones(root, known, gone)
 
-    def news_of(self, root: bytes, gone: set[bytes]) -> set[bytes]:
+    def unapplied_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
         """Returns which of a tenant's deleted chunks were not acted on yet."""
-        known = self._known.get(root)
-        return gone if known is None else gone - known.gone
+        known = self._tenants.get(root)
+        return gone if known is None else gone - known.tombstones
 
-    def has_gone(self, root: bytes) -> bool:
+    def has_tombstones(self, root: bytes) -> bool:
         """Whether deletions of single chunks of a tenant are known."""
-        known = self._known.get(root)
-        return known is not None and bool(known.gone)
+        known = self._tenants.get(root)
+        return known is not None and bool(known.tombstones)
 
-    def missing(self, root: bytes, gone: set[bytes]) -> set[bytes]:
+    def missing_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
         """Returns the names of deleted chunks that are known here, and that the engine does not have any more."""
-        known = self._known.get(root)
+        known = self._tenants.get(root)
         if known is None:
             return set()
         there = {name[: keys.HASH_BYTES] for name in gone}
-        return {name for name in known.gone if name[: keys.HASH_BYTES] not in there}
+        return {name for name in known.tombstones if name[: keys.HASH_BYTES] not in there}
 
-    def lost(self, root: bytes, marks: Marks) -> dict[bytes, bytes]:
+    def lost_deletions(self, root: bytes, epochs: TenantEpochs) -> dict[bytes, bytes]:
         """Returns the marks of deletions to write back: of everything under an empty key, of the tenant under
         ``root``."""
         out: dict[bytes, bytes] = {}
-        if self.is_everything_reverted(marks.everything):
-            out[b""] = self._everything_mark
-        known = self._known.get(root)
-        tenant, deletion = digest(marks.tenant), of_deletion(marks.tenant)
-        if known is None or known.everything != self._everything or not known.deletion or tenant == known.tenant:
+        if self.is_global_deletion_lost(epochs.global_epoch):
+            out[b""] = self._global_deletion_epoch
+        known = self._tenants.get(root)
+        tenant, deletion = epoch_digest(epochs.tenant_epoch), is_deletion_epoch(epochs.tenant_epoch)
+        if (
+            known is None
+            or known.global_digest != self._global_digest
+            or not known.deletion_epoch
+            or tenant == known.tenant_digest
+        ):
             return out
-        if not deletion or tenant in known.past:
-            out[root] = known.deletion
+        if not deletion or tenant in known.past_digests:
+            out[root] = known.deletion_epoch
         return out
 
-    def with_deletions(self) -> list[bytes]:
+    def tenants_with_deletions(self) -> list[bytes]:
         """The tenants of which a deletion is known."""
-        return [root for root, known in self._known.items() if known.deletion or known.gone]
+        return [root for root, known in self._tenants.items() if known.deletion_epoch or known.tombstones]
 
-    def heard_at(self, root: bytes) -> float:
+    def observed_at(self, root: bytes) -> float:
         """When the last news of a tenant were, without ``root`` of everything; monotonic seconds."""
         if not root:
-            return self._all_since
-        known = self._known.get(root)
-        return time.monotonic() if known is None else known.heard
+            return self._all_deleted_at
+        known = self._tenants.get(root)
+        return time.monotonic() if known is None else known.unapplied_since
 
-    def acted_on(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
+    def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
         """Notes that the news of a tenant heard then are done here, without ``root`` those of everything; with ``gone``
         they were of those chunks, else of all."""
         if not root:
-            self._write_down_everything()
+            self._persist_global()
             return
-        known = self._known.get(root)
+        known = self._tenants.get(root)
         if known is None:
             return
         if gone is not None:
-            self._set_gone(root, known, gone)
-        if known.heard == heard:
-            known.heard = known.unsure = 0.0
-            self._write_down(root)
+            self._set_tombstones(root, known, gone)
+        if known.unapplied_since == heard:
+            known.unapplied_since = known.unsure_until = 0.0
+            self._persist(root)
 
-    def _set_gone(self, root: bytes, known: _Known, gone: set[bytes]) -> None:
+    def _set_tombstones(self, root: bytes, known: _TenantRecord, gone: set[bytes]) -> None:
         """Of a chunk that was deleted more than once the last name counts."""
         fresh = {name[: keys.HASH_BYTES] for name in gone}
-        kept = {name for name in known.gone if name[: keys.HASH_BYTES] not in fresh} | gone
-        if kept != known.gone:
-            known.gone = kept
-            self._note(GONE_PREFIX + root, b"".join(sorted(kept)))
+        kept = {name for name in known.tombstones if name[: keys.HASH_BYTES] not in fresh} | gone
+        if kept != known.tombstones:
+            known.tombstones = kept
+            self._write_note(TOMBSTONES_PREFIX + root, b"".join(sorted(kept)))
 
     # ---- over restarts --------------------------------------------------------------------------------------
 
-    def _write_down_everything(self) -> None:
-        mark = self._everything_mark or _NONE
-        self._note(NOTE_PREFIX, (self._everything or _NONE) + mark + b"".join(self._everything_past))
+    def _persist_global(self) -> None:
+        mark = self._global_deletion_epoch or _NONE
+        self._write_note(NOTE_PREFIX, (self._global_digest or _NONE) + mark + b"".join(self._past_global_digests))
 
-    def _write_down(self, root: bytes) -> None:
-        known = self._known[root]
-        if not known.heard:
-            value = _NOTE.pack(known.everything, known.tenant, known.chunks, bool(known.lost))
-            self._note(NOTE_PREFIX + root, value + (known.deletion or _NONE) + b"".join(known.past))
+    def _persist(self, root: bytes) -> None:
+        known = self._tenants[root]
+        if not known.unapplied_since:
+            value = _NOTE.pack(known.global_digest, known.tenant_digest, known.chunks_digest, bool(known.lost_at))
+            self._write_note(NOTE_PREFIX + root, value + (known.deletion_epoch or _NONE) + b"".join(known.past_digests))
 
     def restore(self, name: bytes, value: bytes) -> None:
         """Takes up a note of an earlier start, when what is on disk is listed; one that cannot be read is forgotten."""
-        if name.startswith(GONE_PREFIX):
-            self._restore_gone(name, value)
+        if name.startswith(TOMBSTONES_PREFIX):
+            self._restore_tombstones(name, value)
             return
         root = name[len(NOTE_PREFIX) :]
-        size = _NOTE.size if root else MARK_BYTES
-        rest = [value[at : at + MARK_BYTES] for at in range(size, len(value), MARK_BYTES)]
-        whole = len(value) >= size and all(len(one) == MARK_BYTES for one in rest) and len(rest) <= _MAX_PAST + 1
+        size = _NOTE.size if root else EPOCH_BYTES
+        rest = [value[at : at + EPOCH_BYTES] for at in range(size, len(value), EPOCH_BYTES)]
+        whole = len(value) >= size and all(len(one) == EPOCH_BYTES for one in rest) and len(rest) <= _MAX_PAST + 1
         if not whole or len(root) not in (0, keys.HASH_BYTES):
-            self._note(name, None)
+            self._write_note(name, None)
             return
         mark, past = (_read(rest[0]), tuple(rest[1:])) if rest else (b"", ())
         if not root:
-            self._everything, self._everything_mark, self._everything_past = _read(value[:size]), mark, past
+            self._global_digest, self._global_deletion_epoch, self._past_global_digests = (
+                _read(value[:size]),
+                mark,
+                past,
+            )
             return
         everything, tenant, chunks, lost = _NOTE.unpack(value[:size])
         since = time.monotonic() if lost else 0.0
-        known = _Known(_read(everything), _read(tenant), _read(chunks), lost=since, deletion=mark, past=past)
-        known.gone = self._known[root].gone if root in self._known else set()
-        self._known[root] = known
+        known = _TenantRecord(
+            _read(everything), _read(tenant), _read(chunks), lost_at=since, deletion_epoch=mark, past_digests=past
+        )
+        known.tombstones = self._tenants[root].tombstones if root in self._tenants else set()
+        self._tenants[root] = known
 
-    def _restore_gone(self, name: bytes, value: bytes) -> None:
-        root, size = name[len(GONE_PREFIX) :], keys.HASH_BYTES + GONE_ID_BYTES
+    def _restore_tombstones(self, name: bytes, value: bytes) -> None:
+        root, size = name[len(TOMBSTONES_PREFIX) :], keys.HASH_BYTES + TOMBSTONE_ID_BYTES
         if len(root) != keys.HASH_BYTES or len(value) % size:
-            self._note(name, None)
+            self._write_note(name, None)
             return
-        known = self._known.setdefault(root, _Known(b"", b"", b""))
-        known.gone = {value[at : at + size] for at in range(0, len(value), size)}
+        known = self._tenants.setdefault(root, _TenantRecord(b"", b"", b""))
+        known.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
         """Forgets a tenant that has nothing here, unless a deletion of it is known: the engine may lose it."""
-        known = self._known.get(root)
-        if known is not None and not known.deletion and not known.gone:
-            del self._known[root]
+        known = self._tenants.get(root)
+        if known is not None and not known.deletion_epoch and not known.tombstones:
+            del self._tenants[root]
             self._erase(root)
 
     def _erase(self, root: bytes) -> None:
-        self._note(NOTE_PREFIX + root, None)
-        self._note(GONE_PREFIX + root, None)
+        self._write_note(NOTE_PREFIX + root, None)
+        self._write_note(TOMBSTONES_PREFIX + root, None)
 
 
-def _compared(before: _Known, tenant: bytes, deletion: bool, chunks: bytes) -> News:
-    if tenant and tenant != before.tenant and (deletion or before.tenant):
-        return News.TENANT if deletion else News.LOST
-    return News.CHUNKS if chunks and chunks != before.chunks else News.NOTHING
+def _compare(before: _TenantRecord, tenant: bytes, deletion: bool, chunks: bytes) -> EpochChange:
+    if tenant and tenant != before.tenant_digest and (deletion or before.tenant_digest):
+        return EpochChange.TENANT_DELETED if deletion else EpochChange.EPOCH_LOST
+    return EpochChange.CHUNKS_DELETED if chunks and chunks != before.chunks_digest else EpochChange.NONE
 
 
-def _remembered(past: tuple[bytes, ...], value: bytes) -> tuple[bytes, ...]:
+def _append_digest(past: tuple[bytes, ...], value: bytes) -> tuple[bytes, ...]:
     if not value:
         return past
     return (*(one for one in past if one != value), value)[-_MAX_PAST:]

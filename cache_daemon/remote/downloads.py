@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cache_daemon.remote.remote_record import Entry
+from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 
 # Groups that are on their way, or here and not placed; and what each has before it is taken for failed.
-_AT_ONCE, _STALLED_SECONDS = 8, 5.0
+_MAX_DOWNLOADS, _STALLED_SECONDS = 8, 5.0
 
 T = TypeVar("T")
 
@@ -22,25 +22,25 @@ T = TypeVar("T")
 class Download:
     """A group of entries whose payloads are asked for."""
 
-    group: list[Entry]
-    placed: asyncio.Event = field(default_factory=asyncio.Event)  # set by who has used the payloads
+    group: list[RemoteRecord]
+    inserted: asyncio.Event = field(default_factory=asyncio.Event)  # set by who has used the payloads
     _payloads: list[list[bytes] | None] | None = None
-    _over: asyncio.Event = field(default_factory=asyncio.Event)
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, tier: RemoteTier, room: asyncio.Semaphore) -> None:
         """Keeps its place in the room until the payloads are placed. Raises RemoteFailed."""
         async with room:
             try:
-                self._payloads = await tier.parts(self.group, _STALLED_SECONDS)
+                self._payloads = await tier.read_payloads(self.group, _STALLED_SECONDS)
             finally:
-                self._over.set()
-            await self.placed.wait()
+                self._done.set()
+            await self.inserted.wait()
 
-    async def take(self, seconds: float) -> list[list[bytes] | None] | None:
+    async def wait_payloads(self, seconds: float) -> list[list[bytes] | None] | None:
         """The payloads, which are the caller's alone from then on; None when they did not come in time, or failed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._over.wait()
+                await self._done.wait()
         payloads, self._payloads = self._payloads, None
         return payloads
 
@@ -49,26 +49,26 @@ class Downloads:
     """Of one tier."""
 
     def __init__(self, tier: RemoteTier) -> None:
-        self._tier, self._room = tier, asyncio.Semaphore(_AT_ONCE)
+        self._tier, self._slots = tier, asyncio.Semaphore(_MAX_DOWNLOADS)
 
     @contextmanager
-    def of(self, groups: Sequence[list[Entry]]) -> Iterator[list[Download]]:
+    def start(self, groups: Sequence[list[RemoteRecord]]) -> Iterator[list[Download]]:
         """Downloads groups, in their order; what is left at the end is given up.
 
         Places are given in the order asked for: so the group that is to be placed next has one, or gets one before
         those behind it, and prompts do not wait for each other for ever.
         """
         downloads = [Download(group) for group in groups]
-        tasks = [asyncio.create_task(one.run(self._tier, self._room)) for one in downloads]
+        tasks = [asyncio.create_task(one.run(self._tier, self._slots)) for one in downloads]
         try:
             yield downloads
         finally:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(heard)
+                task.add_done_callback(consume_exception)
 
 
-async def to_its_end(work: Awaitable[T]) -> T:
+async def await_uninterruptible(work: Awaitable[T]) -> T:
     """Awaits what cannot be stopped, as one: a cancellation is raised when it has ended."""
     running = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
@@ -78,12 +78,12 @@ async def to_its_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:
-        heard(running)
+        consume_exception(running)
         raise cancelled
     return running.result()
 
 
-def heard(task: asyncio.Future[Any]) -> None:
+def consume_exception(task: asyncio.Future[Any]) -> None:
     """What became of something that nobody waits for any more."""
     if not task.cancelled():
         task.exception()

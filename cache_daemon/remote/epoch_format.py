@@ -11,35 +11,35 @@ import hashlib
 import secrets
 from dataclasses import dataclass
 
-from cache_daemon.remote.remote_record import MARK_BYTES, mark_of
+from cache_daemon.remote.remote_record import EPOCH_BYTES, record_epoch_of
 
 
-def new_mark(*, deletion: bool) -> bytes:
+def new_epoch(*, deletion: bool) -> bytes:
     """A mark that nobody has made before."""
-    drawn = secrets.token_bytes(MARK_BYTES)
+    drawn = secrets.token_bytes(EPOCH_BYTES)
     return drawn[:-1] + bytes([drawn[-1] & 0xFE | deletion])
 
 
-def of_deletion(mark: bytes | None) -> bool:
+def is_deletion_epoch(mark: bytes | None) -> bool:
     """Whether a value is the mark of a deletion."""
-    return mark is not None and len(mark) == MARK_BYTES and bool(mark[-1] & 1)
+    return mark is not None and len(mark) == EPOCH_BYTES and bool(mark[-1] & 1)
 
 
-def digest(mark: bytes | None) -> bytes:
+def epoch_digest(mark: bytes | None) -> bytes:
     """A mark as it is remembered, whatever the engine gave for one: of ``MARK_BYTES``, empty for none."""
-    return b"" if mark is None else hashlib.sha256(mark).digest()[:MARK_BYTES]
+    return b"" if mark is None else hashlib.sha256(mark).digest()[:EPOCH_BYTES]
 
 
 @dataclass(frozen=True)
-class Marks:
+class TenantEpochs:
     """The marks of everything and of a tenant, and that of its chunks, which is another one after each deletion of
     single ones. None where there is none."""
 
-    everything: bytes | None
-    tenant: bytes | None
-    chunks: bytes | None
+    global_epoch: bytes | None
+    tenant_epoch: bytes | None
+    chunks_epoch: bytes | None
 
     @property
-    def value(self) -> bytes | None:
+    def record_epoch(self) -> bytes | None:
         """What the tenant's values carry, see ``mark_of``."""
-        return mark_of(self.everything, self.tenant)
+        return record_epoch_of(self.global_epoch, self.tenant_epoch)

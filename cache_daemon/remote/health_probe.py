@@ -12,90 +12,90 @@ import time
 import structlog
 
 from cache_daemon.remote.backend import RemoteFailed
-from cache_daemon.remote.circuit_breaker import Circuit
+from cache_daemon.remote.circuit_breaker import CircuitState
 from cache_daemon.remote.remote_tier import RemoteTier
 
 # Within five seconds of the engine's return it must be in use: two tries, each with its connection.
-_AGAIN_SECONDS, _TRY_SECONDS, _CONNECT_SECONDS = 0.5, 0.5, 1.5
+_RETRY_SECONDS, _PROBE_TIMEOUT_SECONDS, _CONNECT_TIMEOUT_SECONDS = 0.5, 0.5, 1.5
 # What was measured is good for so long; then it is measured again, which also shows that the engine is there.
-_FRESH_SECONDS = 2.0
+_LATENCY_MAX_AGE_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
 
-class Watch:
+class HealthProbe:
     """Of one tier. ``run`` goes on until it is cancelled."""
 
     def __init__(self, tier: RemoteTier) -> None:
         self._tier = tier
         self._connected = False
-        self._told = False  # that it is away
+        self._is_reported_down = False  # that it is away
 
     async def run(self) -> None:
         tier = self._tier
         while True:
-            if tier.reads.allows and tier.writes.allows:
+            if tier.reads.allows_calls and tier.writes.allows_calls:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_AGAIN_SECONDS):
-                        await tier.asked.wait()
-            tier.asked.clear()
+                    async with asyncio.timeout(_RETRY_SECONDS):
+                        await tier.demand.wait()
+            tier.demand.clear()
             try:
-                await self._look()
+                await self._probe()
             except Exception:
                 log.exception("watching the remote tier failed, going on")
-            if not (tier.reads.allows and tier.writes.allows):
-                self._tell()
-                await asyncio.sleep(_AGAIN_SECONDS)
+            if not (tier.reads.allows_calls and tier.writes.allows_calls):
+                self._report_down()
+                await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _look(self) -> None:
+    async def _probe(self) -> None:
         tier = self._tier
         try:
-            if not tier.reads.allows:
-                await self._reach()
-                tier.reads.answered()
-            elif time.monotonic() - tier.figures.looked_at > _FRESH_SECONDS:
-                await tier.try_reading(_TRY_SECONDS)
-                tier.reads.succeeded()
+            if not tier.reads.allows_calls:
+                await self._reconnect()
+                tier.reads.half_open()
+            elif time.monotonic() - tier.latency.latency_measured_at > _LATENCY_MAX_AGE_SECONDS:
+                await tier.probe_read(_PROBE_TIMEOUT_SECONDS)
+                tier.reads.record_success()
         except RemoteFailed as error:
-            self._connected = self._connected and tier.reads.allows
-            tier.counts.failures += 1
-            tier.reads.failed(str(error))
+            self._connected = self._connected and tier.reads.allows_calls
+            tier.counters.failures += 1
+            tier.reads.record_failure(str(error))
             return
-        if not tier.writes.allows and tier.reads.allows:
+        if not tier.writes.allows_calls and tier.reads.allows_calls:
             try:
-                await tier.try_writing(_TRY_SECONDS)
+                await tier.probe_write(_PROBE_TIMEOUT_SECONDS)
             except RemoteFailed as error:
-                tier.writes.failed(str(error))
+                tier.writes.record_failure(str(error))
                 return
-            tier.writes.answered()
-        if self._told and tier.reads.state is not Circuit.OPEN:
-            self._told = False
-            log.info("the remote tier answers again", engine=tier.engine.name)
+            tier.writes.half_open()
+        if self._is_reported_down and tier.reads.state is not CircuitState.OPEN:
+            self._is_reported_down = False
+            log.info("the remote tier answers again", engine=tier.backend.name)
 
-    async def _reach(self) -> None:
+    async def _reconnect(self) -> None:
         """Over the connection that there is, or a new one. Raises RemoteFailed."""
         tier = self._tier
-        tier.figures.forget()
+        tier.latency.reset_latency()
         if self._connected:
             with contextlib.suppress(RemoteFailed):
-                await tier.try_reading(_TRY_SECONDS)
+                await tier.probe_read(_PROBE_TIMEOUT_SECONDS)
                 return
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                await tier.engine.connect()
+            async with asyncio.timeout(_CONNECT_TIMEOUT_SECONDS):
+                await tier.backend.connect()
         except TimeoutError as error:
             raise RemoteFailed("it cannot be connected to in time") from error
-        await tier.try_reading(_TRY_SECONDS)
+        await tier.probe_read(_PROBE_TIMEOUT_SECONDS)
         self._connected = True
-        tier.generation += 1
+        tier.backend_generation += 1
 
-    def _tell(self) -> None:
+    def _report_down(self) -> None:
         """Logs once that the engine is away."""
-        if not self._told:
-            self._told = True
-            breaker = self._tier.reads if not self._tier.reads.allows else self._tier.writes
+        if not self._is_reported_down:
+            self._is_reported_down = True
+            breaker = self._tier.reads if not self._tier.reads.allows_calls else self._tier.writes
             what = "reading" if breaker is self._tier.reads else "writing"
             log.warning(
                 "the remote tier fails; serving without it until it answers",
-                engine=self._tier.engine.name, of=what, why=breaker.why,
+                engine=self._tier.backend.name, of=what, why=breaker.reason,
             )  # fmt: skip

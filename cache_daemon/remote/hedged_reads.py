@@ -12,29 +12,29 @@ from typing import Any, TypeVar
 
 from cache_daemon.remote.backend import RemoteFailed
 
-_SHARE, _MOST_SAVED = 0.1, 4.0
+_HEDGE_SHARE, _MAX_CREDIT = 0.1, 4.0
 
 T = TypeVar("T")
 
 
-class Hedging:
+class HedgedReads:
     """Over ``lanes`` independent connections; with one, nothing is asked for twice."""
 
     def __init__(self, lanes: int) -> None:
-        self._lanes, self._saved, self._next = lanes, _MOST_SAVED, 0
-        self.hedged = 0
+        self._lanes, self._saved, self._next = lanes, _MAX_CREDIT, 0
+        self.num_hedged = 0
 
-    async def first(self, work: Callable[[int], Awaitable[T]], patience_seconds: float) -> T:
+    async def first_result(self, work: Callable[[int], Awaitable[T]], hedge_after_seconds: float) -> T:
         """The first answer of ``work``, which is told its lane. Raises what the work raised when all of it did, and
         RemoteFailed where the work was cancelled and the caller was not."""
-        self._saved = min(_MOST_SAVED, self._saved + _SHARE)
+        self._saved = min(_MAX_CREDIT, self._saved + _HEDGE_SHARE)
         lane = self._next = (self._next + 1) % self._lanes
         running = {asyncio.ensure_future(work(lane))}
         try:
-            done, _ = await asyncio.wait(running, timeout=patience_seconds)
+            done, _ = await asyncio.wait(running, timeout=hedge_after_seconds)
             if not done and self._lanes > 1 and self._saved >= 1:
                 self._saved -= 1
-                self.hedged += 1
+                self.num_hedged += 1
                 running.add(asyncio.ensure_future(work((lane + 1) % self._lanes)))
             while True:
                 done, waiting = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -47,7 +47,7 @@ class Hedging:
         finally:
             for task in running:
                 task.cancel()
-                task.add_done_callback(_heard)
+                task.add_done_callback(_consume_exception)
 
 
 def _failure(task: asyncio.Future[Any]) -> BaseException | None:
@@ -55,7 +55,7 @@ def _failure(task: asyncio.Future[Any]) -> BaseException | None:
     return RemoteFailed("it gave a call up") if task.cancelled() else task.exception()
 
 
-def _heard(task: asyncio.Future[Any]) -> None:
+def _consume_exception(task: asyncio.Future[Any]) -> None:
     """What a loser raised is nobody's concern."""
     if not task.cancelled():
         task.exception()

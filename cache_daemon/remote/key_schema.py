@@ -20,69 +20,69 @@ from dataclasses import dataclass
 from kvsidecar import keys
 
 RECORD_VERSION = 1
-GONE_ID_BYTES = 8
+TOMBSTONE_ID_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Names:
+class KeySchema:
     """The names under one prefix, which has no slash at its end; empty for none."""
 
     prefix: str
 
     @property
-    def everything(self) -> str:
+    def root_prefix(self) -> str:
         version = f"{RECORD_VERSION}.{keys.FORMAT_VERSION}/"
         return f"{self.prefix}/{version}" if self.prefix else version
 
     @property
-    def mark(self) -> str:
-        return f"{self.everything}mark"
+    def global_epoch_key(self) -> str:
+        return f"{self.root_prefix}mark"
 
-    def tenant(self, root: bytes) -> str:
+    def tenant_prefix(self, root: bytes) -> str:
         """What all names of a tenant begin with."""
-        return f"{self.everything}{root.hex()}/"
+        return f"{self.root_prefix}{root.hex()}/"
 
-    def tenant_mark(self, root: bytes) -> str:
-        return f"{self.tenant(root)}mark"
+    def tenant_epoch_key(self, root: bytes) -> str:
+        return f"{self.tenant_prefix(root)}mark"
 
     @property
-    def deletions_mark(self) -> str:
-        return f"{self.everything}deletions/mark"
+    def deletions_epoch_key(self) -> str:
+        return f"{self.root_prefix}deletions/mark"
 
-    def chunks_mark(self, root: bytes) -> str:
-        return f"{self.tenant(root)}chunks/mark"
+    def chunks_epoch_key(self, root: bytes) -> str:
+        return f"{self.tenant_prefix(root)}chunks/mark"
 
-    def gone(self, root: bytes, name: bytes = b"") -> str:
+    def tombstone_key(self, root: bytes, name: bytes = b"") -> str:
         """The name of a deleted chunk: its prefix hash and an id of ``GONE_ID_BYTES``. Without both, what all of a
         tenant begin with."""
         key, number = name[: keys.HASH_BYTES], name[keys.HASH_BYTES :]
-        return f"{self.tenant(root)}gone/" + (f"{key.hex()}.{number.hex()}" if name else "")
+        return f"{self.tenant_prefix(root)}gone/" + (f"{key.hex()}.{number.hex()}" if name else "")
 
-    def name_of_gone(self, root: bytes, name: str) -> bytes | None:
+    def parse_tombstone_key(self, root: bytes, name: str) -> bytes | None:
         """The prefix hash and the id of a deleted chunk, None for other names."""
-        begin = self.gone(root)
+        begin = self.tombstone_key(root)
         text = name.removeprefix(begin).replace(".", "", 1)
-        if not name.startswith(begin) or len(text) != 2 * (keys.HASH_BYTES + GONE_ID_BYTES):
+        if not name.startswith(begin) or len(text) != 2 * (keys.HASH_BYTES + TOMBSTONE_ID_BYTES):
             return None
         try:
             return bytes.fromhex(text)
         except ValueError:
             return None
 
-    def head(self, root: bytes, prefix_hash: bytes) -> str:
-        return f"{self.tenant(root)}{prefix_hash.hex()}/head"
+    def record_key(self, root: bytes, prefix_hash: bytes) -> str:
+        return f"{self.tenant_prefix(root)}{prefix_hash.hex()}/head"
 
-    def parts(self, root: bytes, prefix_hash: bytes, checksum: int, count: int) -> list[str]:
-        begin = f"{self.tenant(root)}{prefix_hash.hex()}/{checksum:016x}/"
+    def payload_keys(self, root: bytes, prefix_hash: bytes, checksum: int, count: int) -> list[str]:
+        begin = f"{self.tenant_prefix(root)}{prefix_hash.hex()}/{checksum:016x}/"
         return [f"{begin}{number}" for number in range(count)]
 
-    def hash_of_head(self, root: bytes, name: str) -> bytes | None:
+    def hash_of_record_key(self, root: bytes, name: str) -> bytes | None:
         """The prefix hash of a tenant's record, None for other names."""
-        return self.hash_of(root, name) if name.endswith("/head") else None
+        return self.hash_of_key(root, name) if name.endswith("/head") else None
 
-    def hash_of(self, root: bytes, name: str) -> bytes | None:
+    def hash_of_key(self, root: bytes, name: str) -> bytes | None:
         """The prefix hash of the chunk that a tenant's name belongs to, None for other names."""
-        middle, slash, _ = name.removeprefix(self.tenant(root)).partition("/")
+        middle, slash, _ = name.removeprefix(self.tenant_prefix(root)).partition("/")
         if not slash or len(middle) != 2 * keys.HASH_BYTES:
             return None
         try:

@@ -15,14 +15,14 @@ from typing import Any
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
-from cache_daemon.remote.backend import Item, RemoteFailed, told
-from cache_daemon.remote.certificates import distrust
+from cache_daemon.remote.backend import Item, RemoteFailed, translating_errors
+from cache_daemon.remote.certificates import tls_error_reason
 
-_AT_ONCE = 64
-_LISTED = 1000
+_MAX_CONCURRENT_CALLS = 64
+_LIST_PAGE_SIZE = 1000
 
 
-class ObjectEngine(ABC):
+class ObjectStoreBackend(ABC):
     """A ``RemoteEngine``. Raises ConfigurationError without its client, or for settings that it refuses."""
 
     name: str
@@ -41,7 +41,7 @@ class ObjectEngine(ABC):
         self._missing: Any = (obstore.exceptions.NotFoundError, FileNotFoundError)
         self._address, self._credentials = address, credentials
         self._stores: list[Any] = []
-        self._room = asyncio.Semaphore(_AT_ONCE)
+        self._call_slots = asyncio.Semaphore(_MAX_CONCURRENT_CALLS)
 
     async def connect(self) -> None:
         options: dict[str, Any] = {"allow_http": not self._address.tls, "connect_timeout": "1s", "timeout": "30s"}
@@ -63,8 +63,8 @@ class ObjectEngine(ABC):
         return list(await asyncio.gather(*(self._get(store, name) for name in names)))
 
     async def _get(self, store: Any, name: str) -> bytes | None:
-        async with self._room:
-            with told(_reason), contextlib.suppress(*self._missing):
+        async with self._call_slots:
+            with translating_errors(_reason), contextlib.suppress(*self._missing):
                 answer = await self._obstore.get_async(store, name)
                 return bytes(await answer.bytes_async())
             return None
@@ -73,21 +73,24 @@ class ObjectEngine(ABC):
         store = self._store(0)
 
         async def put(name: str, value: bytes | memoryview) -> None:
-            async with self._room:
+            async with self._call_slots:
                 await self._obstore.put_async(store, name, bytes(value), use_multipart=False)
 
-        with told(_reason):
+        with translating_errors(_reason):
             await asyncio.gather(*(put(name, value) for name, value in items))
 
     async def put_if_absent(self, name: str, value: bytes) -> None:
-        with told(_reason), contextlib.suppress(self._obstore.exceptions.AlreadyExistsError, FileExistsError):
+        with (
+            translating_errors(_reason),
+            contextlib.suppress(self._obstore.exceptions.AlreadyExistsError, FileExistsError),
+        ):
             await self._obstore.put_async(self._store(0), name, value, mode="create", use_multipart=False)
 
     async def delete_many(self, names: Sequence[str]) -> None:
         if not names:
             return
         store = self._store(0)
-        with told(_reason):
+        with translating_errors(_reason):
             try:
                 await self._obstore.delete_async(store, list(names))
             except self._missing:
@@ -95,14 +98,14 @@ class ObjectEngine(ABC):
                 await asyncio.gather(*(self._delete(store, name) for name in names))
 
     async def _delete(self, store: Any, name: str) -> None:
-        async with self._room:
+        async with self._call_slots:
             with contextlib.suppress(*self._missing):
                 await self._obstore.delete_async(store, name)
 
     async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
-        pages = self._obstore.list(self._store(0), prefix.rstrip("/"), chunk_size=_LISTED)
+        pages = self._obstore.list(self._store(0), prefix.rstrip("/"), chunk_size=_LIST_PAGE_SIZE)
         while True:
-            with told(_reason):
+            with translating_errors(_reason):
                 page = await anext(pages, None)
             if page is None:
                 return
@@ -117,7 +120,7 @@ class ObjectEngine(ABC):
         return self._stores[lane % len(self._stores)]
 
 
-class S3Engine(ObjectEngine):
+class S3Backend(ObjectStoreBackend):
     """Of a bucket."""
 
     name = "s3"
@@ -135,7 +138,7 @@ class S3Engine(ObjectEngine):
         return S3Store(address.bucket, config=_set(given), **options)
 
 
-class AzureEngine(ObjectEngine):
+class AzureBackend(ObjectStoreBackend):
     """Of a container; an account's key is in base64."""
 
     name = "azure"
@@ -155,7 +158,7 @@ def _set(given: dict[str, str]) -> Any:
 def _reason(error: Exception) -> str:
     """What happened, without the store's own words, which name objects and may quote headers."""
     text = str(error)
-    if why := distrust(text):
+    if why := tls_error_reason(text):
         return why
     if type(error).__name__ in ("PermissionDeniedError", "UnauthenticatedError"):
         return "the store does not take the key, or its owner may not do that"

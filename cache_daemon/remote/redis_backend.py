@@ -14,12 +14,12 @@ from typing import Any
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
-from cache_daemon.remote.backend import Item, RemoteFailed, told
-from cache_daemon.remote.certificates import distrust
+from cache_daemon.remote.backend import Item, RemoteFailed, translating_errors
+from cache_daemon.remote.certificates import tls_error_reason
 
 # The caller's deadlines are shorter; this one only ends what nobody waits for any more.
 _REQUEST_MS, _CONNECT_MS = 10_000, 1_000
-_SCANNED = 1000
+_SCAN_COUNT = 1000
 _VALUE = (bytes, type(None))
 _MEANINGS = {
     "maxmemory": "the server is full",
@@ -34,7 +34,7 @@ _MEANINGS = {
 }
 
 
-class ValkeyEngine:
+class RedisBackend:
     """A ``RemoteEngine``. Raises ConfigurationError without its client."""
 
     name = "valkey"
@@ -90,7 +90,7 @@ class ValkeyEngine:
 
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
         client = self._client(lane)
-        with told(_reason):
+        with translating_errors(_reason):
             found = await client.mget(list(names)) if names else []
         if not isinstance(found, list) or len(found) != len(names) or not all(isinstance(v, _VALUE) for v in found):
             raise RemoteFailed("its answer is not what was asked for")
@@ -101,25 +101,25 @@ class ValkeyEngine:
         expiry = None
         if ttl_seconds is not None:
             expiry = self._glide.ExpirySet(self._glide.ExpiryType.SEC, ttl_seconds)
-        with told(_reason):
+        with translating_errors(_reason):
             await asyncio.gather(*(client.set(name, value, expiry=expiry) for name, value in items))
 
     async def put_if_absent(self, name: str, value: bytes) -> None:
         only = self._glide.ConditionalChange.ONLY_IF_DOES_NOT_EXIST
-        with told(_reason):
+        with translating_errors(_reason):
             await self._client(0).set(name, value, conditional_set=only)
 
     async def delete_many(self, names: Sequence[str]) -> None:
         if names:
-            with told(_reason):
+            with translating_errors(_reason):
                 await self._client(0).unlink(list(names))
 
     async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
         client, match = self._client(0), f"{_escaped(prefix)}*"
         cursor: Any = self._glide.ClusterScanCursor() if self._address.cluster else b"0"
         while True:
-            with told(_reason):
-                cursor, found = await client.scan(cursor, match=match, count=_SCANNED)
+            with translating_errors(_reason):
+                cursor, found = await client.scan(cursor, match=match, count=_SCAN_COUNT)
             yield [text for text in map(_text, found) if text is not None]
             if cursor.is_finished() if self._address.cluster else cursor == b"0":
                 return
@@ -139,7 +139,7 @@ class ValkeyEngine:
 def _reason(error: Exception) -> str:
     """What happened, in our words: the server's may name keys."""
     text = str(error).lower()
-    if why := distrust(text):
+    if why := tls_error_reason(text):
         return why
     for sign, meaning in _MEANINGS.items():
         if sign in text:

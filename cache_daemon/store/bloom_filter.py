@@ -16,7 +16,7 @@ SUMMARY_BYTES = 1 << 19
 _SATURATED = 0xFFFF
 
 
-class SummaryWriter:
+class CountingBloomFilter:
     """Counts how many chunks set each bit, so that it is cleared with the last one. ``memory`` is all zeros; nobody
     else writes to it."""
 
@@ -46,7 +46,7 @@ class SummaryWriter:
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
         """Raises AssertionError unless the counts are those of the chunks, and the bits those of the counts."""
-        fresh = SummaryWriter(memoryview(bytearray(len(self._memory))))
+        fresh = CountingBloomFilter(memoryview(bytearray(len(self._memory))))
         for chunk in chunks:
             fresh.add(chunk)
         assert _SATURATED in self._counts or self._counts == fresh._counts, "the summary's counts are of other chunks"

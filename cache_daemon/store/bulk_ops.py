@@ -14,62 +14,65 @@ from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED,
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.tier_manager import Tiers
-from cache_daemon.store.ttl import Terms
-from cache_daemon.store.yield_timer import Turns
+from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.ttl import TtlIndex
+from cache_daemon.store.yield_timer import YieldTimer
 
-_PAGE = 256
+_PAGE_CHUNKS = 256
 # So long a deletion waits for a disk that fails or hangs, and for one that has much to remove.
-_WRITTEN_SECONDS, _MOST_SECONDS = 5.0, 30.0
+_REMOVAL_TIMEOUT_SECONDS, _MAX_REMOVAL_SECONDS = 5.0, 30.0
 
 
-class Walks:
+class BulkOps:
     """Over a store's index."""
 
-    def __init__(self, tiers: Tiers, terms: Terms, void: Callable[[bytes, bytes, float], None]) -> None:
+    def __init__(self, tiers: TierManager, ttl: TtlIndex, invalidate: Callable[[bytes, bytes, float], None]) -> None:
         """``void`` hears of every deletion, as ``Writing.void``."""
-        self.tiers, self._terms, self.void = tiers, terms, void
+        self.tiers, self._terms, self.invalidate = tiers, ttl, invalidate
 
-    async def delete(self, root: bytes, chunk: Chunk | None, made_by: float = inf) -> int:
+    async def delete(self, root: bytes, chunk: Chunk | None, before: float = inf) -> int:
         """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything: those
         that were listed by a time (monotonic), and what continues them. What was reserved before does not come any
         more. Returns how many."""
-        self.void(root, chunk.key if chunk is not None else b"", made_by)
+        self.invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:
-            return await self._drop_branch(chunk, EVENT_TYPE_DELETED, Turns())
-        dropped, turns = 0, Turns()
-        async for found in self.all_of(root):
-            if found.listed and found.made_at <= made_by:
-                dropped += await self._drop_branch(found, EVENT_TYPE_DELETED, turns)
+            return await self._remove_subtree(chunk, EVENT_TYPE_DELETED, YieldTimer())
+        dropped, turns = 0, YieldTimer()
+        async for found in self.iter_chunks(root):
+            if found.indexed and found.inserted_at <= before:
+                dropped += await self._remove_subtree(found, EVENT_TYPE_DELETED, turns)
         return dropped
 
     @asynccontextmanager
-    async def on_disk(self) -> AsyncIterator[None]:
+    async def await_disk_removal(self) -> AsyncIterator[None]:
         """Ends when what was deleted is gone from the disk, too; also where it was not found, as it may have been
         deleted a moment ago. Raises StoreUnavailable when the disk does not take it in time."""
         try:
             yield
         except ChunkNotFound:
-            await self._written()
+            await self._wait_for_disk()
             raise
-        await self._written()
+        await self._wait_for_disk()
 
-    async def _written(self) -> None:
+    async def _wait_for_disk(self) -> None:
         writer, began = self.tiers.writer, time.monotonic()
         if writer is None:
             return
-        heard, until, transactions = _asked(writer), began + _WRITTEN_SECONDS, writer.transactions
+        heard, until, transactions = _removal_outcome(writer), began + _REMOVAL_TIMEOUT_SECONDS, writer.transactions
         while True:
             await asyncio.wait({heard}, timeout=max(0.0, until - time.monotonic()))
             if heard.done():
                 if heard.result() is PutOutcome.STORED:
                     return
-                heard = _asked(writer)
+                heard = _removal_outcome(writer)
             now = time.monotonic()
             if writer.transactions != transactions:
-                transactions, until = writer.transactions, min(now, began + _MOST_SECONDS) + _WRITTEN_SECONDS
+                transactions, until = (
+                    writer.transactions,
+                    min(now, began + _MAX_REMOVAL_SECONDS) + _REMOVAL_TIMEOUT_SECONDS,
+                )
             if now >= until:
                 # Asked once: the writer's thread may succeed meanwhile.
                 why = (writer.failing or (f"that takes longer than {now - began:.0f} seconds",))[0]
@@ -81,23 +84,23 @@ class Walks:
 
     async def expire(self) -> int:
         """Drops what has passed the time that requests asked for, or its tenant's. Returns how many."""
-        dropped, turns = 0, Turns()
-        for chunk in self._terms.past():
-            if chunk.listed and chunk.expired(self.tiers.clock()):  # not asked for meanwhile
-                dropped += await self._drop_branch(chunk, EVENT_TYPE_EVICTED, turns)
-        if not self.tiers.accounts.any_ttl:
+        dropped, turns = 0, YieldTimer()
+        for chunk in self._terms.expired():
+            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # not asked for meanwhile
+                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, turns)
+        if not self.tiers.accounts.has_ttl:
             return dropped
         now = self.tiers.clock()
-        async for chunk in self.all_of(b""):
-            if chunk.listed and chunk.expired(now):
-                dropped += await self._drop_branch(chunk, EVENT_TYPE_EVICTED, turns)
+        async for chunk in self.iter_chunks(b""):
+            if chunk.indexed and chunk.is_expired(now):
+                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, turns)
         return dropped
 
     async def count(self, root: bytes) -> StatsResponse:
         """What a tenant has in a namespace."""
         out = StatsResponse()
-        async for chunk in self.all_of(root):
-            resident, durable = chunk.in_arena is Residency.PRESENT, chunk.on_disk is Residency.PRESENT
+        async for chunk in self.iter_chunks(root):
+            resident, durable = chunk.arena_state is Residency.PRESENT, chunk.disk_state is Residency.PRESENT
             out.chunks += 1
             out.tokens += chunk.tokens
             out.arena_chunks += resident
@@ -112,48 +115,48 @@ class Walks:
         ``after`` is the last one's root and prefix hash."""
         index = self.tiers.index
         if root:
-            return index.of_root(root, after[keys.HASH_BYTES :], limit)
+            return index.page_of_root(root, after[keys.HASH_BYTES :], limit)
         out: list[Chunk] = []
         for name in index.roots_from(after[: keys.HASH_BYTES]):
             begun = after[keys.HASH_BYTES :] if name == after[: keys.HASH_BYTES] else b""
-            out += index.of_root(name, begun, limit - len(out))
+            out += index.page_of_root(name, begun, limit - len(out))
             if len(out) >= limit:
                 break
         return out
 
-    def roots_from(self, first: bytes) -> Iterator[bytes]:
+    def iter_roots(self, first: bytes) -> Iterator[bytes]:
         """Of tenants that have something here, in order; not while others have their turn."""
         return self.tiers.index.roots_from(first)
 
-    def find(self, key: bytes) -> Chunk | None:
+    def get(self, key: bytes) -> Chunk | None:
         """A chunk by its prefix hash."""
         return self.tiers.index.get(key)
 
-    async def all_of(self, root: bytes) -> AsyncIterator[Chunk]:
+    async def iter_chunks(self, root: bytes) -> AsyncIterator[Chunk]:
         """A tenant's chunks, with no root all; those that come or go meanwhile may be among them or not."""
-        after, turns = b"", Turns()
-        while page := self.page(root, after, _PAGE):
+        after, turns = b"", YieldTimer()
+        while page := self.page(root, after, _PAGE_CHUNKS):
             after = page[-1].root + page[-1].key
             for chunk in page:
                 yield chunk
-                await turns.give_way()
+                await turns.maybe_yield()
 
-    async def _drop_branch(self, chunk: Chunk, why: EventType.ValueType, turns: Turns) -> int:
+    async def _remove_subtree(self, chunk: Chunk, why: EventType.ValueType, turns: YieldTimer) -> int:
         """Drops a chunk and all that continues it, leaves first. Returns how many."""
         branch = [chunk]
         for member in branch:
             branch.extend(self.tiers.index.children(member.key))
-            await turns.give_way()
+            await turns.maybe_yield()
         dropped = 0
         while branch:
             member = branch.pop()
-            if member.listed:
-                dropped += self.tiers.drop(member, why)
-            await turns.give_way()
+            if member.indexed:
+                dropped += self.tiers.remove_subtree(member, why)
+            await turns.maybe_yield()
         return dropped
 
 
-def _asked(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
+def _removal_outcome(writer: GroupCommitWriter) -> asyncio.Future[PutOutcome]:
     """What comes of all that is to be removed now."""
     heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
 
@@ -161,5 +164,5 @@ def _asked(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
         if not heard.done():
             heard.set_result(result.outcome)
 
-    writer.written(hear)
+    writer.flush(hear)
     return heard

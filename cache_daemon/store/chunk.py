@@ -14,18 +14,18 @@ from kvsidecar.cache.v1.cache_pb2 import ChunkInfo, ChunkMatch, MatchResponse
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
-from cache_daemon.store.tenant_usage import Tenant
+from cache_daemon.store.tenant_usage import TenantAccount
 
 
 class Residency(enum.Enum):
     """Whether a tier has a chunk's payload."""
 
     ABSENT = enum.auto()
-    ARRIVING = enum.auto()  # being read from, or written to, the tier: the slot must stay
+    IN_FLIGHT = enum.auto()  # being read from, or written to, the tier: the slot must stay
     PRESENT = enum.auto()
 
 
-class ChunkState(NamedTuple):
+class ChunkSnapshot(NamedTuple):
     """What can be told of a chunk, at one time; cheaper to make than the message that tells it."""
 
     header: ChunkHeader
@@ -37,7 +37,7 @@ class ChunkState(NamedTuple):
     hits: int
     stored_bytes: int
     idle_seconds: float
-    left_seconds: float  # until the time is over that requests asked for
+    ttl_left_seconds: float  # until the time is over that requests asked for
 
     def info(self, *, with_tokens: bool = False) -> ChunkInfo:
         h = self.header
@@ -56,7 +56,7 @@ class ChunkState(NamedTuple):
             hits=self.hits,
             stored_bytes=self.stored_bytes,
             idle_seconds=self.idle_seconds,
-            ttl_seconds=None if self.left_seconds == inf else self.left_seconds,
+            ttl_seconds=None if self.ttl_left_seconds == inf else self.ttl_left_seconds,
             token_ids=memoryview(self.ids).cast("I").tolist() if with_tokens else None,
         )
 
@@ -71,29 +71,29 @@ class Chunk:
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
     ids: bytes  # token ids as uint32 little-endian
-    tenant: Tenant
+    tenant: TenantAccount
     slot: Slot | None = None
-    in_arena: Residency = Residency.ABSENT
-    on_disk: Residency = Residency.ABSENT
-    listed: bool = True
+    arena_state: Residency = Residency.ABSENT
+    disk_state: Residency = Residency.ABSENT
+    indexed: bool = True
     leases: int = 0
     pins: int = 0
     anchors: int = 0  # insertions that continue it, see Insertion
     hits: int = 0
-    used_at: float = 0.0  # seconds, on the store's clock
-    kept_until: float = inf  # the same; what requests asked for, see Terms
+    last_used_at: float = 0.0  # seconds, on the store's clock
+    expires_at: float = inf  # the same; what requests asked for, see Terms
     stored_bytes: int = 0  # in the durable tier
-    unsure: bool = False  # a write that failed may have reached the disk
-    superseded: int = 0  # longer siblings that take its place as soon as they are durable
+    maybe_on_disk: bool = False  # a write that failed may have reached the disk
+    superseder_count: int = 0  # longer siblings that take its place as soon as they are durable
     supersedes: list[Chunk] = field(default_factory=list, repr=False)
-    arrival: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
-    made_at: float = field(default_factory=lambda: time.monotonic(), init=False)
+    load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
+    inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)
     # The header's, at hand: a Match reads them of every chunk that it finds.
     key: bytes = field(init=False)
     parent_key: bytes = field(init=False)
     size_bytes: int = field(init=False)
     tokens: int = field(init=False)
-    _told: tuple[Slot, bytes] | None = field(default=None, init=False, repr=False)
+    _encoded_match: tuple[Slot, bytes] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.key, self.parent_key = self.header.prefix_hash, self.header.parent_prefix_hash
@@ -121,16 +121,16 @@ class Chunk:
     def prefill_seconds(self) -> float:
         return self.header.prefill_seconds
 
-    def expired(self, now: float) -> bool:
+    def is_expired(self, now: float) -> bool:
         """Whether the time that requests asked for, or its tenant's time to live, is over. A pinned one stays."""
-        return not self.pins and (self.kept_until < now or self.tenant.expired(now - self.used_at))
+        return not self.pins and (self.expires_at < now or self.tenant.is_expired(now - self.last_used_at))
 
     @property
     def in_use(self) -> bool:
         """Somebody reads or writes the slot."""
-        return self.leases > 0 or Residency.ARRIVING in (self.in_arena, self.on_disk)
+        return self.leases > 0 or Residency.IN_FLIGHT in (self.arena_state, self.disk_state)
 
-    def match(self, tokens: int, offset: int) -> ChunkMatch:
+    def to_match(self, tokens: int, offset: int) -> ChunkMatch:
         """What a Match tells of it when so many of its leading tokens match."""
         header = self.header
         return ChunkMatch(
@@ -144,35 +144,35 @@ class Chunk:
             payload_bytes=self.size_bytes,
         )
 
-    def only_match(self) -> bytes:
+    def encoded_match(self) -> bytes:
         """A MatchResponse with nothing but the whole chunk in its slot, encoded; such responses one behind the other
         are one with all of them. Kept until the chunk moves."""
         assert self.slot is not None, "a leased chunk has a slot"
-        if self._told is None or self._told[0] is not self.slot:
-            told = MatchResponse(matches=[self.match(self.tokens, self.slot.offset)])
-            self._told = self.slot, told.SerializeToString()
-        return self._told[1]
+        if self._encoded_match is None or self._encoded_match[0] is not self.slot:
+            told = MatchResponse(matches=[self.to_match(self.tokens, self.slot.offset)])
+            self._encoded_match = self.slot, told.SerializeToString()
+        return self._encoded_match[1]
 
-    def whole_header(self) -> ChunkHeader:
+    def full_header(self) -> ChunkHeader:
         """The header with its token ids, newly made."""
         header = ChunkHeader()
         header.CopyFrom(self.header)
         header.token_ids.extend(memoryview(self.ids).cast("I").tolist())
         return header
 
-    def state(self, now: float) -> ChunkState:
-        return ChunkState(
+    def snapshot(self, now: float) -> ChunkSnapshot:
+        return ChunkSnapshot(
             self.header,
             self.ids,
-            self.in_arena is Residency.PRESENT,
-            self.on_disk is Residency.PRESENT,
+            self.arena_state is Residency.PRESENT,
+            self.disk_state is Residency.PRESENT,
             self.pins > 0,
             self.leases,
             self.hits,
             self.stored_bytes,
-            max(0.0, now - self.used_at),
-            max(0.0, self.kept_until - now),
+            max(0.0, now - self.last_used_at),
+            max(0.0, self.expires_at - now),
         )
 
     def info(self, now: float, *, with_tokens: bool = False) -> ChunkInfo:
-        return self.state(now).info(with_tokens=with_tokens)
+        return self.snapshot(now).info(with_tokens=with_tokens)

@@ -35,17 +35,17 @@ from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
-from cache_daemon.store.insertion import Arrival, Inserter, Insertion, InsertOutcome
+from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.sessions import Reservation, Session
-from cache_daemon.store.tenant_usage import Tenant
-from cache_daemon.store.tier_manager import Tiers
-from cache_daemon.store.yield_timer import Turns
+from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.yield_timer import YieldTimer
 
 # A copy of so many bytes or chunks is one piece of work on the copying threads.
-_PIECE_BYTES, _PIECE_CHUNKS = 16 << 20, 32
+_COPY_BYTES, _COPY_CHUNKS = 16 << 20, 32
 # A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
-_PATIENCE_SECONDS, _STEP_SECONDS = 2.0, 0.25
-_MOMENT_SECONDS = 30.0
+_ARENA_WAIT_SECONDS, _ARENA_POLL_SECONDS = 2.0, 0.25
+_RECENT_USE_SECONDS = 30.0
 
 _OUTCOMES = {
     InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
@@ -57,7 +57,7 @@ _OUTCOMES = {
 
 
 @dataclass(frozen=True)
-class Reserved:
+class ReserveResult:
     """What became of one reservation."""
 
     outcome: ReserveOutcome.ValueType
@@ -73,34 +73,34 @@ class _Copy:
     checksum: int
 
 
-class Writing:
+class TwoPhaseCommit:
     """``in_thread`` runs copies."""
 
     def __init__(
         self,
-        tiers: Tiers,
-        inserter: Inserter,
+        tiers: TierManager,
+        inserter: ChunkInserter,
         epoch: int,
         in_thread: Callable[[Callable[[], list[bool]]], Awaitable[list[bool]]],
     ) -> None:
         self._tiers, self._inserter = tiers, inserter
-        self._persistence, self._terms = inserter.persistence, inserter.terms
+        self._persistence, self._terms = inserter.persistence, inserter.ttl
         self._epoch, self._in_thread = epoch, in_thread
-        self._in_progress: dict[bytes, tuple[Session, Reservation]] = {}
+        self._open_reservations: dict[bytes, tuple[Session, Reservation]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
 
     # ---- reserve --------------------------------------------------------------------------------------------
 
     def reserve(
-        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], until: float = inf
-    ) -> list[Reserved]:
+        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], expires_at: float = inf
+    ) -> list[ReserveResult]:
         """Takes room in staging for new chunks, parents before children; they are kept ``until`` then, on the store's
         clock, and so are those that are there. Raises InvalidRequest for a malformed header, with nothing reserved."""
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
             self._check_header(header, session.geometry)
-        account = self._tiers.accounts.of(tenant)
-        return [self._reserve_one(session, root, tenant, account, header, until) for header in headers]
+        account = self._tiers.accounts.account_of(tenant)
+        return [self._reserve_one(session, root, tenant, account, header, expires_at) for header in headers]
 
     @staticmethod
     def _check_header(header: ChunkHeader, expected: Geometry) -> None:
@@ -116,27 +116,33 @@ class Writing:
             raise InvalidRequest(f"prefill_seconds is {header.prefill_seconds}; a number from 0 is needed")
 
     def _reserve_one(
-        self, session: Session, root: bytes, tenant: bytes, account: Tenant, header: ChunkHeader, until: float
-    ) -> Reserved:
+        self,
+        session: Session,
+        root: bytes,
+        tenant: bytes,
+        account: TenantAccount,
+        header: ChunkHeader,
+        expires_at: float,
+    ) -> ReserveResult:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
         key = keys.prefix_hash(parent, ids)
         stored = self._tiers.index.get(key)
         if stored is not None:
-            self._terms.keep(stored, until)
-            return Reserved(RESERVE_OUTCOME_ALREADY_STORED, key)
-        if key in self._in_progress:
-            other = self._in_progress[key][1]
-            other.kept_until = max(other.kept_until, until)
-            return Reserved(RESERVE_OUTCOME_IN_PROGRESS, key)
-        if not self._parent_known(session, root, parent, header.start_position):
-            return Reserved(RESERVE_OUTCOME_PARENT_MISSING, key)
+            self._terms.extend(stored, expires_at)
+            return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
+        if key in self._open_reservations:
+            other = self._open_reservations[key][1]
+            other.expires_at = max(other.expires_at, expires_at)
+            return ReserveResult(RESERVE_OUTCOME_IN_PROGRESS, key)
+        if not self._parent_is_known(session, root, parent, header.start_position):
+            return ReserveResult(RESERVE_OUTCOME_PARENT_MISSING, key)
         assert session.staging is not None
         if self._too_large(session.staging.size_bytes, account, header.payload_bytes):
-            return Reserved(RESERVE_OUTCOME_TOO_LARGE, key)
+            return ReserveResult(RESERVE_OUTCOME_TOO_LARGE, key)
         staged = session.staging.allocate(header.payload_bytes)
         if staged is None:
-            return Reserved(RESERVE_OUTCOME_STAGING_FULL, key)
+            return ReserveResult(RESERVE_OUTCOME_STAGING_FULL, key)
         kept = ChunkHeader()
         kept.CopyFrom(header)
         kept.DiscardUnknownFields()
@@ -144,21 +150,21 @@ class Writing:
         kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant, parent, key
         kept.content_hash = keys.content_hash(root, ids)
         reservation_id = secrets.token_bytes(ID_BYTES)
-        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, until)
-        self._in_progress[key] = session, made
-        self._terms.keep(self._tiers.index.get(parent), until)
-        return Reserved(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
+        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, expires_at)
+        self._open_reservations[key] = session, made
+        self._terms.extend(self._tiers.index.get(parent), expires_at)
+        return ReserveResult(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
-    def _too_large(self, staging_bytes: int, tenant: Tenant, size_bytes: int) -> bool:
+    def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:
         quota = tenant.limits.arena_bytes
         room = min(staging_bytes, self._tiers.arena.size_bytes)
         return footprint(size_bytes) > (room if quota is None else min(room, quota))
 
-    def _parent_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
+    def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
         """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
         if parent == root or self._tiers.index.get(parent) is not None:
-            return self._inserter.continues(root, parent, start)
-        writer, reservation = self._in_progress.get(parent, (None, None))
+            return self._inserter.parent_is_live(root, parent, start)
+        writer, reservation = self._open_reservations.get(parent, (None, None))
         if writer is not session or reservation is None:
             return False
         header = reservation.header
@@ -188,32 +194,32 @@ class Writing:
         running.add_done_callback(self._running.discard)
         return await asyncio.shield(running)
 
-    async def idle(self) -> None:
+    async def wait_idle(self) -> None:
         """Waits for commits that run, also for those whose caller went away."""
         while self._running:
             await asyncio.wait(self._running)
 
     async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
         outcomes: list[CommitOutcome.ValueType] = []
-        patience, turns = _PATIENCE_SECONDS, Turns()
+        patience, turns = _ARENA_WAIT_SECONDS, YieldTimer()
         try:
             with self._inserter.begin(r.header.parent_prefix_hash for r, _ in taken) as insertion:
                 while len(outcomes) < len(taken):
-                    copies, refusal, patience = await self._rooms(taken[len(outcomes) :], patience)
-                    sound = await self._copied(session, copies)
+                    copies, refusal, patience = await self._allocate_slots(taken[len(outcomes) :], patience)
+                    sound = await self._copy_and_verify(session, copies)
                     outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, sound, strict=True)]
-                    await turns.give_way()
+                    await turns.maybe_yield()
                     if refusal is not None and len(outcomes) < len(taken):
                         outcomes.append(refusal)
         finally:
             for reservation, _ in taken:
-                self._end(session, reservation)
+                self._end_reservation(session, reservation)
             session.committing -= 1
             session.close_staging()
         self._touch([r for (r, _), o in zip(taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
         return outcomes
 
-    async def _rooms(
+    async def _allocate_slots(
         self, taken: Sequence[tuple[Reservation, int]], patience: float
     ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
         """Slots for the next chunks, up to a piece of work; and why the one after them has none, if it has none."""
@@ -221,13 +227,13 @@ class Writing:
         size = 0
         for reservation, checksum in taken:
             header, tenant = reservation.header, reservation.tenant
-            if len(copies) == _PIECE_CHUNKS or (size and size + header.payload_bytes > _PIECE_BYTES):
+            if len(copies) == _COPY_CHUNKS or (size and size + header.payload_bytes > _COPY_BYTES):
                 break
             slot = self._tiers.allocate(header.payload_bytes, tenant)
             while slot is None and not copies and patience > 0 and self._persistence is not None:
-                if not await self._persistence.progress(_STEP_SECONDS):
+                if not await self._persistence.wait_progress(_ARENA_POLL_SECONDS):
                     break
-                patience -= _STEP_SECONDS / 4
+                patience -= _ARENA_POLL_SECONDS / 4
                 slot = self._tiers.allocate(header.payload_bytes, tenant)
             if slot is None:
                 if copies:
@@ -238,7 +244,7 @@ class Writing:
             size += header.payload_bytes
         return copies, None, patience
 
-    async def _copied(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
+    async def _copy_and_verify(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
         """Copies from staging; for each whether the copy has the checksum that was promised."""
         staging, arena = session.staging, self._tiers.arena
         assert staging is not None, "staging is kept while a commit runs"
@@ -255,7 +261,7 @@ class Writing:
             return await self._in_thread(work)
         except BaseException:
             for copy in copies:
-                self._tiers.give_back(copy.slot)
+                self._tiers.release_slot(copy.slot)
             raise
         finally:
             for view in views:
@@ -265,23 +271,28 @@ class Writing:
     def _insert(self, insertion: Insertion, copy: _Copy, sound: bool) -> CommitOutcome.ValueType:
         reservation = copy.reservation
         if not sound:
-            self._tiers.give_back(copy.slot)
+            self._tiers.release_slot(copy.slot)
             return COMMIT_OUTCOME_CHECKSUM_MISMATCH
         reservation.header.checksum = copy.checksum
-        arrival = Arrival(
-            reservation.header, reservation.ids, reservation.tenant, copy.slot, reservation.kept_until, reservation.void
+        arrival = NewChunk(
+            reservation.header,
+            reservation.ids,
+            reservation.tenant,
+            copy.slot,
+            reservation.expires_at,
+            reservation.invalidated,
         )
         outcome = insertion.insert([arrival])[0]
-        self._tiers.counts.commits += outcome is InsertOutcome.INSERTED
+        self._tiers.counters.commits += outcome is InsertOutcome.INSERTED
         return _OUTCOMES[outcome]
 
     def _touch(self, committed: Sequence[Reservation]) -> None:
         """What the new chunks continue was used, unless a Match has said so a moment ago."""
-        since = self._tiers.clock() - _MOMENT_SECONDS
+        since = self._tiers.clock() - _RECENT_USE_SECONDS
         for reservation in committed:
             chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
-            while chunk is not None and chunk.used_at < since:
-                chunk.used_at = self._tiers.clock()
+            while chunk is not None and chunk.last_used_at < since:
+                chunk.last_used_at = self._tiers.clock()
                 self._tiers.touch(chunk)
                 chunk = self._tiers.parent_of(chunk)
 
@@ -293,11 +304,11 @@ class Writing:
         for reservation_id in reservation_ids:
             reservation = session.reservations.pop(reservation_id, None)
             if reservation is not None:
-                self._end(session, reservation)
+                self._end_reservation(session, reservation)
                 aborted += 1
         return aborted
 
-    def void(self, root: bytes, key: bytes, made_by: float = inf) -> None:
+    def invalidate(self, root: bytes, key: bytes, before: float = inf) -> None:
         """Voids the reservations that a deletion concerns, of commits that run too: their chunks are not listed.
 
         Those of a tenant, with no root everybody's, made by a time (monotonic); with ``key`` those of that chunk and
@@ -306,16 +317,16 @@ class Writing:
         leads: dict[bytes, bool] = {}
         concerned = {
             name: reservation
-            for name, (_, reservation) in self._in_progress.items()
+            for name, (_, reservation) in self._open_reservations.items()
             if root in (b"", reservation.header.root)
-            and reservation.made_at <= made_by
-            and (not key or self._leads_through(name, key, leads))
+            and reservation.reserved_at <= before
+            and (not key or self._is_descendant(name, key, leads))
         }
         for name, reservation in concerned.items():
-            reservation.void = True
-            del self._in_progress[name]
+            reservation.invalidated = True
+            del self._open_reservations[name]
 
-    def _leads_through(self, name: bytes, key: bytes, known: dict[bytes, bool]) -> bool:
+    def _is_descendant(self, name: bytes, key: bytes, known: dict[bytes, bool]) -> bool:
         """Whether the path to a chunk contains ``key``; ``known`` keeps the answers."""
         path = []
         at: bytes | None = name
@@ -328,24 +339,24 @@ class Writing:
 
     def _parent_of(self, key: bytes) -> bytes | None:
         """The parent of a chunk that is reserved or listed, None of others."""
-        if key in self._in_progress:
-            return self._in_progress[key][1].header.parent_prefix_hash
+        if key in self._open_reservations:
+            return self._open_reservations[key][1].header.parent_prefix_hash
         chunk = self._tiers.index.get(key)
         return chunk.parent_key if chunk is not None else None
 
-    def _end(self, session: Session, reservation: Reservation) -> None:
+    def _end_reservation(self, session: Session, reservation: Reservation) -> None:
         key = reservation.header.prefix_hash
-        if self._in_progress.get(key, (None, None))[1] is reservation:
-            del self._in_progress[key]
+        if self._open_reservations.get(key, (None, None))[1] is reservation:
+            del self._open_reservations[key]
         if session.staging is not None:
             session.staging.free(reservation.staged)
 
     @contextlib.contextmanager
-    def staged(
-        self, session: Session, tenant_salt: bytes, header: ChunkHeader, until: float = inf
-    ) -> Iterator[Reserved]:
+    def scoped_reservation(
+        self, session: Session, tenant_salt: bytes, header: ChunkHeader, expires_at: float = inf
+    ) -> Iterator[ReserveResult]:
         """One reservation for the length of a block; given up unless it was committed."""
-        reserved = self.reserve(session, tenant_salt, [header], until)[0]
+        reserved = self.reserve(session, tenant_salt, [header], expires_at)[0]
         try:
             yield reserved
         finally:

@@ -9,7 +9,7 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
 _MODULUS = 1 << 64
 # What each field of a heartbeat counts.
-_SERVED = ("matches", "requested_tokens", "prompts", "prompt_tokens", "cached_tokens", "pool_tokens")
+_HEARTBEAT_FIELDS = ("matches", "requested_tokens", "prompts", "prompt_tokens", "cached_tokens", "pool_tokens")
 
 
 @dataclass
@@ -32,13 +32,13 @@ class Counters:
     cached_tokens: int = 0
     pool_tokens: int = 0
 
-    def add_served(self, before: Sequence[int], totals: Sequence[int]) -> None:
+    def add_heartbeat(self, before: Sequence[int], totals: Sequence[int]) -> None:
         """Takes in by how much a heartbeat's totals grew, in the order of the message's fields; ``before`` is empty for
         the first."""
-        for name, then, now in zip(_SERVED, before or (0,) * len(totals), totals, strict=True):
+        for name, then, now in zip(_HEARTBEAT_FIELDS, before or (0,) * len(totals), totals, strict=True):
             setattr(self, name, getattr(self, name) + now - then)
 
-    def fill(self, out: StatsResponse) -> None:
+    def write_to(self, out: StatsResponse) -> None:
         """Writes them into an answer."""
         for name, value in asdict(self).items():
             setattr(out, name, value % _MODULUS)

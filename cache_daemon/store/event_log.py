@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from kvsidecar.cache.v1.cache_pb2 import EventType, WatchResponse
 from kvsidecar.errors import EventsLost, InvalidRequest
 
-from cache_daemon.store.chunk import ChunkState
+from cache_daemon.store.chunk import ChunkSnapshot
 
-KEPT = 10_000
+MAX_EVENTS = 10_000
 _ALL = b""
 # Tenants whose numbers are remembered after their last event was forgotten.
-_MOST_ROOTS = 100_000
+_MAX_ROOTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class _Event:
     number: int  # among all
     of_root: int  # among its tenant's
     kind: EventType.ValueType
-    state: ChunkState
+    state: ChunkSnapshot
 
 
 class EventLog:
@@ -31,26 +31,26 @@ class EventLog:
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
-        self._last: Counter[bytes] = Counter()  # b"" counts all
-        self._kept: dict[bytes, deque[_Event]] = {_ALL: deque()}
+        self._last_number: Counter[bytes] = Counter()  # b"" counts all
+        self._events: dict[bytes, deque[_Event]] = {_ALL: deque()}
         self._changed = asyncio.Event()
 
-    def append(self, kind: EventType.ValueType, state: ChunkState) -> None:
-        root, last = state.header.root, self._last
+    def append(self, kind: EventType.ValueType, state: ChunkSnapshot) -> None:
+        root, last = state.header.root, self._last_number
         last[_ALL] += 1
         last[root] += 1
         event = _Event(last[_ALL], last[root], kind, state)
-        everything = self._kept[_ALL]
+        everything = self._events[_ALL]
         everything.append(event)
-        self._kept.setdefault(root, deque()).append(event)
-        if len(everything) > KEPT:
+        self._events.setdefault(root, deque()).append(event)
+        if len(everything) > MAX_EVENTS:
             root = everything.popleft().state.header.root
-            of_root = self._kept[root]
+            of_root = self._events[root]
             of_root.popleft()
             if not of_root:
-                del self._kept[root]
-        if len(self._last) > _MOST_ROOTS:
-            self._last = Counter({r: n for r, n in self._last.items() if r in self._kept})
+                del self._events[root]
+        if len(self._last_number) > _MAX_ROOTS:
+            self._last_number = Counter({r: n for r, n in self._last_number.items() if r in self._events})
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -62,17 +62,19 @@ class EventLog:
         Raises EventsLost when they are no longer kept, InvalidRequest for a number that was never given.
         """
         if epoch == 0:
-            after = self._last[root]
+            after = self._last_number[root]
         elif epoch != self._epoch:
             raise EventsLost(f"epoch {epoch} has ended (now {self._epoch}); read the state with List, then watch anew")
-        if root != _ALL and root not in self._last and after:
+        if root != _ALL and root not in self._last_number and after:
             raise EventsLost(f"nothing is known of events up to {after}; read the state with List, then watch anew")
-        if after > self._last[root]:
-            raise InvalidRequest(f"after_sequence is {after}; the last event of this epoch is {self._last[root]}")
+        if after > self._last_number[root]:
+            raise InvalidRequest(
+                f"after_sequence is {after}; the last event of this epoch is {self._last_number[root]}"
+            )
         yield WatchResponse(epoch=self._epoch)
         while True:
-            changed, due = self._changed, self._last[root] - after
-            kept = self._kept.get(root, ())
+            changed, due = self._changed, self._last_number[root] - after
+            kept = self._events.get(root, ())
             # Below 0: the tenant was forgotten meanwhile, and is counted anew.
             if not 0 <= due <= len(kept):
                 raise EventsLost(f"events after {after} are no longer kept; read the state with List, then watch anew")
@@ -80,5 +82,5 @@ class EventLog:
                 after = event.number if root == _ALL else event.of_root
                 info = event.state.info(with_tokens=with_tokens)
                 yield WatchResponse(epoch=self._epoch, sequence_number=after, type=event.kind, chunk=info)
-            if after == self._last[root]:
+            if after == self._last_number[root]:
                 await changed.wait()

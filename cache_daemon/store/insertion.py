@@ -18,9 +18,9 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
-from cache_daemon.store.tenant_usage import Tenant
-from cache_daemon.store.tier_manager import Tiers
-from cache_daemon.store.ttl import Terms
+from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.ttl import TtlIndex
 
 
 class InsertOutcome(enum.Enum):
@@ -34,7 +34,7 @@ class InsertOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
+class NewChunk:
     """A verified payload in its slot, with its header.
 
     ``header`` is complete; ``ids`` are its token ids (uint32 little-endian), which an inserted chunk's header loses.
@@ -42,26 +42,26 @@ class Arrival:
 
     header: ChunkHeader
     ids: bytes
-    tenant: Tenant
+    tenant: TenantAccount
     slot: Slot
-    kept_until: float  # on the store's clock
-    void: bool = False  # a deletion concerns it that came after its beginning
+    expires_at: float  # on the store's clock
+    invalidated: bool = False  # a deletion concerns it that came after its beginning
 
 
 @dataclass(frozen=True)
-class Inserter:
+class ChunkInserter:
     """Begins insertions into one store. ``persistence`` is None without a durable tier."""
 
-    tiers: Tiers
+    tiers: TierManager
     persistence: Persistence | None
     pins: Pins
-    terms: Terms
+    ttl: TtlIndex
 
     def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
         """Begins a group of chunks, some of which continue ``parents``. To be used as a context manager."""
         return Insertion(self, parents)
 
-    def continues(self, root: bytes, parent_key: bytes, start: int) -> bool:
+    def parent_is_live(self, root: bytes, parent_key: bytes, start: int) -> bool:
         """Returns whether a chunk's parent is listed, ends at ``start`` and will stay.
 
         The parent may have been evicted meanwhile, or superseded.
@@ -69,14 +69,16 @@ class Inserter:
         if parent_key == root:
             return start == 0
         parent = self.tiers.index.get(parent_key)
-        return parent is not None and parent.root == root and parent.end_position == start and not parent.superseded
+        return (
+            parent is not None and parent.root == root and parent.end_position == start and not parent.superseder_count
+        )
 
     def restore(self, chunk: Chunk) -> bool:
         """Lists a chunk that an earlier start has made durable, after its parent. False when it cannot be there: its
         parent is missing, or ends elsewhere."""
-        if not self.continues(chunk.root, chunk.parent_key, chunk.start_position):
+        if not self.parent_is_live(chunk.root, chunk.parent_key, chunk.start_position):
             return False
-        self.tiers.list_chunk(chunk)
+        self.tiers.index_chunk(chunk)
         return True
 
 
@@ -88,7 +90,7 @@ class Insertion:
     arena they may go as soon as they are durable. Runs on the event loop.
     """
 
-    inserter: Inserter
+    inserter: ChunkInserter
     parents: Iterable[bytes] = ()
     _anchored: list[Chunk] = field(default_factory=list)
 
@@ -103,34 +105,34 @@ class Insertion:
         anchored, self._anchored = self._anchored, []
         for chunk in anchored:
             chunk.anchors -= 1
-            self.inserter.tiers.reconsider(chunk)
+            self.inserter.tiers.update_evictable(chunk)
 
-    def insert(self, arrivals: Sequence[Arrival], *, awaited: bool = False) -> list[InsertOutcome]:
+    def insert(self, arrivals: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
         """Lists chunks, parents before children, and queues them for the durable tier.
 
         It takes the slots over: those of chunks that are not inserted are freed. With ``awaited`` a request waits for
         more of the group, and the durable tier gets the chunks in a moment.
         """
-        return [self._insert(arrival, awaited) for arrival in arrivals]
+        return [self._insert(arrival, delay_persist) for arrival in arrivals]
 
-    def _insert(self, arrival: Arrival, awaited: bool) -> InsertOutcome:
+    def _insert(self, arrival: NewChunk, delay_persist: bool) -> InsertOutcome:
         tiers, header = self.inserter.tiers, arrival.header
         there = tiers.index.get(header.prefix_hash)
         parent = tiers.index.get(header.parent_prefix_hash)
-        if arrival.void:
+        if arrival.invalidated:
             outcome = InsertOutcome.DELETED
         elif there is not None:
             outcome = InsertOutcome.PRESENT
             self._anchor(there)
-            self.inserter.terms.keep(there, arrival.kept_until)
-        elif not self.inserter.continues(header.root, header.parent_prefix_hash, header.start_position):
+            self.inserter.ttl.extend(there, arrival.expires_at)
+        elif not self.inserter.parent_is_live(header.root, header.parent_prefix_hash, header.start_position):
             outcome = InsertOutcome.PARENT_MISSING
         else:
             self._anchor(parent)
-            made = tiers.make_entry_room(arrival.tenant)
+            made = tiers.enforce_entry_quota(arrival.tenant)
             outcome = InsertOutcome.INSERTED if made else InsertOutcome.ENTRIES_EXCEEDED
         if outcome is not InsertOutcome.INSERTED:
-            tiers.give_back(arrival.slot)
+            tiers.release_slot(arrival.slot)
             return outcome
         header.ClearField("token_ids")
         chunk = Chunk(
@@ -138,33 +140,33 @@ class Insertion:
             arrival.ids,
             arrival.tenant,
             arrival.slot,
-            in_arena=Residency.PRESENT,
-            used_at=tiers.clock(),
-            kept_until=arrival.kept_until,
+            arena_state=Residency.PRESENT,
+            last_used_at=tiers.clock(),
+            expires_at=arrival.expires_at,
         )
-        self._publish(chunk, awaited)
+        self._make_visible(chunk, delay_persist)
         self._anchor(chunk)
         return outcome
 
-    def _publish(self, chunk: Chunk, awaited: bool) -> None:
+    def _make_visible(self, chunk: Chunk, delay_persist: bool) -> None:
         """Makes a chunk visible, and lets it supersede the siblings that are a prefix of it, unless their pins cannot
         move on."""
         inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
-        tiers.list_chunk(chunk)
+        tiers.index_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):
-            if not inserter.pins.move(old, chunk):
+            if not inserter.pins.transfer(old, chunk):
                 continue
-            inserter.terms.keep(chunk, old.kept_until)
+            inserter.ttl.extend(chunk, old.expires_at)
             if persistence is not None:
                 persistence.supersede(chunk, old)
             else:
-                tiers.drop(old)
-        tiers.tell(EVENT_TYPE_COMMITTED, chunk)
+                tiers.remove_subtree(old)
+        tiers.emit(EVENT_TYPE_COMMITTED, chunk)
         if persistence is not None:
-            (persistence.persist_later if awaited else persistence.persist)(chunk)
+            (persistence.persist_delayed if delay_persist else persistence.persist)(chunk)
 
     def _anchor(self, chunk: Chunk | None) -> None:
         if chunk is not None:
             chunk.anchors += 1
             self._anchored.append(chunk)
-            self.inserter.tiers.reconsider(chunk)
+            self.inserter.tiers.update_evictable(chunk)

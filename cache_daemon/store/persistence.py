@@ -18,21 +18,21 @@ from kvsidecar.cache.v1.cache_pb2 import (
 )
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult, whole_pages
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.tier_accounting import Shelf
-from cache_daemon.store.tier_manager import Tiers
-from cache_daemon.store.yield_timer import Turns
+from cache_daemon.store.tier_accounting import TierLedger
+from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.yield_timer import YieldTimer
 
 # Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
 # full although the books say otherwise, a little more goes.
-_LOW_WATER, _FULL_WATER = 0.95, 0.9
+_LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
-_RETRIED_AT_ONCE = 256
+_MAX_RETRIES_IN_FLIGHT = 256
 # Evictions beyond those that make room now, at once on the event loop: about 4 ms.
-_EVICTED_AT_ONCE = 64
+_MAX_EXTRA_EVICTIONS = 64
 # What was brought from elsewhere becomes durable so much later: until then who asked for it has the cores.
-_LATER_SECONDS = 1.0
+_DELAY_SECONDS = 1.0
 # Of a stored header and its index entries, beside up to five bytes for each token.
 _HEADER_BYTES = 1024
 
@@ -42,20 +42,20 @@ log = structlog.get_logger("cache_daemon")
 class Persistence:
     """Of a store with a durable tier of ``budget_bytes``."""
 
-    def __init__(self, tiers: Tiers, cold: Shelf, writer: DurableWriter, budget_bytes: int) -> None:
-        self._tiers, self._cold, self._writer = tiers, cold, writer
+    def __init__(self, tiers: TierManager, cold: TierLedger, writer: GroupCommitWriter, budget_bytes: int) -> None:
+        self._tiers, self._ledger, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
-        self._arriving = 0
+        self._in_flight = 0
         # In the arena only, oldest first: what the disk did not take, and what the budget has no place for.
         self._failed: dict[Chunk, None] = {}
-        self._refused: dict[Chunk, None] = {}
-        self._later: dict[Chunk, None] = {}  # see persist_later
+        self._not_admitted: dict[Chunk, None] = {}
+        self._delayed: dict[Chunk, None] = {}  # see persist_later
         self._timer: asyncio.TimerHandle | None = None
-        self._progressed = asyncio.Event()
+        self._progress_event = asyncio.Event()
         # What the tier was seen to hold when it had no more room, although the budget says otherwise: the disk is full.
-        self._ceiling = self._shrink_to = float(budget_bytes)
+        self._max_bytes = self._target_bytes = float(budget_bytes)
         self._full_since, self._full_at = 0.0, float("-inf")
-        tiers.on_unlisted.append(self._unlisted)
+        tiers.on_unindexed.append(self._on_unindexed)
 
     # ---- at start -------------------------------------------------------------------------------------------
 
@@ -63,77 +63,77 @@ class Persistence:
         """Removes a chunk from the tier that cannot be listed."""
         self._writer.remove([key])
 
-    async def restored(self) -> None:
+    async def finish_restore(self) -> None:
         """Evicts what is beyond the budget once all that the tier had is listed: the budget may have been larger."""
-        if self._cold.used_bytes > self.budget_bytes:
-            self._shrink_to = self.budget_bytes * _LOW_WATER
-            turns = Turns()
-            while self._shrink_once(_EVICTED_AT_ONCE):
-                await turns.give_way()
+        if self._ledger.used_bytes > self.budget_bytes:
+            self._target_bytes = self.budget_bytes * _LOW_WATERMARK
+            turns = YieldTimer()
+            while self._shrink_once(_MAX_EXTRA_EVICTIONS):
+                await turns.maybe_yield()
 
     # ---- writing --------------------------------------------------------------------------------------------
 
     def persist(self, chunk: Chunk) -> None:
         """Queues a chunk that is in the arena, if it may be durable now; otherwise it is tried again later."""
-        if not chunk.listed or chunk.on_disk is not Residency.ABSENT or chunk.in_arena is not Residency.PRESENT:
+        if not chunk.indexed or chunk.disk_state is not Residency.ABSENT or chunk.arena_state is not Residency.PRESENT:
             return
         self._failed.pop(chunk, None)
-        self._refused.pop(chunk, None)
+        self._not_admitted.pop(chunk, None)
         parent = self._tiers.parent_of(chunk)
         if self._writer.hung:
             self._failed[chunk] = None
             return
-        if parent is not None and parent.on_disk is Residency.ABSENT:
-            (self._failed if parent in self._failed else self._refused)[chunk] = None
+        if parent is not None and parent.disk_state is Residency.ABSENT:
+            (self._failed if parent in self._failed else self._not_admitted)[chunk] = None
             return
         if not self._make_room(chunk, parent):
-            self._refused[chunk] = None
+            self._not_admitted[chunk] = None
             return
         slot = chunk.slot
         assert slot is not None
-        self._tiers.goes_to_disk(chunk, _cost(chunk))
-        self._arriving += 1
+        self._tiers.begin_write(chunk, _max_stored_bytes(chunk))
+        self._in_flight += 1
         replaced = [
             old
             for old in chunk.supersedes
-            if old.listed and old.on_disk is not Residency.ABSENT and not self._tiers.index.has_children(old)
+            if old.indexed and old.disk_state is not Residency.ABSENT and not self._tiers.index.has_children(old)
         ]
         self._writer.put(
-            chunk.whole_header(),
+            chunk.full_header(),
             lambda: self._tiers.arena.read(slot),
             tuple(old.key for old in replaced),
-            lambda: _tick(chunk.used_at),
-            lambda result: self._written(chunk, replaced, result),
+            lambda: _milliseconds(chunk.last_used_at),
+            lambda result: self._on_written(chunk, replaced, result),
         )
 
-    def persist_later(self, chunk: Chunk) -> None:
+    def persist_delayed(self, chunk: Chunk) -> None:
         """The same in a moment, for what others have too: it would be packed while a request waits for more of it."""
-        self._later[chunk] = None
+        self._delayed[chunk] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_LATER_SECONDS, self.hurry)
+            self._timer = asyncio.get_running_loop().call_later(_DELAY_SECONDS, self.flush_delayed)
 
-    def hurry(self) -> None:
+    def flush_delayed(self) -> None:
         """Queues now what was to be queued later."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        later, self._later = self._later, {}
+        later, self._delayed = self._delayed, {}
         for chunk in later:
             self.persist(chunk)
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
         """Lets ``chunk`` take the place of a childless sibling whose tokens it begins with: at once if the sibling is
         not durable, else as soon as the chunk is."""
-        if old.on_disk is Residency.ABSENT:
-            self._tiers.drop(old)
+        if old.disk_state is Residency.ABSENT:
+            self._tiers.remove_subtree(old)
         else:
-            old.superseded += 1
+            old.superseder_count += 1
             chunk.supersedes.append(old)
 
-    def seen_again(self, chunks: Iterable[Chunk]) -> None:
+    def retry_used(self, chunks: Iterable[Chunk]) -> None:
         """Chunks that were used: those that the tier had no place for are worth another try."""
         for chunk in chunks:
-            if chunk.on_disk is Residency.ABSENT and chunk not in self._later:
+            if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed:
                 self.persist(chunk)
 
     def retry(self) -> None:
@@ -141,23 +141,23 @@ class Persistence:
         budget had no place for, where there is one now. Call it once a second.
 
         While the disk hangs, nothing waits for it but what is being written: the arena needs the room."""
-        if self._writer.hung and (given_up := self._writer.give_up_queued()):
+        if self._writer.hung and (given_up := self._writer.fail_queued()):
             log.error("the disk hangs; chunks that waited for it are in memory alone", chunks=given_up)
         # While nothing can be written, one is enough to see whether it can again.
-        most = (1 if self.failing else _RETRIED_AT_ONCE) - self._arriving
+        most = (1 if self.failing else _MAX_RETRIES_IN_FLIGHT) - self._in_flight
         if most > 0 and self._failed:
             self._retry_failed(most)
-        elif most > 0 and self.failing and self._refused:
+        elif most > 0 and self.failing and self._not_admitted:
             # All that failed has left the arena: one that was refused shows whether the disk has room again.
-            self._ceiling = float(self.budget_bytes)
-            self.persist(next(iter(self._refused)))
+            self._max_bytes = float(self.budget_bytes)
+            self.persist(next(iter(self._not_admitted)))
         elif most > 0:
-            for chunk in list(islice(self._refused, most)):
-                del self._refused[chunk]
+            for chunk in list(islice(self._not_admitted, most)):
+                del self._not_admitted[chunk]
                 if self._fits(chunk):
                     self.persist(chunk)
                 else:
-                    self._refused[chunk] = None
+                    self._not_admitted[chunk] = None
 
     def retry_all(self) -> None:
         """Tries once more all that could not be written: the daemon ends."""
@@ -165,7 +165,7 @@ class Persistence:
 
     def _retry_failed(self, most: int) -> None:
         if self._is_full:
-            self._ceiling = float(self.budget_bytes)
+            self._max_bytes = float(self.budget_bytes)
         for chunk in list(self._failed):
             if most > 0 and self._tiers.parent_of(chunk) not in self._failed:
                 self.persist(chunk)
@@ -173,11 +173,11 @@ class Persistence:
 
     def _fits(self, chunk: Chunk) -> bool:
         """Whether a chunk has room in the tier without an eviction."""
-        parent, size = self._tiers.parent_of(chunk), _cost(chunk)
+        parent, size = self._tiers.parent_of(chunk), _max_stored_bytes(chunk)
         return (
-            (parent is None or parent.on_disk is not Residency.ABSENT)
-            and not self._cold.over_quota(chunk.tenant, size)
-            and self._cold.used_bytes + size <= min(self.budget_bytes, self._ceiling)
+            (parent is None or parent.disk_state is not Residency.ABSENT)
+            and not self._ledger.over_quota(chunk.tenant, size)
+            and self._ledger.used_bytes + size <= min(self.budget_bytes, self._max_bytes)
         )
 
     @property
@@ -191,27 +191,27 @@ class Persistence:
 
     def write_recency(self) -> None:
         """Writes down which durable chunks were used since the last time, so that eviction knows after a restart."""
-        used, self._tiers.used = self._tiers.used, {}
+        used, self._tiers.unsaved_recency = self._tiers.unsaved_recency, {}
         if used:
-            self._writer.used({key: _tick(at) for key, at in used.items()})
+            self._writer.used({key: _milliseconds(at) for key, at in used.items()})
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Nothing is being written, and of all that was it is known what became of it."""
-        return not self._arriving and not self._later
+        return not self._in_flight and not self._delayed
 
     @property
-    def postponed(self) -> int:
+    def num_postponed(self) -> int:
         """Chunks that are queued in a moment, or again. Those that a full disk has no room for stay in
         the arena and do not count."""
-        return len(self._later) + (0 if self._is_full else len(self._failed))
+        return len(self._delayed) + (0 if self._is_full else len(self._failed))
 
-    async def progress(self, seconds: float) -> bool:
+    async def wait_progress(self, seconds: float) -> bool:
         """Waits until something was written, at most so long. False when nothing is being written."""
-        self.hurry()
-        if not self._arriving:
+        self.flush_delayed()
+        if not self._in_flight:
             return False
-        waited = self._progressed
+        waited = self._progress_event
         try:
             async with asyncio.timeout(seconds):
                 await waited.wait()
@@ -219,93 +219,93 @@ class Persistence:
             return False
         return True
 
-    def _written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
-        self._arriving -= 1
+    def _on_written(self, chunk: Chunk, replaced: list[Chunk], result: PutResult) -> None:
+        self._in_flight -= 1
         stored = result.outcome is PutOutcome.STORED
-        if not chunk.listed:
-            chunk.on_disk = Residency.ABSENT
+        if not chunk.indexed:
+            chunk.disk_state = Residency.ABSENT
             for old in replaced if stored else []:
-                self._store_again(old)
+                self._requeue(old)
         elif stored:
-            self._tiers.arrived_on_disk(chunk, result.stored_bytes)
+            self._tiers.finish_write(chunk, result.stored_bytes)
             for old in replaced:
-                if old.listed:  # the transaction removed it, but it may be on its way again
-                    self._tiers.drop(old, on_disk_too=old.on_disk is not Residency.PRESENT)
+                if old.indexed:  # the transaction removed it, but it may be on its way again
+                    self._tiers.remove_subtree(old, on_disk_too=old.disk_state is not Residency.PRESENT)
             for old in chunk.supersedes:
-                old.superseded -= 1
+                old.superseder_count -= 1
             chunk.supersedes.clear()
-            self._tiers.tell(EVENT_TYPE_PERSISTED, chunk)
+            self._tiers.emit(EVENT_TYPE_PERSISTED, chunk)
         else:
-            self._tiers.not_on_disk(chunk)
-            if result.outcome is PutOutcome.DAMAGED:
-                self._damaged(chunk)
+            self._tiers.abort_write(chunk)
+            if result.outcome is PutOutcome.CORRUPT:
+                self._drop_corrupt(chunk)
             elif result.outcome is not PutOutcome.CANCELLED:
-                self._not_written(chunk, result.outcome)
-        self._tiers.unused(chunk)
-        self._progressed.set()
-        self._progressed = asyncio.Event()
+                self._record_failure(chunk, result.outcome)
+        self._tiers.on_released(chunk)
+        self._progress_event.set()
+        self._progress_event = asyncio.Event()
 
-    def _damaged(self, chunk: Chunk) -> None:
+    def _drop_corrupt(self, chunk: Chunk) -> None:
         """The bytes in the arena are not those that were committed: nobody is served them any more."""
-        self._tiers.counts.corrupt_chunks += 1
-        dropped = self._tiers.drop(chunk)
+        self._tiers.counters.corrupt_chunks += 1
+        dropped = self._tiers.remove_subtree(chunk)
         log.error(
             "a chunk in memory is damaged: dropped with what continues it", chunk=chunk.key.hex(), dropped=dropped
         )
 
-    def _not_written(self, chunk: Chunk, outcome: PutOutcome) -> None:
-        self._tiers.counts.failed_writes += 1
-        chunk.unsure = chunk.unsure or outcome is PutOutcome.FAILED
-        if outcome is PutOutcome.NO_ROOM:
+    def _record_failure(self, chunk: Chunk, outcome: PutOutcome) -> None:
+        self._tiers.counters.failed_writes += 1
+        chunk.maybe_on_disk = chunk.maybe_on_disk or outcome is PutOutcome.FAILED
+        if outcome is PutOutcome.OUT_OF_SPACE:
             if not self._is_full:
                 self._full_since = time.monotonic()
-                self._shrink_to = self._cold.used_bytes * _FULL_WATER
+                self._target_bytes = self._ledger.used_bytes * _FULL_DISK_WATERMARK
                 self._shrink_some()
             self._full_at = time.monotonic()
-            self._ceiling = min(float(self._cold.used_bytes), self._shrink_to)
+            self._max_bytes = min(float(self._ledger.used_bytes), self._target_bytes)
         self._failed[chunk] = None
 
-    def _unlisted(self, chunk: Chunk) -> None:
+    def _on_unindexed(self, chunk: Chunk) -> None:
         self._failed.pop(chunk, None)
-        self._refused.pop(chunk, None)
-        self._later.pop(chunk, None)
+        self._not_admitted.pop(chunk, None)
+        self._delayed.pop(chunk, None)
         for old in chunk.supersedes:  # it never became durable: what it was to replace stays
-            old.superseded -= 1
+            old.superseder_count -= 1
         chunk.supersedes.clear()
 
-    def _store_again(self, chunk: Chunk) -> None:
+    def _requeue(self, chunk: Chunk) -> None:
         """A chunk was removed from the tier by the transaction that stored its successor, which is gone by now."""
-        if not chunk.listed or chunk.on_disk is not Residency.PRESENT:
+        if not chunk.indexed or chunk.disk_state is not Residency.PRESENT:
             return
-        self._tiers.not_on_disk(chunk)
-        if chunk.in_arena is Residency.PRESENT:
+        self._tiers.abort_write(chunk)
+        if chunk.arena_state is Residency.PRESENT:
             self._failed[chunk] = None
         else:
-            self._tiers.drop(chunk)
+            self._tiers.remove_subtree(chunk)
 
     # ---- room -----------------------------------------------------------------------------------------------
 
     def _make_room(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Evicts for a newcomer, if the tier may and should have it."""
-        size, most = _cost(chunk), min(self.budget_bytes, self._ceiling)
+        size, most = _max_stored_bytes(chunk), min(self.budget_bytes, self._max_bytes)
         if size > most:
             return False
-        while self._cold.over_quota(chunk.tenant, size):
+        while self._ledger.over_quota(chunk.tenant, size):
             if not self._evict(chunk, own=True):
                 return False
-        if self._cold.used_bytes + size > most:
-            if not self._cold.admits(chunk, parent):
+        if self._ledger.used_bytes + size > most:
+            if not self._ledger.admits(chunk, parent):
                 return False
-            while self._cold.used_bytes + size > most and self._evict(chunk, own=False):
+            while self._ledger.used_bytes + size > most and self._evict(chunk, own=False):
                 pass
-            target, more = most * _LOW_WATER - size, _EVICTED_AT_ONCE
-            while self._cold.used_bytes > target and more > 0 and self._evict(chunk, own=False):
+            target, more = most * _LOW_WATERMARK - size, _MAX_EXTRA_EVICTIONS
+            while self._ledger.used_bytes > target and more > 0 and self._evict(chunk, own=False):
                 more -= 1
-        return self._cold.used_bytes + size <= most
+        return self._ledger.used_bytes + size <= most
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
         """Gives up the worst chunk that may go for another one; not what that continues."""
-        victims = self._cold.victims(newcomer.tenant, own)
+        victims = self._ledger.victims(newcomer.tenant, own)
         victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
         if victim is None:
             return False
@@ -314,37 +314,37 @@ class Persistence:
 
     def _shrink_some(self) -> None:
         """Shrinks the tier in pieces, between which others have their turn."""
-        if self._shrink_once(_EVICTED_AT_ONCE):
+        if self._shrink_once(_MAX_EXTRA_EVICTIONS):
             asyncio.get_running_loop().call_soon(self._shrink_some)
 
     def _shrink_once(self, most: int) -> bool:
         """Gives up what is worth least, whosever it is, until the tier uses no more than it shall. Returns whether more
         has to go."""
         for _ in range(most):
-            if self._cold.used_bytes <= self._shrink_to:
+            if self._ledger.used_bytes <= self._target_bytes:
                 return False
-            victim = next((c for c in self._cold.all_victims() if not c.in_use), None)
+            victim = next((c for c in self._ledger.all_victims() if not c.in_use), None)
             if victim is None:
                 log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
                 return False
             self._tiers.evict_from_disk(victim)
-        return self._cold.used_bytes > self._shrink_to
+        return self._ledger.used_bytes > self._target_bytes
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless what is being written is what the books say."""
-        everything = [*self._tiers.index, *self._tiers.detached]
-        arriving = sum(c.on_disk is Residency.ARRIVING for c in everything)
-        assert arriving == self._arriving, "chunks being written do not add up"
-        assert all(c.listed for c in [*self._failed, *self._refused, *self._later]), (
+        everything = [*self._tiers.index, *self._tiers.zombies]
+        arriving = sum(c.disk_state is Residency.IN_FLIGHT for c in everything)
+        assert arriving == self._in_flight, "chunks being written do not add up"
+        assert all(c.indexed for c in [*self._failed, *self._not_admitted, *self._delayed]), (
             "an unlisted chunk waits to be written"
         )
 
 
-def _cost(chunk: Chunk) -> int:
+def _max_stored_bytes(chunk: Chunk) -> int:
     """The most that a chunk can take in the tier; what it takes is known when it is there."""
     return whole_pages(chunk.size_bytes) + whole_pages(_HEADER_BYTES + len(chunk.ids) * 5 // 4)
 
 
-def _tick(used_at: float) -> int:
+def _milliseconds(used_at: float) -> int:
     """Returns a time of last use as the durable tier keeps it: in milliseconds."""
     return int(used_at * 1000)

@@ -12,17 +12,17 @@ from kvsidecar.keys import HASH_BYTES
 
 from cache_daemon.memory.arena import footprint
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.tier_manager import Tiers
+from cache_daemon.store.tier_manager import TierManager
 
 NOTE_PREFIX = b"pin:"
 _COUNT = struct.Struct("<I")
-_MOST_PINS = 10_000
+_MAX_PINS = 10_000
 _ARENA_SHARE = 0.5
 
 
 @dataclass(eq=False, slots=True)
 class _Pin:
-    asked: bytes  # the prefix hash that was named
+    requested_key: bytes  # the prefix hash that was named
     chunk: Chunk  # where it is now: a longer chunk may have taken its place
     count: int
 
@@ -30,27 +30,29 @@ class _Pin:
 class Pins:
     """``note`` keeps a small value for the next start; None deletes it."""
 
-    def __init__(self, tiers: Tiers, budget_bytes: int, note: Callable[[bytes, bytes | None], None]) -> None:
+    def __init__(
+        self, tiers: TierManager, budget_bytes: int, write_note: Callable[[bytes, bytes | None], None]
+    ) -> None:
         """``budget_bytes`` bounds all that is pinned; half of the arena bounds what no disk has."""
-        self._tiers, self._budget, self._note = tiers, budget_bytes, note
+        self._tiers, self._budget, self._write_note = tiers, budget_bytes, write_note
         self._pins: dict[tuple[bytes, bytes], _Pin] = {}
-        self._on: dict[Chunk, list[_Pin]] = {}
+        self._pins_of: dict[Chunk, list[_Pin]] = {}
         self.pinned_bytes = 0
-        tiers.on_unlisted.append(self._unlisted)
+        tiers.on_unindexed.append(self._on_unindexed)
 
     def add(self, chunk: Chunk) -> int:
         """Pins a chunk and all before it once more. Returns their number. Raises QuotaExceeded."""
         path = self._tiers.index.path(chunk)
-        if len(self._pins) >= _MOST_PINS:
-            raise QuotaExceeded(f"there are {_MOST_PINS} pins already: unpin something first")
+        if len(self._pins) >= _MAX_PINS:
+            raise QuotaExceeded(f"there are {_MAX_PINS} pins already: unpin something first")
         self._check_budget(chunk, sum(c.size_bytes for c in path if not c.pins))
-        self._check_arena([c for c in path if not c.pins and c.on_disk is not Residency.PRESENT])
+        self._check_arena([c for c in path if not c.pins and c.disk_state is not Residency.PRESENT])
         pin = self._pins.get((chunk.root, chunk.key))
         if pin is None:
-            pin = self._put(chunk.key, chunk, 0)
+            pin = self._add_pin(chunk.key, chunk, 0)
         pin.count += 1
-        self._count(chunk, 1)
-        self._write(pin)
+        self._add_to_path(chunk, 1)
+        self._persist(pin)
         return len(path)
 
     def remove(self, root: bytes, prefix_hash: bytes) -> int:
@@ -59,31 +61,31 @@ class Pins:
         pin = self._pins.get((root, prefix_hash))
         if pin is None:
             chunk = self._tiers.index.get(prefix_hash)
-            pin = next(iter(self._on.get(chunk, ())), None) if chunk is not None and chunk.root == root else None
+            pin = next(iter(self._pins_of.get(chunk, ())), None) if chunk is not None and chunk.root == root else None
         if pin is None:
             raise ChunkNotFound(f"no pin on {prefix_hash.hex()} in this namespace and tenant")
         pin.count -= 1
-        self._count(pin.chunk, -1)
+        self._add_to_path(pin.chunk, -1)
         chunks = len(self._tiers.index.path(pin.chunk))
         if not pin.count:
-            self._forget(pin)
-        self._write(pin)
+            self._remove_pin(pin)
+        self._persist(pin)
         return chunks
 
-    def move(self, old: Chunk, new: Chunk) -> bool:
+    def transfer(self, old: Chunk, new: Chunk) -> bool:
         """Lets the pins of a chunk go on to a longer sibling that takes its place. False when the budget of what is
         pinned has no room for that: nothing may take its place then."""
-        if old in self._on and not new.pins:
+        if old in self._pins_of and not new.pins:
             try:
                 self._check_budget(new, new.size_bytes - old.size_bytes)
             except QuotaExceeded:
                 return False
-        for pin in self._on.pop(old, []):
-            self._count(old, -pin.count)
+        for pin in self._pins_of.pop(old, []):
+            self._add_to_path(old, -pin.count)
             pin.chunk = new
-            self._on.setdefault(new, []).append(pin)
-            self._count(new, pin.count)
-            self._write(pin)
+            self._pins_of.setdefault(new, []).append(pin)
+            self._add_to_path(new, pin.count)
+            self._persist(pin)
         return True
 
     def restore(self, name: bytes, value: bytes) -> None:
@@ -93,10 +95,10 @@ class Pins:
             count, current = _COUNT.unpack_from(value)[0], value[_COUNT.size :]
             chunk = self._tiers.index.get(current) or self._tiers.index.get(asked)
             if chunk is not None and chunk.root == root and count:
-                self._put(asked, chunk, count)
-                self._count(chunk, count)
+                self._add_pin(asked, chunk, count)
+                self._add_to_path(chunk, count)
                 return
-        self._note(name, None)
+        self._write_note(name, None)
 
     # ---- parts ----------------------------------------------------------------------------------------------
 
@@ -112,25 +114,25 @@ class Pins:
     def _check_arena(self, fresh: Sequence[Chunk]) -> None:
         """Pinned chunks that are not durable cannot leave the arena: others need room there, too."""
         size, most = sum(footprint(c.size_bytes) for c in fresh), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
-        used = sum(footprint(c.size_bytes) for c in self._tiers.pinned_here)
+        used = sum(footprint(c.size_bytes) for c in self._tiers.arena_only_pins)
         if size and used + size > most:
             raise QuotaExceeded(
                 f"{format_size(size)} of the prefix are not durable; {format_size(used)} of {format_size(most)} are "
                 "pinned in the arena already: try again when it is durable, or unpin something first"
             )
 
-    def _put(self, asked: bytes, chunk: Chunk, count: int) -> _Pin:
+    def _add_pin(self, asked: bytes, chunk: Chunk, count: int) -> _Pin:
         pin = self._pins[chunk.root, asked] = _Pin(asked, chunk, count)
-        self._on.setdefault(chunk, []).append(pin)
+        self._pins_of.setdefault(chunk, []).append(pin)
         return pin
 
-    def _forget(self, pin: _Pin) -> None:
-        self._pins.pop((pin.chunk.root, pin.asked), None)
-        others = [p for p in self._on.pop(pin.chunk, []) if p is not pin]
+    def _remove_pin(self, pin: _Pin) -> None:
+        self._pins.pop((pin.chunk.root, pin.requested_key), None)
+        others = [p for p in self._pins_of.pop(pin.chunk, []) if p is not pin]
         if others:
-            self._on[pin.chunk] = others
+            self._pins_of[pin.chunk] = others
 
-    def _count(self, chunk: Chunk, by: int) -> None:
+    def _add_to_path(self, chunk: Chunk, by: int) -> None:
         """Adds to the pins of a chunk and all before it."""
         for member in self._tiers.index.path(chunk):
             before, member.pins = member.pins, member.pins + by
@@ -138,16 +140,16 @@ class Pins:
                 size = member.size_bytes if member.pins else -member.size_bytes
                 self.pinned_bytes += size
                 member.tenant.pinned_bytes += size
-                self._tiers.reconsider(member)
+                self._tiers.update_evictable(member)
 
-    def _unlisted(self, chunk: Chunk) -> None:
+    def _on_unindexed(self, chunk: Chunk) -> None:
         """A pinned chunk was deleted: its pins end. It is not in the index any more, its ancestors are."""
-        for pin in self._on.pop(chunk, []):
-            self._pins.pop((chunk.root, pin.asked), None)
-            self._count(chunk, -pin.count)
+        for pin in self._pins_of.pop(chunk, []):
+            self._pins.pop((chunk.root, pin.requested_key), None)
+            self._add_to_path(chunk, -pin.count)
             pin.count = 0
-            self._write(pin)
+            self._persist(pin)
 
-    def _write(self, pin: _Pin) -> None:
-        name = NOTE_PREFIX + pin.chunk.root + pin.asked
-        self._note(name, _COUNT.pack(pin.count) + pin.chunk.key if pin.count else None)
+    def _persist(self, pin: _Pin) -> None:
+        name = NOTE_PREFIX + pin.chunk.root + pin.requested_key
+        self._write_note(name, _COUNT.pack(pin.count) + pin.chunk.key if pin.count else None)

@@ -12,18 +12,18 @@ from typing import NamedTuple
 from kvsidecar.keys import TOKEN_BYTES
 from sortedcontainers import SortedDict, SortedList
 
-from cache_daemon.store.bloom_filter import SummaryWriter
+from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 
 # Copies of one text in different contexts that are looked at for the one to reuse.
-_MOST_COPIES = 16
+_MAX_COPIES = 16
 # Enough for 2^20 tokens in chunks of 128.
-MOST_MATCHED = 8192
+MAX_MATCHED_CHUNKS = 8192
 # Ways to cut one prompt that a look-up follows; and lengths of siblings that it tries.
-_MOST_WAYS, _MOST_LENGTHS = 256, 64
+_MAX_BRANCHES, _MAX_LENGTHS = 256, 64
 
 
-class Found(NamedTuple):
+class MatchedChunk(NamedTuple):
     """A chunk and how many of its leading tokens match."""
 
     chunk: Chunk
@@ -68,8 +68,8 @@ class _Siblings:
 class PrefixIndex:
     """Committed chunks by prefix hash and by parent, kept in a ``summary`` too if there is one. Not thread-safe."""
 
-    def __init__(self, summary: SummaryWriter | None = None) -> None:
-        self.summary = summary
+    def __init__(self, bloom_filter: CountingBloomFilter | None = None) -> None:
+        self.bloom_filter = bloom_filter
         self._chunks: dict[bytes, Chunk] = {}
         self._sorted: SortedDict[bytes, SortedList[bytes]] = SortedDict()  # root -> prefix hashes
         self._children: dict[bytes, Chunk | _Siblings] = {}  # most parents have one child
@@ -104,8 +104,8 @@ class PrefixIndex:
         self._sorted.setdefault(chunk.root, SortedList()).add(chunk.key)
         self._contents.setdefault(chunk.header.content_hash, {})[chunk.key] = chunk
         self.tokens += chunk.tokens
-        if self.summary is not None:
-            self.summary.add(chunk)
+        if self.bloom_filter is not None:
+            self.bloom_filter.add(chunk)
 
     def remove(self, chunk: Chunk) -> None:
         siblings = self._children[chunk.parent_key]
@@ -125,8 +125,8 @@ class PrefixIndex:
         if not same:
             del self._contents[chunk.header.content_hash]
         self.tokens -= chunk.tokens
-        if self.summary is not None:
-            self.summary.remove(chunk)
+        if self.bloom_filter is not None:
+            self.bloom_filter.remove(chunk)
 
     def has_children(self, chunk: Chunk) -> bool:
         return chunk.key in self._children
@@ -152,7 +152,7 @@ class PrefixIndex:
             out.append(parent)
         return out[::-1]
 
-    def of_root(self, root: bytes, after: bytes, limit: int) -> list[Chunk]:
+    def page_of_root(self, root: bytes, after: bytes, limit: int) -> list[Chunk]:
         """A tenant's chunks ordered by prefix hash."""
         keys = self._sorted.get(root, ())
         if not keys:
@@ -171,11 +171,11 @@ class PrefixIndex:
         if isinstance(siblings, Chunk):
             return []
         tokens = chunk.ids
-        lengths = islice(siblings.lengths, _MOST_LENGTHS)
+        lengths = islice(siblings.lengths, _MAX_LENGTHS)
         found = (siblings.by_tokens.get(tokens[:length]) for length in lengths if length < len(tokens))
         return [s for s in found if s is not None and not self.has_children(s)]
 
-    def match(self, root: bytes, tokens: bytes) -> list[Found]:
+    def match(self, root: bytes, tokens: bytes) -> list[MatchedChunk]:
         """The longest stored prefix of ``tokens`` (uint32 little-endian).
 
         All but the last chunk match wholly; the last may match only at its start, which is as good, because
@@ -185,19 +185,19 @@ class PrefixIndex:
         """
         best, last, shared_last = 0, None, 0
         open_ends, ways, steps = [(root, 0, 0)], 0, 0
-        while open_ends and ways < _MOST_WAYS and steps < 2 * MOST_MATCHED:
+        while open_ends and ways < _MAX_BRANCHES and steps < 2 * MAX_MATCHED_CHUNKS:
             parent, at, depth = open_ends.pop()
             ways, steps = ways + 1, steps - depth
             siblings = self._children.get(parent)
             # Most of a path has one child at each step: this loop is what a long prompt's time goes into.
             only: Chunk | None = None
-            while isinstance(siblings, Chunk) and depth < MOST_MATCHED and tokens.startswith(siblings.ids, at):
+            while isinstance(siblings, Chunk) and depth < MAX_MATCHED_CHUNKS and tokens.startswith(siblings.ids, at):
                 only, at, depth = siblings, at + len(siblings.ids), depth + 1
                 siblings = self._children.get(only.key)
             steps += depth
             if only is not None and at > best:
                 best, last, shared_last = at, only, len(only.ids)
-            if siblings is None or at == len(tokens) or depth == MOST_MATCHED:
+            if siblings is None or at == len(tokens) or depth == MAX_MATCHED_CHUNKS:
                 continue
             # The one that shares most comes first: it is followed first, as the last one in.
             for chunk, shared in reversed(list(self._continuations(siblings, tokens, at))):
@@ -208,7 +208,7 @@ class PrefixIndex:
         if last is None:
             return []
         path = self.path(last)
-        return [*[Found(c, c.tokens) for c in path[:-1]], Found(last, shared_last // TOKEN_BYTES)]
+        return [*[MatchedChunk(c, c.tokens) for c in path[:-1]], MatchedChunk(last, shared_last // TOKEN_BYTES)]
 
     @staticmethod
     def _continuations(siblings: Chunk | _Siblings, tokens: bytes, at: int) -> Iterator[tuple[Chunk, int]]:
@@ -224,18 +224,18 @@ class PrefixIndex:
         chunk, shared = siblings.nearest(rest)
         if shared:
             yield chunk, shared
-        for length in islice(siblings.lengths, _MOST_LENGTHS):
+        for length in islice(siblings.lengths, _MAX_LENGTHS):
             whole = siblings.by_tokens.get(rest[:length]) if length <= len(rest) else None
             if whole is not None and whole is not chunk:
                 yield whole, length
 
-    def find_content(self, content_hash: bytes, tokens: bytes) -> Chunk | None:
+    def find_by_content(self, content_hash: bytes, tokens: bytes) -> Chunk | None:
         """A chunk with these tokens in whatever context: one in memory if there is, else the newest."""
         same = self._contents.get(content_hash)
         if same is None:
             return None
-        newest = [c for c, _ in zip(reversed(same.values()), range(_MOST_COPIES), strict=False) if c.ids == tokens]
-        return next((c for c in newest if c.in_arena is Residency.PRESENT), newest[0] if newest else None)
+        newest = [c for c, _ in zip(reversed(same.values()), range(_MAX_COPIES), strict=False) if c.ids == tokens]
+        return next((c for c in newest if c.arena_state is Residency.PRESENT), newest[0] if newest else None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all maps, and the summary, hold the same chunks."""
@@ -246,5 +246,5 @@ class PrefixIndex:
         contents = [c for same in self._contents.values() for c in same.values()]
         assert len(contents) == len(self._chunks), "contents and chunks differ in number"
         assert self.tokens == sum(c.tokens for c in listed), "tokens do not add up"
-        if self.summary is not None:
-            self.summary.check_integrity(listed)
+        if self.bloom_filter is not None:
+            self.bloom_filter.check_integrity(listed)

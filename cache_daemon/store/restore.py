@@ -12,19 +12,19 @@ from kvsidecar import keys
 
 from cache_daemon.durable.durable_tier import DurableTier, Loaded
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.insertion import Inserter
+from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.persistence import Persistence
 
-_LISTED_AT_ONCE = 500
+_CHUNKS_PER_SLICE = 500
 
 log = structlog.get_logger("cache_daemon")
 
 
 @dataclass(frozen=True)
-class Restoring:
+class StoreRestorer:
     """``note`` hears the name and value of every small value that was kept."""
 
-    inserter: Inserter
+    inserter: ChunkInserter
     persistence: Persistence
     note: Callable[[bytes, bytes], None]
 
@@ -40,12 +40,12 @@ class Restoring:
             if not self.inserter.restore(self._chunk(item, now)):
                 self.persistence.discard(item.header.prefix_hash)
                 unfit += 1
-            if n % _LISTED_AT_ONCE == 0:
+            if n % _CHUNKS_PER_SLICE == 0:
                 await asyncio.sleep(0)
         if unfit:
             log.warning("dropping stored chunks that do not continue their parents", chunks=unfit)
-        await self.persistence.restored()
-        tiers.counts.corrupt_chunks += durable.load_report.corrupt + unfit
+        await self.persistence.finish_restore()
+        tiers.counters.corrupt_chunks += durable.load_report.corrupt + unfit
         for name, value in notes.items():
             self.note(name, value)
 
@@ -53,15 +53,15 @@ class Restoring:
         ids = keys.token_bytes(item.header.token_ids)
         item.header.ClearField("token_ids")
         tiers = self.inserter.tiers
-        tenant = tiers.accounts.of(item.header.tenant)
+        tenant = tiers.accounts.account_of(item.header.tenant)
         used_at = min(now, item.last_use / 1000)
         if not item.last_use:  # it came in shortly before a sudden end: from now on that is known
-            used_at = tiers.used[item.header.prefix_hash] = now
+            used_at = tiers.unsaved_recency[item.header.prefix_hash] = now
         return Chunk(
             item.header,
             ids,
             tenant,
-            on_disk=Residency.PRESENT,
+            disk_state=Residency.PRESENT,
             stored_bytes=item.stored_bytes,
-            used_at=used_at,
+            last_used_at=used_at,
         )

@@ -15,32 +15,32 @@ from kvsidecar.errors import UnknownLease, UnknownSession
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
-from cache_daemon.memory.staging import Allowance, Staging
+from cache_daemon.memory.staging import Staging, StagingBudget
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.tenant_usage import Tenant
+from cache_daemon.store.tenant_usage import TenantAccount
 
-_Held = TypeVar("_Held")
+_Handle = TypeVar("_Handle")
 # Where no memory is shared.
 LEASE_SECONDS = 60.0
 
 
-class Hold:
+class LeaseGuard:
     """Keeps chunks' slots from being moved, reused or freed until it is given back, which may happen more than once.
 
     ``unused`` is told of every chunk that the last holder let go of.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], unused: Callable[[Chunk], None]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None]) -> None:
         self.chunks: list[Chunk] = []
-        self.since = time.monotonic()
-        self._unused = unused
+        self.acquired_at = time.monotonic()
+        self._on_released = on_released
         self.add(chunks)
 
-    def __enter__(self) -> Hold:
+    def __enter__(self) -> LeaseGuard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.give_back()
+        self.release()
 
     def add(self, chunks: Sequence[Chunk]) -> None:
         """Keeps these, too."""
@@ -48,24 +48,24 @@ class Hold:
             chunk.leases += 1
         self.chunks.extend(chunks)
 
-    def keep(self, wanted: Sequence[Chunk]) -> None:
+    def retain_only(self, wanted: Sequence[Chunk]) -> None:
         """Gives back all but these, which are among its chunks."""
         if len(wanted) == len(self.chunks):
             return
         kept = set(map(id, wanted))
         gone = [c for c in self.chunks if id(c) not in kept]
         self.chunks = [c for c in self.chunks if id(c) in kept]
-        self._let_go(gone)
+        self._release(gone)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         chunks, self.chunks = self.chunks, []
-        self._let_go(chunks)
+        self._release(chunks)
 
-    def _let_go(self, chunks: Sequence[Chunk]) -> None:
+    def _release(self, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             chunk.leases -= 1
             if not chunk.leases:
-                self._unused(chunk)
+                self._on_released(chunk)
 
 
 @dataclass(eq=False, slots=True)
@@ -74,14 +74,14 @@ class Reservation:
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
     ids: bytes
-    tenant: Tenant
+    tenant: TenantAccount
     staged: Slot
-    kept_until: float  # on the store's clock
-    made_at: float = field(default_factory=time.monotonic)
-    void: bool = False  # what it belongs to was deleted since
+    expires_at: float  # on the store's clock
+    reserved_at: float = field(default_factory=time.monotonic)
+    invalidated: bool = False  # what it belongs to was deleted since
 
 
-def named(held: dict[bytes, _Held], given: bytes, name: bytes) -> bytes:
+def rename_handle(held: dict[bytes, _Handle], given: bytes, name: bytes) -> bytes:
     """Calls what is held what its holder wants, unless that is nothing or something else's name; returns its name."""
     if not given or not name or name in held:
         return given
@@ -100,23 +100,23 @@ class Session:
     shares_memory: bool = True  # its caller maps the arena and its staging; if not, it is sent and sends bytes
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     opened_at: float = field(default_factory=lambda: time.monotonic())
-    leases: dict[bytes, Hold] = field(default_factory=dict)
+    leases: dict[bytes, LeaseGuard] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
     committing: int = 0  # commits that copy from staging now
     closed: bool = False
-    reported: tuple[int, ...] = ()  # the totals of its last heartbeat
+    heartbeat_totals: tuple[int, ...] = ()  # the totals of its last heartbeat
     owner: object = None  # who opened it
 
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)
 
-    def lease(self, hold: Hold) -> bytes:
+    def add_lease(self, hold: LeaseGuard) -> bytes:
         """Makes a hold the session's. Returns the lease's id, opaque and not to be guessed by another session."""
         lease_id = secrets.token_bytes(ID_BYTES)
         self.leases[lease_id] = hold
         return lease_id
 
-    def leased(self, lease_id: bytes, prefix_hashes: Sequence[bytes]) -> list[Chunk]:
+    def leased_chunks(self, lease_id: bytes, prefix_hashes: Sequence[bytes]) -> list[Chunk]:
         """Chunks that a lease holds, by their names. Raises UnknownLease."""
         hold = self.leases.get(lease_id)
         there = {} if hold is None else {chunk.key: chunk for chunk in hold.chunks}
@@ -132,28 +132,28 @@ class Session:
             self.staging = None
 
 
-class Sessions:
+class SessionTable:
     """The open ones."""
 
     def __init__(self) -> None:
         self._open: dict[bytes, Session] = {}
-        self._allowances: WeakValueDictionary[object, Allowance] = WeakValueDictionary()
+        self._allowances: WeakValueDictionary[object, StagingBudget] = WeakValueDictionary()
 
-    def allowance(self, owner: object, size_bytes: int) -> Allowance:
+    def allowance(self, owner: object, size_bytes: int) -> StagingBudget:
         """What an owner's sessions that share no memory may reserve together. Kept while one of them has it."""
         found = self._allowances.get(owner)
         if found is None:
-            found = self._allowances[owner] = Allowance(size_bytes)
+            found = self._allowances[owner] = StagingBudget(size_bytes)
         return found
 
-    def end_leases(self, older_than_seconds: float = LEASE_SECONDS) -> None:
+    def expire_leases(self, older_than_seconds: float = LEASE_SECONDS) -> None:
         """Gives back what sessions that share no memory have leased for longer: nobody reads by it, but for calls that
         hold what they send, and those who forget leases, or mean to, are not this machine's user."""
         before = time.monotonic() - older_than_seconds
         for session in self:
             if not session.shares_memory:
-                for lease_id in [key for key, hold in session.leases.items() if hold.since < before]:
-                    session.leases.pop(lease_id).give_back()
+                for lease_id in [key for key, hold in session.leases.items() if hold.acquired_at < before]:
+                    session.leases.pop(lease_id).release()
 
     def __len__(self) -> int:
         return len(self._open)

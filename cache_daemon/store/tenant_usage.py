@@ -10,7 +10,7 @@ from cache_daemon.tenant_limits import TenantLimits
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Tenant:
+class TenantAccount:
     """One tenant's account, over all namespaces."""
 
     id: bytes
@@ -18,13 +18,13 @@ class Tenant:
     entries: int = 0
     pinned_bytes: int = 0
 
-    def expired(self, idle_seconds: float) -> bool:
+    def is_expired(self, idle_seconds: float) -> bool:
         """Whether a chunk that was not used for so long has passed its time to live."""
         ttl = self.limits.ttl_seconds
         return ttl is not None and idle_seconds > ttl
 
 
-class Accounts:
+class TenantAccounts:
     """The tenants that have chunks, or are about to: each is here as long as anything is on its account.
 
     ``limits_of`` knows the limits of an account, ``account_of`` the account of a tenant id: tenants that nobody named
@@ -37,15 +37,15 @@ class Accounts:
         account_of: Callable[[bytes], bytes] | None = None,
     ) -> None:
         self._limits_of = limits_of or (lambda _: TenantLimits())
-        self._account_of = account_of or (lambda tenant: tenant)
-        self._tenants: WeakValueDictionary[bytes, Tenant] = WeakValueDictionary()
+        self._account_id_of = account_of or (lambda tenant: tenant)
+        self._tenants: WeakValueDictionary[bytes, TenantAccount] = WeakValueDictionary()
 
-    def of(self, tenant_id: bytes) -> Tenant:
+    def account_of(self, tenant_id: bytes) -> TenantAccount:
         """The account of a tenant."""
-        account = self._account_of(tenant_id)
+        account = self._account_id_of(tenant_id)
         found = self._tenants.get(account)
         if found is None:
-            found = self._tenants[account] = Tenant(account, self._limits_of(account))
+            found = self._tenants[account] = TenantAccount(account, self._limits_of(account))
         return found
 
     def reload(self) -> None:
@@ -54,7 +54,7 @@ class Accounts:
             tenant.limits = self._limits_of(tenant.id)
 
     @property
-    def any_ttl(self) -> bool:
+    def has_ttl(self) -> bool:
         """Whether any chunk can expire."""
         return any(t.limits.ttl_seconds is not None for t in list(self._tenants.values()))
 

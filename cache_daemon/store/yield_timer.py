@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
-_PIECE_SECONDS = 0.004
+_SLICE_SECONDS = 0.004
 
 
-class Turns:
+class YieldTimer:
     """Call ``give_way`` now and then during long work: others have their turn when some milliseconds have passed."""
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
 
-    async def give_way(self) -> None:
-        if time.perf_counter() - self._since > _PIECE_SECONDS:
+    async def maybe_yield(self) -> None:
+        if time.perf_counter() - self._since > _SLICE_SECONDS:
             await asyncio.sleep(0)
             self._since = time.perf_counter()

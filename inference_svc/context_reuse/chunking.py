@@ -31,7 +31,7 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
-class Marks:
+class DocumentMarks:
     """What a request says about its documents: a separator's token ids, and where marked segments end."""
 
     separator: tuple[int, ...] = ()
@@ -41,28 +41,28 @@ class Marks:
 class Chunker(Protocol):
     """Cuts token ids. ``ends`` returns rising end indices, the last one ``len(tokens)``."""
 
-    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]: ...
+    def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]: ...
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedChunker:
     """Every ``size`` tokens."""
 
     size: int
 
-    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
-        return _every(self.size, 0, len(tokens))
+    def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]:
+        return _fixed_ends(self.size, 0, len(tokens))
 
 
 @dataclass(frozen=True)
-class Boundary:
+class SentenceChunker:
     """Every ``size`` tokens, but after the last of the ``sentence_ends`` tokens within ``window`` before that."""
 
     size: int
     sentence_ends: frozenset[int]
     window: int
 
-    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
+    def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]:
         out, start = [], 0
         while len(tokens) - start > self.size:
             cut = start + self.size
@@ -76,24 +76,24 @@ class Boundary:
 
 
 @dataclass(frozen=True)
-class Document:
+class DocumentChunker:
     """Before every separator and at marked ends; documents of more than ``largest`` tokens are cut further."""
 
     separator: tuple[int, ...]
-    largest: int
+    max_tokens: int
 
-    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
+    def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]:
         separator = marks.separator or self.separator
         cuts = set(marks.segment_ends) | set(_occurrences(tokens, separator))
         out, start = [], 0
         for end in sorted(c for c in cuts | {len(tokens)} if 0 < c <= len(tokens)):
-            out += _every(self.largest, start, end)
+            out += _fixed_ends(self.max_tokens, start, end)
             start = end
         return out
 
 
 @dataclass(frozen=True)
-class ContentDefined:
+class ContentDefinedChunker:
     """Cuts where the hash of the tokens before is larger than at ``reach`` places on both sides.
 
     No cut depends on the one before it, so that the same text is cut alike as soon as ``reach`` tokens of it have
@@ -101,9 +101,9 @@ class ContentDefined:
     """
 
     reach: int
-    largest: int
+    max_tokens: int
 
-    def ends(self, tokens: Sequence[int], marks: Marks = Marks()) -> list[int]:
+    def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]:
         out: list[int] = []
         start, reach = 0, self.reach
         if len(tokens) > 2 * reach:
@@ -111,9 +111,9 @@ class ContentDefined:
             around = sliding_window_view(hashes, 2 * reach + 1).max(1)
             for cut in np.flatnonzero(hashes[reach:-reach] == around) + reach:
                 if cut - start >= reach:
-                    out += _every(self.largest, start, int(cut))
+                    out += _fixed_ends(self.max_tokens, start, int(cut))
                     start = int(cut)
-        return out + _every(self.largest, start, len(tokens))
+        return out + _fixed_ends(self.max_tokens, start, len(tokens))
 
 
 def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
@@ -134,15 +134,15 @@ def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
 def new_chunker(strategy: Strategy, size: int, separator: Sequence[int], sentence_ends: frozenset[int]) -> Chunker:
     """The chunker of a worker's settings; ``size`` is the (target) number of tokens."""
     if strategy == "fixed":
-        return Fixed(size)
+        return FixedChunker(size)
     if strategy == "boundary":
-        return Boundary(size, sentence_ends, max(1, size // 4))
+        return SentenceChunker(size, sentence_ends, max(1, size // 4))
     if strategy == "document":
-        return Document(tuple(separator), min(4 * size, MAX_CHUNK_TOKENS))
-    return ContentDefined(max(1, 3 * size // 8), min(4 * size, MAX_CHUNK_TOKENS))
+        return DocumentChunker(tuple(separator), min(4 * size, MAX_CHUNK_TOKENS))
+    return ContentDefinedChunker(max(1, 3 * size // 8), min(4 * size, MAX_CHUNK_TOKENS))
 
 
-def _every(size: int, start: int, end: int) -> list[int]:
+def _fixed_ends(size: int, start: int, end: int) -> list[int]:
     return [*range(start + size, end, size), end] if end > start else []
 
 

@@ -20,18 +20,18 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import new_header
 from torch import Tensor
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions, Stretch
-from inference_svc.context_reuse.rope_shift import rotary_of
-from inference_svc.context_reuse.selectors import Repair
+from inference_svc.context_reuse.reuse_plan import Positions, RelocatedSpan, ReusePlan
+from inference_svc.context_reuse.rope_shift import key_rotation_of
+from inference_svc.context_reuse.selectors import TokenSelector
 from inference_svc.kv_pool.block_table import KEY_BLOCK, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import Repairing
+from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import LoadedModel
 
 # Bits that nobody should store: what a benchmark with power must see failing.
-_COARSE = 2
+_COARSE_BITS = 2
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class StoredChunk:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class LabResult:
     """Logits ``[wanted, vocabulary]`` in float32, the seconds that they took, greedy tokens that follow, the logits
     ``[answer, vocabulary]`` from which each token of an answer is predicted (the greedy one, or one that was given),
     the share of the approximate tokens that was computed again, and ``cost``: rows times layers that were computed, as
@@ -55,13 +55,13 @@ class Outcome:
 
     logits: Tensor
     seconds: float
-    following: list[int]
-    answer: Tensor
+    greedy_tokens: list[int]
+    answer_logits: Tensor
     recomputed_ratio: float = 0.0
     cost: float = 1.0
 
 
-def another_order(count: int, rng: random.Random) -> list[int]:
+def shuffled_order(count: int, rng: random.Random) -> list[int]:
     """A random order of so many documents that is not theirs. Raises ValueError for fewer than two."""
     if count < 2:
         raise ValueError(f"{count} documents have no other order")
@@ -72,10 +72,10 @@ def another_order(count: int, rng: random.Random) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Documents:
+class LabDocuments:
     """Documents behind a beginning, read in their order or in another."""
 
-    lab: Laboratory
+    lab: ReuseLab
     head: list[int]
     parts: tuple[list[int], ...]
 
@@ -92,7 +92,9 @@ class Documents:
         """The same at several widths."""
         return self.lab.store_at(self.tokens, self._ends(range(len(self.parts))), widths)
 
-    def stored_in(self, order: Sequence[int], bits: int) -> tuple[list[StoredChunk], list[tuple[int, StoredChunk]]]:
+    def stored_in_order(
+        self, order: Sequence[int], bits: int
+    ) -> tuple[list[StoredChunk], list[tuple[int, StoredChunk]]]:
         """As they were when they stood in another order: the beginning, and documents with the places where they stand
         now. They are ``exact`` and ``placed`` of ``Laboratory.reuse``."""
         elsewhere = self.head + [t for i in order for t in self.parts[i]]
@@ -100,15 +102,15 @@ class Documents:
         by_document, starts = dict(zip(order, chunks, strict=True)), self._ends(range(len(self.parts)))
         return [head], [(starts[i], by_document[i]) for i in range(len(self.parts))]
 
-    def read_once(self, bits: int, longest: int) -> ReadOnce:
+    def prefill_once(self, bits: int, longest: int) -> PrefilledText:
         """Reads them, in their order, for several texts of up to ``longest`` tokens behind them. For a ``with``."""
-        return ReadOnce(self.lab, self.tokens, self._ends(range(len(self.parts))), bits, longest)
+        return PrefilledText(self.lab, self.tokens, self._ends(range(len(self.parts))), bits, longest)
 
     def _ends(self, order: Sequence[int]) -> list[int]:
         return list(accumulate([len(self.head), *(len(self.parts[i]) for i in order)]))
 
 
-class Laboratory:
+class ReuseLab:
     """One model with a pool for one prompt at a time. A loaded model serves one Decoder: give it, if there is one.
 
     Raises ModelUnsupported when the model's keys cannot be moved.
@@ -116,7 +118,7 @@ class Laboratory:
 
     def __init__(self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None) -> None:
         self.loaded = loaded
-        self.rotary = rotary_of(loaded.model)
+        self.key_rotation = key_rotation_of(loaded.model)
         self.decoder = decoder or Decoder(loaded)
         self.pool = KVPool(
             loaded.layers,
@@ -127,20 +129,20 @@ class Laboratory:
             loaded.device,
         )
 
-    def full(
+    def full_prefill(
         self,
         tokens: Sequence[int],
         logits_at: Positions,
         piece: int = 512,
         go_on: int = 0,
         answer: Sequence[int] = (),
-    ) -> Outcome:
+    ) -> LabResult:
         """A prefill without any reuse, ``piece`` rows at a time; after it ``go_on`` greedy tokens, or ``answer``."""
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             logits = self.prefill(tokens, table, logits_at, piece)
             seconds = time.perf_counter() - began
-            return Outcome(logits, seconds, *self.after(table, len(tokens), logits, go_on, answer))
+            return LabResult(logits, seconds, *self.continue_answer(table, len(tokens), logits, go_on, answer))
 
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """Prefills a prompt and stores its chunks, which end at ``ends``. ``bits`` 2 rounds values to 2 bits and stores
@@ -156,7 +158,7 @@ class Laboratory:
     def chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """What was prefilled into a table's pages, as chunks that end at ``ends``. Rounds it coarsely for 2 bits."""
         out = []
-        if bits == _COARSE:
+        if bits == _COARSE_BITS:
             self._round_coarsely(table, len(tokens))
         for start, end in pairwise([0, *ends]):
             header = new_header(self.loaded.geometry(max(bits, 4)), list(tokens[start:end]), start)
@@ -171,34 +173,36 @@ class Laboratory:
         tokens: Sequence[int],
         exact: Sequence[StoredChunk],
         placed: Sequence[tuple[int, StoredChunk]],
-        strategy: Repair,
+        strategy: TokenSelector,
         ratio: float,
         logits_at: Positions,
         go_on: int = 0,
         answer: Sequence[int] = (),
-    ) -> Outcome:
+    ) -> LabResult:
         """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``. After it come
         ``go_on`` greedy tokens, or the ``answer`` that is given; the logits of either are the outcome's."""
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
-            plan = self.lay_out(table, tokens, exact, placed)
-            work = Repairing(self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at)
+            plan = self.place_chunks(table, tokens, exact, placed)
+            work = SelectiveRecompute(
+                self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at
+            )
             for _ in work.steps():
                 pass
             logits, total = torch.cat(work.logits).float(), len(plan.approximate_positions)
             seconds = time.perf_counter() - began
-            following, after = self.after(table, len(tokens), logits, go_on, answer)
+            following, after = self.continue_answer(table, len(tokens), logits, go_on, answer)
             share = len(work.chosen) / total if total else 0.0
             cost = work.row_layers / (self.decoder.layers * (len(tokens) - plan.exact))
-            return Outcome(logits, seconds, following, after, share, cost)
+            return LabResult(logits, seconds, following, after, share, cost)
 
-    def lay_out(
+    def place_chunks(
         self,
         table: BlockTable,
         tokens: Sequence[int],
         exact: Sequence[StoredChunk],
         placed: Sequence[tuple[int, StoredChunk]],
-    ) -> Plan:
+    ) -> ReusePlan:
         """Puts stored chunks where they stand in a prompt."""
         at = 0
         for chunk in exact:
@@ -206,41 +210,41 @@ class Laboratory:
             at += len(chunk.tokens)
         for start, chunk in placed:
             self._place(table, start, chunk)
-        return Plan(len(tokens), at, tuple(Stretch(start, start + len(c.tokens)) for start, c in placed))
+        return ReusePlan(len(tokens), at, tuple(RelocatedSpan(start, start + len(c.tokens)) for start, c in placed))
 
-    def documents(self, head: Sequence[int], parts: Sequence[Sequence[int]]) -> Documents:
+    def documents(self, head: Sequence[int], parts: Sequence[Sequence[int]]) -> LabDocuments:
         """Documents to be stored in one order and used in another."""
-        return Documents(self, list(head), tuple(list(part) for part in parts))
+        return LabDocuments(self, list(head), tuple(list(part) for part in parts))
 
-    def after(
+    def continue_answer(
         self, table: BlockTable, at: int, logits: Tensor, go_on: int, answer: Sequence[int]
     ) -> tuple[list[int], Tensor]:
         """What follows the prompt, and what predicted each token of it."""
         if answer:
-            return list(answer), self.read_on(table, at, logits, answer)
-        return self._go_on(table, at, logits, go_on)
+            return list(answer), self.teacher_forced_logits(table, at, logits, answer)
+        return self._generate_greedy(table, at, logits, go_on)
 
-    def _go_on(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
+    def _generate_greedy(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
         """Greedy tokens after the last logits, and what predicted each."""
         out: list[int] = []
         found = [logits[-1:].float()]
         for i in range(count):
             out.append(int(found[-1].argmax()))
             if i + 1 < count:
-                span = forward_batch.Span(out[-1:], at + i, table, True)
-                found.append(self.decoder(forward_batch.build([span], self.pool, self.loaded.device)).float())
+                span = forward_batch.SequenceSlice(out[-1:], at + i, table, True)
+                found.append(self.decoder(forward_batch.build_batch([span], self.pool, self.loaded.device)).float())
         return out, torch.cat(found[:count]) if count else logits[:0]
 
-    def read_on(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
+    def teacher_forced_logits(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
         """What predicts each token of an answer that is given, after the last logits: ``[answer, vocabulary]``."""
         if len(answer) == 1:
             return logits[-1:].float()
-        span = forward_batch.Span(list(answer[:-1]), at, table, False)
+        span = forward_batch.SequenceSlice(list(answer[:-1]), at, table, False)
         return torch.cat((logits[-1:].float(), self.logits(span, np.arange(len(answer) - 1)).float()))
 
-    def logits(self, span: forward_batch.Span, wanted: Positions) -> Tensor:
+    def logits(self, span: forward_batch.SequenceSlice, wanted: Positions) -> Tensor:
         """Computes a span: logits of its rows of these numbers."""
-        batch = forward_batch.build([span], self.pool, self.loaded.device)
+        batch = forward_batch.build_batch([span], self.pool, self.loaded.device)
         padded = np.concatenate((wanted, np.zeros(-len(wanted) % forward_batch.ROW_MULTIPLE, np.int64)))
         where = torch.from_numpy(padded).to(self.loaded.device)
         return self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
@@ -250,20 +254,20 @@ class Laboratory:
         for tensor, axis in ((self.pool.keys, 2), (self.pool.values, 3)):
             x = tensor.index_select(2, slots).float()
             low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
-            step = ((high - low) / (2**_COARSE - 1)).clamp_min(1e-12)
+            step = ((high - low) / (2**_COARSE_BITS - 1)).clamp_min(1e-12)
             tensor.index_copy_(2, slots, (torch.round((x - low) / step) * step + low).to(tensor.dtype))
 
     def _place(self, table: BlockTable, start: int, chunk: StoredChunk) -> None:
         delta = start - chunk.header.start_position
         slots = torch.from_numpy(table.slots(start, start + len(chunk.tokens)))
-        rotation = self.rotary.by(delta) if delta else None
+        rotation = self.key_rotation.by(delta) if delta else None
         unpack_chunk(self.pool.keys, self.pool.values, slots, chunk.header, chunk.payload, rotation)
 
     def prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int = 512) -> Tensor:
         """Reads a prompt into its pages; logits at these positions, float32."""
         out = []
         for start in range(0, len(tokens), piece):
-            span = forward_batch.Span(list(tokens[start : start + piece]), start, table, False)
+            span = forward_batch.SequenceSlice(list(tokens[start : start + piece]), start, table, False)
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start
             logits = self.logits(span, wanted)
             if len(wanted):
@@ -275,15 +279,15 @@ class Laboratory:
         return _Pages(self.pool, tokens)
 
 
-class ReadOnce:
+class PrefilledText:
     """Text that is read once, as chunks at a storage width and as what other text stands behind. A row's bits do not
     depend on what is computed with it where ``numerics`` says so: there it is as if all were read anew."""
 
-    def __init__(self, lab: Laboratory, tokens: Sequence[int], ends: Sequence[int], bits: int, longest: int) -> None:
+    def __init__(self, lab: ReuseLab, tokens: Sequence[int], ends: Sequence[int], bits: int, longest: int) -> None:
         self._lab, self._tokens, self._ends, self._bits = lab, tokens, ends, bits
         self._longest = longest
 
-    def __enter__(self) -> ReadOnce:
+    def __enter__(self) -> PrefilledText:
         with ExitStack() as stack:
             self._table = stack.enter_context(self._lab.pages(len(self._tokens) + self._longest))
             self._lab.prefill(self._tokens, self._table, np.asarray([len(self._tokens) - 1]))
@@ -296,13 +300,13 @@ class ReadOnce:
     def stored(self) -> list[StoredChunk]:
         return self._lab.chunks(self._table, self._tokens, self._ends, self._bits)
 
-    def then(self, tail: Sequence[int], judged: int, go_on: int = 0) -> Outcome:
+    def continue_with(self, tail: Sequence[int], judged: int, go_on: int = 0) -> LabResult:
         """A prefill of what stands behind it: logits at the last ``judged`` tokens, and ``go_on`` greedy ones."""
         began, start = time.perf_counter(), len(self._tokens)
-        span = forward_batch.Span(list(tail), start, self._table, False)
+        span = forward_batch.SequenceSlice(list(tail), start, self._table, False)
         logits = self._lab.logits(span, np.arange(len(tail) - judged, len(tail))).float()
         seconds = time.perf_counter() - began
-        return Outcome(logits, seconds, *self._lab.after(self._table, start + len(tail), logits, go_on, ()))
+        return LabResult(logits, seconds, *self._lab.continue_answer(self._table, start + len(tail), logits, go_on, ()))
 
 
 class _Pages:

@@ -11,7 +11,7 @@ Positions = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class RelocatedSpan:
     """Tokens ``start`` to ``end`` of a prompt whose keys and values were computed in another context."""
 
     start: int
@@ -23,13 +23,13 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReusePlan:
     """``exact`` leading tokens are as computed in place; ``approximate`` stretches, in order and apart, are not; all
     others are fresh. The last token is always fresh."""
 
     tokens: int
     exact: int
-    approximate: tuple[Stretch, ...] = ()
+    approximate: tuple[RelocatedSpan, ...] = ()
 
     def __post_init__(self) -> None:
         at = self.exact
@@ -44,7 +44,7 @@ class Plan:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     @property
-    def fresh_positions(self) -> Positions:
+    def uncached_positions(self) -> Positions:
         known = np.zeros(self.tokens, bool)
         known[: self.exact] = True
         known[self.approximate_positions] = True

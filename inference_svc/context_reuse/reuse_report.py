@@ -47,7 +47,7 @@ class Finding:
         return not self.why
 
 
-def failing(finding: Finding, none: Finding, limits: Thresholds) -> str:
+def failure_reason(finding: Finding, none: Finding, limits: Thresholds) -> str:
     """Why an arm does not pass, beside reuse without repair; empty when it does."""
     if finding.kl_mean > limits.max_kl:
         return f"KL {finding.kl_mean:.3g} is more than {limits.max_kl:g}"
@@ -72,7 +72,7 @@ class Report:
 
     @property
     def outcome(self) -> Outcome:
-        if self.too_little:
+        if self.inconclusive_reason:
             return "inconclusive"
         return "passed" if self.chosen.passed else "failed"
 
@@ -85,7 +85,7 @@ class Report:
         return self.outcome != "inconclusive"
 
     @property
-    def too_little(self) -> str:
+    def inconclusive_reason(self) -> str:
         """Why these prompts cannot tell anything; empty when they can."""
         if self.prompts < self.thresholds.min_prompts:
             return f"{self.prompts} prompts are too few, at least {self.thresholds.min_prompts} are needed"
@@ -107,7 +107,7 @@ class Report:
             )
         sooner = f" after {c.prompts} of them, which no other could make good" if 0 < c.prompts < self.prompts else ""
         closest = f"no repair passed, and {c.strategy} at {c.ratio:g}, the closest, does not: {c.why}{sooner}"
-        why = self.too_little or closest
+        why = self.inconclusive_reason or closest
         return f"{known}; text that was read in another context is not reused: {why}."
 
     def verdict(self) -> ReuseVerdict:

@@ -19,14 +19,14 @@ from kvsidecar.errors import ModelUnsupported
 from numpy.typing import NDArray
 
 Rotation = tuple[NDArray[Any], NDArray[Any]]
-_FIXED = ("default", "linear", "llama3", "yarn", "proportional")
+_SHIFTABLE = ("default", "linear", "llama3", "yarn", "proportional")
 _REASONS = {
     "dynamic": "its frequencies change with the length of the sequence",
     "longrope": "its frequencies change when the sequence gets longer than the original context",
 }
 
 
-class Rotary:
+class KeyRotation:
     """The rotation of one model. ``by`` returns what ``kvkernels.unpack_chunk`` takes."""
 
     def __init__(self, frequencies: NDArray[np.float64]) -> None:
@@ -39,7 +39,7 @@ class Rotary:
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
-def refusal(config: Any) -> str:
+def why_not_shiftable(config: Any) -> str:
     """Why keys of a model cannot be moved; empty when they can."""
     rope = getattr(config, "rope_parameters", None)
     if not rope:
@@ -47,13 +47,13 @@ def refusal(config: Any) -> str:
     kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "unknown"
     if kind == "unknown" or any(isinstance(value, dict) for value in rope.values()):
         return "its layers have different rotary embeddings"
-    return "" if kind in _FIXED else f"rope_type is {kind}: {_REASONS.get(kind, 'it has not been verified')}"
+    return "" if kind in _SHIFTABLE else f"rope_type is {kind}: {_REASONS.get(kind, 'it has not been verified')}"
 
 
-def rotary_of(model: Any) -> Rotary:
+def key_rotation_of(model: Any) -> KeyRotation:
     """The rotation of a loaded model. Raises ModelUnsupported with the reason."""
-    why = refusal(model.config)
+    why = why_not_shiftable(model.config)
     if why:
         raise ModelUnsupported(f"keys of this model cannot be moved to other positions: {why}")
     frequencies = model.model.rotary_emb.inv_freq.detach().to("cpu", torch.float64).numpy()
-    return Rotary(frequencies)
+    return KeyRotation(frequencies)

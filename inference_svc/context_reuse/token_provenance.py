@@ -8,35 +8,37 @@ from itertools import pairwise
 
 import numpy as np
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 
 
-class Reading(enum.Enum):
+class Provenance(enum.Enum):
     """How keys and values came about; see ``kvsidecar.inference.v1.Reading``."""
 
     EXACT = 1
-    MOVED = 2
-    REPAIRED = 3
+    RELOCATED = 2
+    RECOMPUTED = 3
     COMPUTED = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class ProvenanceSpan:
     """Tokens ``start`` to ``end`` of a prompt."""
 
-    reading: Reading
+    provenance: Provenance
     start: int
     end: int
 
 
-def parts_of(tokens: int, exact: int, plan: Plan | None, repaired: Positions | None) -> tuple[Part, ...]:
+def provenance_spans(
+    tokens: int, exact: int, plan: ReusePlan | None, repaired: Positions | None
+) -> tuple[ProvenanceSpan, ...]:
     """All of a prompt of ``tokens`` in order, neighbours different: ``exact`` leading tokens were read before, and with
     a ``plan`` its approximate ones, of which those at ``repaired`` were computed again."""
-    found = np.full(tokens, Reading.COMPUTED.value, np.uint8)
-    found[:exact] = Reading.EXACT.value
+    found = np.full(tokens, Provenance.COMPUTED.value, np.uint8)
+    found[:exact] = Provenance.EXACT.value
     if plan is not None:
-        found[plan.approximate_positions] = Reading.MOVED.value
+        found[plan.approximate_positions] = Provenance.RELOCATED.value
         if repaired is not None:
-            found[repaired] = Reading.REPAIRED.value
+            found[repaired] = Provenance.RECOMPUTED.value
     ends = np.flatnonzero(np.diff(found)) + 1
-    return tuple(Part(Reading(int(found[a])), a, b) for a, b in pairwise([0, *ends.tolist(), tokens]))
+    return tuple(ProvenanceSpan(Provenance(int(found[a])), a, b) for a, b in pairwise([0, *ends.tolist(), tokens]))

@@ -18,9 +18,15 @@ from pathlib import Path
 import numpy as np
 from kvsidecar.errors import InvalidRequest
 
-from inference_svc.context_reuse.reuse_lab import Documents, Laboratory, Outcome, another_order
-from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failing
-from inference_svc.context_reuse.selectors import AUTO, DEFAULT_RATIO, STRATEGIES, THOROUGH, THOROUGH_RATIO
+from inference_svc.context_reuse.reuse_lab import LabDocuments, LabResult, ReuseLab, shuffled_order
+from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failure_reason
+from inference_svc.context_reuse.selectors import (
+    AUTO_SELECTORS,
+    DEFAULT_RATIO,
+    SELECTORS,
+    THOROUGH_RATIO,
+    THOROUGH_SELECTOR,
+)
 
 BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
 _ANSWER = 16
@@ -49,10 +55,10 @@ class Candidate:
 def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]:
     """What a verification of a worker's setting measures: the repair of that name, or those of ``auto``, at that share,
     or at those that are tried where none is set."""
-    names = AUTO if repair == "auto" else (repair,)
+    names = AUTO_SELECTORS if repair == "auto" else (repair,)
     found = [Candidate(name, DEFAULT_RATIO if ratio is None else ratio) for name in names]
-    if ratio is None and THOROUGH in names:
-        found.append(Candidate(THOROUGH, THOROUGH_RATIO))
+    if ratio is None and THOROUGH_SELECTOR in names:
+        found.append(Candidate(THOROUGH_SELECTOR, THOROUGH_RATIO))
     return tuple(found)
 
 
@@ -73,7 +79,7 @@ def read_questions(path: Path) -> list[Question]:
 class Verifier:
     """Verifies one model at one storage width."""
 
-    def __init__(self, lab: Laboratory, bits: int, thresholds: Thresholds | None = None) -> None:
+    def __init__(self, lab: ReuseLab, bits: int, thresholds: Thresholds | None = None) -> None:
         self._lab, self._bits, self._thresholds = lab, bits, thresholds or Thresholds()
 
     def run(
@@ -93,14 +99,14 @@ class Verifier:
         exact, noise = _Divergence(), _Divergence()
         total = sum(self._positions(question) for question in questions)
         for number, question in enumerate(questions):
-            going = self._open(arms, others[0], total)
+            going = self._undecided_arms(arms, others[0], total)
             if not going:
                 break
             self._measure(question, number, going, exact, noise)
             progress()
         none = self._finding(Candidate("none", 0.0), arms[others[0]])
         found = [self._finding(c, d) for c, d in arms.items()]
-        found = [replace(f, why=failing(f, none, self._thresholds)) for f in found]
+        found = [replace(f, why=failure_reason(f, none, self._thresholds)) for f in found]
         passing = [f for f in found[: len(candidates)] if f.passed]
         chosen = (
             min(passing, key=lambda f: (round(f.cost, 2), f.kl_mean))
@@ -119,10 +125,12 @@ class Verifier:
         ids: list[int] = self._lab.loaded.tokenizer(question.question, add_special_tokens=False)["input_ids"]
         return ids
 
-    def _open(self, arms: dict[Candidate, _Divergence], none: Candidate, total: int) -> dict[Candidate, _Divergence]:
+    def _undecided_arms(
+        self, arms: dict[Candidate, _Divergence], none: Candidate, total: int
+    ) -> dict[Candidate, _Divergence]:
         """The arms that further prompts can tell something of: a divergence is never negative, so one whose sum is too
         large for all ``total`` predictions has failed. Reuse without repair is needed beside those that may pass."""
-        undecided = {c for c, d in arms.items() if not d.hopeless(self._thresholds, total)}
+        undecided = {c for c, d in arms.items() if not d.must_fail(self._thresholds, total)}
         judged = undecided | {none} if undecided - {none} else undecided
         return {c: d for c, d in arms.items() if c in judged}
 
@@ -138,19 +146,19 @@ class Verifier:
         head = tokenizer("", add_special_tokens=True)["input_ids"] or [tokenizer.bos_token_id or 0]
         parts = [tokenizer(d + "\n\n", add_special_tokens=False)["input_ids"] for d in question.documents]
         read = lab.documents(head, parts)
-        asked, order = _Tail(read, self._asked(question)), another_order(len(parts), rng)
+        asked, order = _Tail(read, self._asked(question)), shuffled_order(len(parts), rng)
         quoted = _Tail(read, _quote(parts, rng), _JUDGED)
         longest = max(len(asked.tokens) + _ANSWER, len(quoted.tokens)) - len(read.tokens)
-        with read.read_once(self._bits, longest) as once:
+        with read.prefill_once(self._bits, longest) as once:
             stored = once.stored()
-            full = once.then(asked.tail, len(asked.tail), go_on=_ANSWER)
-            alone = once.then(quoted.tail, len(quoted.at))
-        none, answer = STRATEGIES["none"], full.following
-        noise.add(full, lab.full(asked.tokens, asked.at, piece=_NOISE_PIECE, answer=answer))
+            full = once.continue_with(asked.tail, len(asked.tail), go_on=_ANSWER)
+            alone = once.continue_with(quoted.tail, len(quoted.at))
+        none, answer = SELECTORS["none"], full.greedy_tokens
+        noise.add(full, lab.full_prefill(asked.tokens, asked.at, piece=_NOISE_PIECE, answer=answer))
         exact.add(full, lab.reuse(asked.tokens, stored, [], none, 0.0, asked.at, answer=answer))
-        first, placed = read.stored_in(order, self._bits)
+        first, placed = read.stored_in_order(order, self._bits)
         for arm, divergence in arms.items():
-            repair = STRATEGIES[arm.strategy]
+            repair = SELECTORS[arm.strategy]
             got = lab.reuse(asked.tokens, first, placed, repair, arm.ratio, asked.at, answer=answer)
             divergence.add(full, got)
             divergence.control(alone, lab.reuse(quoted.tokens, first, placed, repair, arm.ratio, quoted.at))
@@ -164,7 +172,7 @@ class Verifier:
             kl_mean=float(np.mean(d.kl)),
             kl_p99=float(np.quantile(d.kl, 0.99)),
             top1_agreement=float(np.mean(d.same)),
-            first_divergence=float(np.mean(d.equal)),
+            first_divergence=float(np.mean(d.first_differences)),
             control_kl=float(np.mean(d.control_kl)) if d.control_kl else 0.0,
             cost=float(np.mean(d.costs)),
             prompts=len(d.costs),
@@ -174,7 +182,7 @@ class Verifier:
 class _Tail:
     """What follows documents, and the positions whose logits are judged: all of it, or the ``last`` so many."""
 
-    def __init__(self, read: Documents, tail: Sequence[int], last: int | None = None) -> None:
+    def __init__(self, read: LabDocuments, tail: Sequence[int], last: int | None = None) -> None:
         self.tail = list(tail)
         self.tokens = read.tokens + self.tail
         self.at = np.arange(len(self.tokens) - (last or len(tail)), len(self.tokens))
@@ -187,10 +195,10 @@ def _quote(parts: Sequence[Sequence[int]], rng: random.Random) -> list[int]:
     return part[start : start + _QUOTED]
 
 
-def divergence(full: Outcome, got: Outcome) -> tuple[list[float], list[bool]]:
+def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]]:
     """For each judged position and each token of the answer: nats from full prefill, and whether the likeliest token is
     the same. The last position's logits are the answer's first."""
-    pairs = ((full.logits, got.logits), (full.answer[1:], got.answer[1:]))
+    pairs = ((full.logits, got.logits), (full.answer_logits[1:], got.answer_logits[1:]))
     kl: list[float] = []
     same: list[bool] = []
     for mine, theirs in pairs:
@@ -206,24 +214,24 @@ class _Divergence:
     def __init__(self) -> None:
         self.kl: list[float] = []
         self.same: list[bool] = []
-        self.equal: list[int] = []
+        self.first_differences: list[int] = []
         self.costs: list[float] = []
         self.control_kl: list[float] = []
 
-    def add(self, full: Outcome, got: Outcome) -> None:
+    def add(self, full: LabResult, got: LabResult) -> None:
         kl, same = divergence(full, got)
         self.kl += kl
         self.same += same
         self.costs.append(got.cost)
         # The likeliest token at every place of the same answer: a greedy one would differ from the first other one on.
-        likeliest = got.answer.argmax(-1).tolist()
-        pairs = enumerate(zip(full.following, likeliest, strict=True))
-        self.equal.append(next((i for i, (a, b) in pairs if a != b), len(full.following)))
+        likeliest = got.answer_logits.argmax(-1).tolist()
+        pairs = enumerate(zip(full.greedy_tokens, likeliest, strict=True))
+        self.first_differences.append(next((i for i, (a, b) in pairs if a != b), len(full.greedy_tokens)))
 
-    def hopeless(self, limits: Thresholds, total: int) -> bool:
+    def must_fail(self, limits: Thresholds, total: int) -> bool:
         """Whether it fails whatever else is measured, of ``total`` predictions in all."""
         right = total - len(self.same) + sum(self.same)
         return sum(self.kl) > limits.max_kl * total or right / total < limits.min_agreement
 
-    def control(self, full: Outcome, got: Outcome) -> None:
+    def control(self, full: LabResult, got: LabResult) -> None:
         self.control_kl += divergence(full, got)[0]

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 
 import structlog
 from kvsidecar.errors import ConfigurationError, PermissionDenied
-from kvsidecar.tenants_file import by_token
+from kvsidecar.tenants_file import find_by_token
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -111,7 +111,7 @@ class ApiKeys:
 
     def _tenant(self, given: bytes) -> TenantKey | None:
         """Return the tenant of a key. Compares with all keys, whichever matches."""
-        return by_token(self._tenants, given) if self._tenants else None
+        return find_by_token(self._tenants, given) if self._tenants else None
 
 
 def _sent_key(headers: Headers) -> bytes:

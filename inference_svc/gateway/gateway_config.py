@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.process.runtime_dir import default_runtime_dir
-from kvsidecar.telemetry.otlp_export import checked_endpoint
+from kvsidecar.telemetry.otlp_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -118,7 +118,7 @@ class GatewayConfig(BaseSettings):
     @field_validator("otlp_endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
-        return checked_endpoint(value)
+        return validate_endpoint(value)
 
     # Combinations are checked at their last field: an error of the whole model would print all values, keys included.
 

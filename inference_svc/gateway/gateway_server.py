@@ -19,8 +19,8 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir
-from kvsidecar.telemetry.otlp_export import sending
-from kvsidecar.telemetry.tracing import NO_TRACER
+from kvsidecar.telemetry.otlp_export import otlp_providers
+from kvsidecar.telemetry.tracing import NOOP_TRACER
 
 from inference_svc.gateway.connections import ConnectionLimits, bounded, max_connections
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -51,8 +51,8 @@ async def serve(config: GatewayConfig) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     _tell_of_uvicorn()
     url = f"{'http' if config.tls_cert is None else 'https'}://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
-    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
-        tracer = NO_TRACER if providers is None else providers.tracer("inference_svc.gateway")
+    async with otlp_providers(SERVICE_NAME, config.otlp_endpoint) as providers:
+        tracer = NOOP_TRACER if providers is None else providers.tracer("inference_svc.gateway")
         app = _fleet(config) if config.nodes else create_app(config, tracer)
         server = _Server(configured(app, config))
         server.hear_signals()

@@ -8,14 +8,14 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.telemetry.tracing import NOT_TRACED, Span, Tracer
+from kvsidecar.telemetry.tracing import NOOP_SPAN, Span, Tracer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SERVICE_NAME = "kvsidecar-gateway"
 FIRST_TOKEN = "first token"
 GENERATE_STREAM = f"{pb.DESCRIPTOR.services_by_name['InferenceService'].full_name}/GenerateStream"
 _TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_current: ContextVar[Span] = ContextVar("span", default=NOT_TRACED)
+_current: ContextVar[Span] = ContextVar("span", default=NOOP_SPAN)
 
 
 def current_span() -> Span:

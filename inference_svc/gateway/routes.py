@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from kvsidecar.telemetry.tracing import NO_TRACER, Tracer
+from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, SERVING_PATH, WARM_PATH
@@ -19,7 +19,7 @@ from inference_svc.gateway.request_guard import NODE, RequestGuard
 from inference_svc.gateway.static_files import StaticFiles
 
 
-def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
+def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     """Create the application; it polls the workers from startup to shutdown.
 
     ``state.keys`` has the API keys, for a reload.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError, InvalidRequest, PermissionDenied
-from kvsidecar.tenants_file import digest_of, read_tables, salt_of
+from kvsidecar.tenants_file import parse_token_digest, read_tables, salt_of_table
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def load_tenants(path: Path) -> Mapping[bytes, TenantKey]:
 
 def _of_table(where: str, table: Any) -> list[tuple[bytes, TenantKey]]:
     entries = table.get("tokens", []) if isinstance(table, dict) else None
-    digests = [digest_of(entry) for entry in entries] if isinstance(entries, list) else [None]
+    digests = [parse_token_digest(entry) for entry in entries] if isinstance(entries, list) else [None]
     known = [digest for digest in digests if digest is not None]
     if len(known) < len(digests):
         raise ConfigurationError(f"{where} has tokens that are no list of sha256:HASH")
@@ -59,7 +59,7 @@ def _of_table(where: str, table: Any) -> list[tuple[bytes, TenantKey]]:
     if table.get("operator") is True:
         return [(digest, TenantKey((), operator=True)) for digest in known]
     try:
-        salt = salt_of(table).decode()
+        salt = salt_of_table(table).decode()
     except ValueError:
         salt = ""
     if not salt:

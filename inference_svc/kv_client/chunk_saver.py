@@ -17,14 +17,14 @@ from kvsidecar.kv_transfer.transport import Fill
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_client.cache_stats import CacheStats
-from inference_svc.kv_client.chunk_loader import marks_of
-from inference_svc.kv_client.load_cost_model import Economy
+from inference_svc.kv_client.chunk_loader import document_marks
+from inference_svc.kv_client.load_cost_model import LoadCostModel
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 
 @dataclass(frozen=True)
-class Part:
+class PartialSave:
     """The first ``tokens`` tokens of a running sequence, of which ``stored`` is stored. ``table`` holds the pages
     behind that, ``known`` are all of its tokens so far, ``prefill`` what was computed of them in how many seconds."""
 
@@ -36,7 +36,7 @@ class Part:
     prefill: tuple[int, float]
 
     @classmethod
-    def of(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> Part:
+    def snapshot(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> PartialSave:
         """As the engine's thread sees it now."""
         fresh, seconds = _prefill(sequence)
         if not sequence.first_token_at:
@@ -56,17 +56,17 @@ class _Job:
     known: list[int]
     end: int
     prefill: tuple[int, float]
-    give_way: Callable[[], None]
+    yield_to_loads: Callable[[], None]
 
 
-class Storing:
+class ChunkSaver:
     """``timeout`` is in seconds, for a call that moves nothing. Each group of chunks waits for ``give_way``, which the
     caller gives, first."""
 
     def __init__(
-        self, geometry: Geometry, policy: ReusePolicy, economy: Economy, stats: CacheStats, timeout: float
+        self, geometry: Geometry, policy: ReusePolicy, economy: LoadCostModel, stats: CacheStats, timeout: float
     ) -> None:
-        self._geometry, self._policy, self._economy = geometry, policy, economy
+        self._geometry, self._policy, self._cost_model = geometry, policy, economy
         self._stats, self._timeout = stats, timeout
 
     def save(
@@ -79,7 +79,7 @@ class Storing:
         return self._save(job, sequence.stored)
 
     def save_part(
-        self, session: Session, root: bytes, sequence: Sequence, part: Part, give_way: Callable[[], None]
+        self, session: Session, root: bytes, sequence: Sequence, part: PartialSave, give_way: Callable[[], None]
     ) -> StoredPrefix | None:
         """Stores the chunks of a running sequence that end within a part of it. Returns what is stored then; None for
         values that are not finite, of which no answer has told yet."""
@@ -103,7 +103,7 @@ class Storing:
         session, root, sequence = job.session, job.root, job.sequence
         headers, stored, first = self._headers(job, prefix), prefix, True
         for group, hashes in linked_groups(session, headers, prefix.prefix_hash, root):
-            job.give_way()
+            job.yield_to_loads()
             filler = _filler(job, group)
             cache = sequence.cache
             written = write(session, cache.tenant_salt, group, filler, self._timeout, cache.ttl_seconds)
@@ -124,9 +124,9 @@ class Storing:
 
     def _headers(self, job: _Job, prefix: StoredPrefix) -> list[ChunkHeader]:
         """Headers of the chunks to store after ``prefix``, with the tail; none longer than the daemon takes."""
-        per_token = self._economy.seconds_per_token(*job.prefill)
+        per_token = self._cost_model.seconds_per_token(*job.prefill)
         headers, start = list[ChunkHeader](), prefix.tokens
-        for end in self._policy.chunker.ends(job.known, marks_of(job.sequence)):
+        for end in self._policy.chunker.ends(job.known, document_marks(job.sequence)):
             while start < end <= job.end:
                 stop = min(end, start + job.session.max_chunk_tokens)
                 header = new_header(self._geometry, job.known[start:stop], start)

@@ -31,32 +31,32 @@ from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.engine.kv_connector import LoadDone, ProbeDone, Restored, SaveDone
-from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.engine.sequence import Sequence, SequenceState, StoredPrefix
 from inference_svc.kv_client.cache_stats import CacheStats
-from inference_svc.kv_client.chunk_loader import Found, Loading
-from inference_svc.kv_client.chunk_saver import Part, Storing
-from inference_svc.kv_client.load_cost_model import Economy
-from inference_svc.kv_client.priority_executor import Job, Lane
-from inference_svc.kv_client.sequence_load import Load
+from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
+from inference_svc.kv_client.chunk_saver import ChunkSaver, PartialSave
+from inference_svc.kv_client.load_cost_model import LoadCostModel
+from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
+from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 log = structlog.get_logger("cache")
 
 # With a prefix in the pool already, the daemon is asked only when at least this many tokens are missing.
-_LEAST_MISSING = 64
+_MIN_UNCACHED_TOKENS = 64
 # Finished sequences that are to be sent to another host.
-_MOST_QUEUED = 4
+_MAX_QUEUED_SENDS = 4
 # Questions that wait for an answer at one time: their threads only wait.
-_MAX_ASKING = 32
+_MAX_LOOKUPS = 32
 # Before each group of chunks, storing waits no longer than this for copies.
-_MAX_GIVE_WAY_SECONDS = 1.0
+_MAX_YIELD_SECONDS = 1.0
 # How soon a question that waits for a save notices that nobody wants the answer any more.
-_LOOK_SECONDS = 0.05
+_POLL_SECONDS = 0.05
 
 
-class CacheLink:
+class DaemonConnector:
     """The engine's ``Cache`` over a daemon, with a session for the model and one for each adapter: a session has one
     namespace."""
 
@@ -71,15 +71,15 @@ class CacheLink:
         """``daemons`` are by the fingerprints of adapters; that of the model itself is empty."""
         self.stats = CacheStats()
         self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
-        self._economy = Economy()
-        self._loading = Loading(geometry, policy, self._economy, self.stats, projection_share, timeout)
-        self._storing = Storing(geometry, policy, self._economy, self.stats, timeout)
-        self._asking = ThreadPoolExecutor(_MAX_ASKING, "kv-ask")
-        self._probing = ThreadPoolExecutor(1, "kv-probe")
-        self._copies = Lane("kv-copy")
-        self._saves = Lane("kv-save")  # into shared memory
-        self._sends = Lane("kv-send")  # to another host
-        self._loads: set[Load] = set()
+        self._cost_model = LoadCostModel()
+        self._loader = ChunkLoader(geometry, policy, self._cost_model, self.stats, projection_share, timeout)
+        self._saver = ChunkSaver(geometry, policy, self._cost_model, self.stats, timeout)
+        self._lookup_threads = ThreadPoolExecutor(_MAX_LOOKUPS, "kv-ask")
+        self._probe_thread = ThreadPoolExecutor(1, "kv-probe")
+        self._copies = PriorityExecutor("kv-copy")
+        self._saves = PriorityExecutor("kv-save")  # into shared memory
+        self._sends = PriorityExecutor("kv-send")  # to another host
+        self._loads: set[SequenceLoad] = set()
         self._counting = threading.Lock()
         self._epoch: int | None = None  # of the daemon that the economy knows
 
@@ -89,7 +89,13 @@ class CacheLink:
 
     def close(self) -> None:
         """Finishes what is queued and ends the sessions. Blocks."""
-        for thread in (self._probing, self._asking, self._copies, self._saves, self._sends):  # asking feeds copies
+        for thread in (
+            self._probe_thread,
+            self._lookup_threads,
+            self._copies,
+            self._saves,
+            self._sends,
+        ):  # asking feeds copies
             thread.shutdown()
         with ThreadPoolExecutor(len(self._daemons)) as threads:  # a daemon that hangs is waited for once
             list(threads.map(DaemonConnection.close, self._daemons.values()))
@@ -102,47 +108,47 @@ class CacheLink:
         pack_chunk(pool.keys, pool.values, slots, header, memoryview(payload))
         unpack_chunk(pool.keys, pool.values, slots, header, memoryview(payload).toreadonly())
 
-    def has(self, adapter: bytes) -> bool:
+    def has_adapter(self, adapter: bytes) -> bool:
         """Whether an adapter has a link."""
         return adapter in self._daemons
 
-    def add(self, adapter: bytes, daemon: DaemonConnection) -> None:
+    def add_adapter(self, adapter: bytes, daemon: DaemonConnection) -> None:
         """A link for an adapter that has none. Not beside ``remove``."""
         self._daemons = {**self._daemons, adapter: daemon}
 
-    def remove(self, adapter: bytes) -> None:
+    def remove_adapter(self, adapter: bytes) -> None:
         """Ends the session of an adapter that no sequence has any more, once what is queued for it is done. Blocks."""
-        jobs: list[Load | Job] = [*list(self._loads), *self._saves.jobs, *self._sends.jobs]
+        jobs: list[SequenceLoad | Job] = [*list(self._loads), *self._saves.jobs, *self._sends.jobs]
         for job in [job for job in jobs if job.sequence.realm.adapter == adapter]:
-            job.over.wait()
+            job.finished.wait()
         daemon = self._daemons[adapter]
         self._daemons = {key: link for key, link in self._daemons.items() if key != adapter}
         daemon.close()
 
     # ---- loading --------------------------------------------------------------------------------------------
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
-        least = 2 if not sequence.computed else _LEAST_MISSING
+        least = 2 if not sequence.computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
         if found is None or sequence.missing < least:
             return False
         session, root = found
         if session.epoch != self._epoch:
             self._epoch = session.epoch
-            self._economy.forget_loads()
+            self._cost_model.reset_loads()
         # The summary will know of what is being stored now.
-        saves = [job for job in self._saves.jobs if _begin_alike(sequence.tokens, job.sequence.tokens)]
-        asked = self._loading.places(session, sequence) or bool(saves)
-        if not asked and self._loading.in_vain(session, root, sequence):
+        saves = [job for job in self._saves.jobs if _share_head(sequence.tokens, job.sequence.tokens)]
+        asked = self._loader.allows_relocation(session, sequence) or bool(saves)
+        if not asked and self._loader.skips_lookup(session, root, sequence):
             return False
-        if not self._economy.worth_loading(sequence.missing):
+        if not self._cost_model.should_load(sequence.missing):
             self.stats.bypassed += 1
             return False
-        self._saves.hasten(saves)
-        load = Load(sequence, pool, done)
+        self._saves.prioritize(saves)
+        load = SequenceLoad(sequence, pool, done)
         self._loads.add(load)
-        self._asking.submit(self._ask, load, saves)
+        self._lookup_threads.submit(self._look_up, load, saves)
         return True
 
     def forget(self, sequence: Sequence) -> None:
@@ -150,7 +156,7 @@ class CacheLink:
             load.abandon()
 
     def load_seconds(self, tokens: int) -> float:
-        return self._economy.load_seconds(tokens)
+        return self._cost_model.load_seconds(tokens)
 
     def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
         """The session for a sequence, if there is one, and the root of its tenant's chunks."""
@@ -161,14 +167,14 @@ class CacheLink:
         return session, keys.tenant_root(daemon.namespace, sequence.cache.tenant_salt)
 
     def discard(self, sequence: Sequence, position: int) -> None:
-        self._asking.submit(self._discard, sequence, list(sequence.tokens), position)
+        self._lookup_threads.submit(self._discard, sequence, list(sequence.tokens), position)
 
     def _discard(self, sequence: Sequence, tokens: list[int], position: int) -> None:
         daemon = self._daemons.get(sequence.realm.adapter)
         with self._guard(sequence) as found:
             if daemon is None or found is None:
                 return
-            for prefix_hash in self._loading.chunks_at(*found, sequence, tokens, position):
+            for prefix_hash in self._loader.chunks_at(*found, sequence, tokens, position):
                 prefix = pb.PrefixRef(
                     namespace=daemon.namespace, tenant_salt=sequence.cache.tenant_salt, prefix_hash=prefix_hash
                 )
@@ -176,19 +182,19 @@ class CacheLink:
                 self.stats.corrupt_chunks += deleted
                 log.error("a chunk was not finite and is deleted", request=sequence.id, chunk=prefix_hash.hex()[:16])
 
-    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)
         if found is None or not sequence.cache.read:
             return
         session, root = found
         if session.may_contain(root, sequence.tokens):
-            self._probing.submit(self._probe, sequence, done)
+            self._probe_thread.submit(self._probe, sequence, done)
 
-    def _probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def _probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         """A Match without a session: nothing is leased. A failure is left to the load that follows."""
         daemon = self._daemons.get(sequence.realm.adapter)
         session = None if daemon is None else daemon.session
-        if daemon is None or session is None or sequence.state is not State.WAITING:
+        if daemon is None or session is None or sequence.state is not SequenceState.WAITING:
             return
         request = pb.MatchRequest(
             tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens, namespace=daemon.namespace
@@ -198,80 +204,80 @@ class CacheLink:
 
     # ---- storing --------------------------------------------------------------------------------------------
 
-    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         if sequence.plan is None:
             computed = sequence.prompt_tokens - sequence.cached_tokens
-            self._economy.prefilled(computed, sequence.timings.prefill_ms / 1e3)
+            self._cost_model.record_prefill(computed, sequence.timings.prefill_ms / 1e3)
         found = self._session(sequence)
         if found is None or sequence.reusable <= sequence.stored.covered:
             return False
         tokens = sequence.reusable - sequence.stored.covered
-        return self._queue(found[0], sequence, tokens, partial(self._save, sequence, pool, done))
+        return self._queue_save(found[0], sequence, tokens, partial(self._save, sequence, pool, done))
 
-    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         found = self._session(sequence)
         if found is None:
             return False
-        part = Part.of(sequence, pool, table, tokens)
-        return self._queue(found[0], sequence, tokens, partial(self._save_part, sequence, part, done))
+        part = PartialSave.snapshot(sequence, pool, table, tokens)
+        return self._queue_save(found[0], sequence, tokens, partial(self._save_part, sequence, part, done))
 
-    def _queue(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[Job], None]) -> bool:
+    def _queue_save(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[Job], None]) -> bool:
         """Has so many tokens stored, if they are to be."""
         lane = self._saves
         if not session.transport.zero_copy:
             # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
             lane = self._sends
-            if len(lane.jobs) >= _MOST_QUEUED or not self._economy.pays(tokens):
+            if len(lane.jobs) >= _MAX_QUEUED_SENDS or not self._cost_model.load_pays(tokens):
                 return False
         lane.submit(sequence, save)
         return True
 
-    def _give_way(self, job: Job) -> None:
+    def _yield_to_loads(self, job: Job) -> None:
         """Lets copies go first, unless a load waits for what the job stores."""
-        self._copies.wait_idle(_MAX_GIVE_WAY_SECONDS, unless=lambda: job.urgent)
+        self._copies.wait_idle(_MAX_YIELD_SECONDS, unless=lambda: job.urgent)
 
     # ---- failing --------------------------------------------------------------------------------------------
 
-    def _ask(self, load: Load, saves: list[Job]) -> None:
+    def _look_up(self, load: SequenceLoad, saves: list[Job]) -> None:
         """On a thread that may wait: asks for a load, behind what is stored for it, and has it copied."""
-        self._await(saves, load)
+        self._await_saves(saves, load)
         with self._guard(load.sequence) as found:
             if found is not None and load.wanted:
-                chosen = self._loading.ask(*found, load)
+                chosen = self._loader.look_up(*found, load)
                 if chosen is not None:
                     self._copies.submit(load.sequence, lambda _: self._copy(found[0], chosen, load))
                     return
-        self._end(load)
+        self._finish_load(load)
 
-    def _await(self, saves: list[Job], load: Load) -> None:
+    def _await_saves(self, saves: list[Job], load: SequenceLoad) -> None:
         """Waits for saves, no longer than loading is worth waiting for."""
-        deadline = time.monotonic() + self._economy.patience(len(load.sequence.tokens))
+        deadline = time.monotonic() + self._cost_model.load_timeout(len(load.sequence.tokens))
         for save in saves:
-            while load.wanted and time.monotonic() < deadline and not save.over.wait(_LOOK_SECONDS):
+            while load.wanted and time.monotonic() < deadline and not save.finished.wait(_POLL_SECONDS):
                 pass
 
-    def _copy(self, session: Session, found: Found, load: Load) -> None:
+    def _copy(self, session: Session, found: LoadPlan, load: SequenceLoad) -> None:
         with self._guard(load.sequence, session):
-            self._loading.copy(session, found, load)
-        self._end(load)
+            self._loader.copy(session, found, load)
+        self._finish_load(load)
 
-    def _end(self, load: Load) -> None:
-        load.tell(Restored())  # without effect where it was told more
+    def _finish_load(self, load: SequenceLoad) -> None:
+        load.report(LoadResult())  # without effect where it was told more
         self._loads.discard(load)
-        load.over.set()
+        load.finished.set()
 
-    def _save(self, sequence: Sequence, pool: KVPool, done: SaveDone, job: Job) -> None:
+    def _save(self, sequence: Sequence, pool: KVPool, done: SaveCallback, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
-                stored = self._storing.save(*found, sequence, pool, partial(self._give_way, job))
+                stored = self._saver.save(*found, sequence, pool, partial(self._yield_to_loads, job))
         done(sequence, stored)
 
-    def _save_part(self, sequence: Sequence, part: Part, done: SaveDone, job: Job) -> None:
+    def _save_part(self, sequence: Sequence, part: PartialSave, done: SaveCallback, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
-                stored = self._storing.save_part(*found, sequence, part, partial(self._give_way, job))
+                stored = self._saver.save_part(*found, sequence, part, partial(self._yield_to_loads, job))
         done(sequence, stored)
 
     @contextlib.contextmanager
@@ -285,30 +291,30 @@ class CacheLink:
         try:
             yield found
         except grpc.RpcError as error:
-            self._count()
+            self._count_failure()
             if session is not None and error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 session.suspect()
             elif session is not None and error.code() not in REFUSED_CODES:
                 session.finish()
             log.warning("cache failed, computing instead", request=sequence.id, error=str(from_rpc(error)))
         except (KVSidecarError, ConnectionError, ValueError) as error:
-            self._give_up(session)
+            self._end_session(session)
             log.warning("cache failed, computing instead", request=sequence.id, error=str(error))
         except Exception:
-            self._give_up(session)
+            self._end_session(session)
             log.exception("cache failed, computing instead", request=sequence.id)
 
-    def _give_up(self, session: Session | None) -> None:
-        self._count()
+    def _end_session(self, session: Session | None) -> None:
+        self._count_failure()
         if session is not None:
             session.finish()
 
-    def _count(self) -> None:
+    def _count_failure(self) -> None:
         with self._counting:
             self.stats.failures += 1
 
 
-def _begin_alike(a: list[int], b: list[int]) -> bool:
+def _share_head(a: list[int], b: list[int]) -> bool:
     """As far as the summary tells prompts apart."""
     head = min(HEAD_TOKENS, len(a), len(b))
     return a[:head] == b[:head]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from inference_svc.engine.sequence import Sequence
 
-_LOOK_SECONDS = 0.005
+_POLL_SECONDS = 0.005
 
 
 @dataclass(eq=False)
@@ -20,10 +20,10 @@ class Job:
     sequence: Sequence
     work: Callable[[Job], None]
     urgent: bool = False
-    over: threading.Event = field(default_factory=threading.Event)
+    finished: threading.Event = field(default_factory=threading.Event)
 
 
-class Lane:
+class PriorityExecutor:
     """One thread's queue of jobs. Any thread may use it."""
 
     def __init__(self, name: str) -> None:
@@ -47,7 +47,7 @@ class Lane:
             self._waiting.append(job)
         return job
 
-    def hasten(self, jobs: Iterable[Job]) -> None:
+    def prioritize(self, jobs: Iterable[Job]) -> None:
         """Runs jobs before those that are not urgent."""
         with self._changed:
             for job in jobs:
@@ -58,7 +58,7 @@ class Lane:
         deadline = time.monotonic() + seconds
         with self._changed:
             while (self._current or self._waiting) and not unless() and time.monotonic() < deadline:
-                self._changed.wait(_LOOK_SECONDS)
+                self._changed.wait(_POLL_SECONDS)
 
     def shutdown(self) -> None:
         """Finishes the queued jobs and ends the thread. Blocks."""
@@ -75,4 +75,4 @@ class Lane:
             with self._changed:
                 self._current = None
                 self._changed.notify_all()
-            job.over.set()
+            job.finished.set()

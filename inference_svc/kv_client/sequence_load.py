@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import threading
 
-from inference_svc.engine.kv_connector import LoadDone, Restored
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 
 
-class Load:
+class SequenceLoad:
     """A load that tells the engine its result once. Thread-safe.
 
     Until ``claim`` nobody reads the sequence's pages, and the engine can have them back at any time. ``over`` is set
     when the last thread is done with the load.
     """
 
-    def __init__(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> None:
+    def __init__(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> None:
         self.sequence, self.pool = sequence, pool
-        self.over = threading.Event()
+        self.finished = threading.Event()
         self._done, self._lock = done, threading.Lock()
-        self._claimed = self._told = False
+        self._claimed = self._reported = False
 
     @property
     def wanted(self) -> bool:
@@ -30,21 +30,21 @@ class Load:
     def claim(self) -> bool:
         """Takes the sequence's pages until the load tells its result; False when the engine has them back."""
         with self._lock:
-            self._claimed = not self._told and self.wanted
+            self._claimed = not self._reported and self.wanted
             return self._claimed
 
     def abandon(self) -> None:
         """Gives the pages back to the engine unless somebody writes to them."""
         with self._lock:
-            if self._claimed or self._told:
+            if self._claimed or self._reported:
                 return
-            self._told = True
-        self._done(self.sequence, Restored())
+            self._reported = True
+        self._done(self.sequence, LoadResult())
 
-    def tell(self, restored: Restored) -> None:
+    def report(self, restored: LoadResult) -> None:
         """Tells the engine, unless it was told before."""
         with self._lock:
-            if self._told:
+            if self._reported:
                 return
-            self._told = True
+            self._reported = True
         self._done(self.sequence, restored)

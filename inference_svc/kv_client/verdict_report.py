@@ -9,7 +9,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 _WAIT_SECONDS = 3.0
 
@@ -19,7 +19,7 @@ def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.Reu
 
     Raises Unavailable, and what the daemon refuses.
     """
-    link = DaemonConnection(Address(socket), "verify", descriptor)
+    link = DaemonConnection(ServiceAddress(socket), "verify", descriptor)
     try:
         session = link.session if link.wait(_WAIT_SECONDS) else None
         if session is None:

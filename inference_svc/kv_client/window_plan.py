@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kvkernels import Piece, unpack_chunks
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.ranges import runs_of
 
 
 @dataclass(frozen=True)
-class Needed:
+class WindowPlan:
     """Of a prompt, ``tokens`` leading tokens are used. All layers get those from ``start`` on, in ``table``'s pages."""
 
     tokens: int
@@ -25,26 +25,28 @@ class Needed:
     table: BlockTable
 
 
-def needed(pool: KVPool, table: BlockTable, computed: int, found: int, goes_on: int | None, passed: int = 0) -> Needed:
+def plan_window(
+    pool: KVPool, table: BlockTable, computed: int, found: int, save_from: int | None, unloadable: int = 0
+) -> WindowPlan:
     """``found`` leading tokens are stored, of which the first ``passed`` cannot be loaded; of ``computed`` ones,
     ``table``'s pages have what is seen from behind them. What comes after ``goes_on`` tokens is stored later, unless
     that is None, and should be there for it. The table stays as it is."""
     if found <= computed or not pool.reach:
-        return Needed(found, computed, table)
+        return WindowPlan(found, computed, table)
     if found > table.tokens:
         # Pages for as much as a window needs: those behind what is computed are moved to where they are needed.
-        at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
+        at = -(-computed // BLOCK_TOKENS) * BLOCK_TOKENS
         seen = pool.first_seen(found)
-        for start in (min(seen, pool.first_whole(seen if goes_on is None else goes_on)), seen):
+        for start in (min(seen, pool.first_whole(seen if save_from is None else save_from)), seen):
             if start >= at and found - start <= table.tokens - at:
-                return Needed(found, start, table.spread(at, start))
+                return WindowPlan(found, start, table.spread(at, start))
         found = table.tokens
-    start = pool.first_seen(found) if goes_on is None else min(pool.first_seen(found), goes_on)
-    if max(start, computed) < passed:
-        return Needed(computed, computed, table)
+    start = pool.first_seen(found) if save_from is None else min(pool.first_seen(found), save_from)
+    if max(start, computed) < unloadable:
+        return WindowPlan(computed, computed, table)
     if start <= computed:
-        return Needed(found, computed, table)
-    return Needed(found, start, BlockTable(list(table.ranges), since=start, apart=table.apart))
+        return WindowPlan(found, computed, table)
+    return WindowPlan(found, start, BlockTable(list(table.ranges), since=start, apart=table.apart))
 
 
 def load_layers(

@@ -15,27 +15,27 @@ from typing import Any
 
 from kvsidecar.errors import ConfigurationError
 
-from inference_svc.lora.peft_config import CONFIG, Settings, read_settings
+from inference_svc.lora.peft_config import CONFIG, PeftConfig, read_peft_config
 
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-MOST_HEADER = 100 << 20
+MAX_HEADER_BYTES = 100 << 20
 # Each element takes at most so many bytes when it is placed: float32, in layers that are computed three at once.
 _ELEMENT_BYTES = 4 * 3
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.(?P<which>lora_A|lora_B)\.weight")
 
 
 @dataclass(frozen=True)
-class Folder:
+class AdapterDir:
     """A folder that may be an adapter's. ``shapes`` are those of its tensors by their names in the file."""
 
     name: str
     path: Path
-    settings: Settings
+    peft: PeftConfig
     shapes: Mapping[str, tuple[int, ...]]
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """What its weights may take in memory."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * _ELEMENT_BYTES
 
@@ -58,14 +58,14 @@ class Folder:
         return ConfigurationError(f"LoRA adapter {self.name}: {self.path / WEIGHTS} {why}")
 
 
-def open_folder(name: str, path: Path) -> Folder:
+def open_adapter_dir(name: str, path: Path) -> AdapterDir:
     """Reads what is quickly read. Raises ConfigurationError."""
     try:
         if not path.is_dir():
             raise ConfigurationError(f"there is no folder {path}")
         if not (path / CONFIG).is_file():
             raise ConfigurationError(f"{path} has no {CONFIG}; name a folder that PEFT's save_pretrained wrote")
-        settings = read_settings(path / CONFIG)
+        settings = read_peft_config(path / CONFIG)
         if not (path / WEIGHTS).is_file():
             if (path / _PICKLED).is_file():
                 raise ConfigurationError(
@@ -74,7 +74,7 @@ def open_folder(name: str, path: Path) -> Folder:
             raise ConfigurationError(f"{path} has no {WEIGHTS}")
     except ConfigurationError as error:
         raise ConfigurationError(f"LoRA adapter {name}: {error}") from error
-    folder = Folder(name, path, settings, _shapes(name, path / WEIGHTS))
+    folder = AdapterDir(name, path, settings, _shapes(name, path / WEIGHTS))
     if not folder.pairs():
         raise folder.refusal("has no weights")
     return folder
@@ -85,7 +85,7 @@ def _shapes(name: str, file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with file.open("rb") as data:
             length = int.from_bytes(data.read(8), "little")
-            if not 2 <= length <= MOST_HEADER:
+            if not 2 <= length <= MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {length} bytes")
             header: dict[str, Any] = json.loads(data.read(length))
         return {key: tuple(map(int, one["shape"])) for key, one in header.items() if key != "__metadata__"}

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from inference_svc.lora.adapter_dir import MOST_HEADER, WEIGHTS, Folder
+from inference_svc.lora.adapter_dir import MAX_HEADER_BYTES, WEIGHTS, AdapterDir
 from inference_svc.lora.peft_config import CONFIG, PatternRefused
-from inference_svc.models.meta_model import skeleton
+from inference_svc.models.meta_model import build_meta_model
 
 # Raise it when what is added to a row gets other bits: chunks of before are not mixed with those of after.
 _PURPOSE = b"kvsidecar/lora/1"
@@ -53,7 +53,7 @@ def linears_of(config: Any, dtype: torch.dtype, attention: str) -> Linears:
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
-    model, _ = skeleton(config, dtype, attention)
+    model, _ = build_meta_model(config, dtype, attention)
     return {
         path: (module.out_features, module.in_features)
         for path, module in model.named_modules()
@@ -61,7 +61,7 @@ def linears_of(config: Any, dtype: torch.dtype, attention: str) -> Linears:
     }
 
 
-def read_weights(folder: Folder, linears: Linears, model: str) -> AdapterWeights:
+def read_weights(folder: AdapterDir, linears: Linears, model: str) -> AdapterWeights:
     """Reads an adapter of the model of this name. Raises ConfigurationError for one of another model, and for a file
     that is damaged or not what its settings say."""
     try:
@@ -70,8 +70,8 @@ def read_weights(folder: Folder, linears: Linears, model: str) -> AdapterWeights
         raise ConfigurationError(f"LoRA adapter {folder.name}: {folder.path / CONFIG} {error}") from error
 
 
-def _read(folder: Folder, linears: Linears, model: str) -> AdapterWeights:
-    settings, pairs = folder.settings, folder.pairs()
+def _read(folder: AdapterDir, linears: Linears, model: str) -> AdapterWeights:
+    settings, pairs = folder.peft, folder.pairs()
     meant = f"; it was made for {settings.base_model_name_or_path}" if settings.base_model_name_or_path else ""
     for path in pairs:
         if path not in linears:
@@ -84,7 +84,7 @@ def _read(folder: Folder, linears: Linears, model: str) -> AdapterWeights:
     found: dict[str, LowRank] = {}
     try:
         size = (folder.path / WEIGHTS).stat().st_size
-        if size > folder.most_bytes + MOST_HEADER:
+        if size > folder.max_bytes + MAX_HEADER_BYTES:
             raise folder.refusal(f"cannot be read: it has {size} bytes, more than its tensors take")
         # Not mapped: a file that is cut while it is read would end the process.
         tensors = load((folder.path / WEIGHTS).read_bytes())
@@ -99,8 +99,8 @@ def _read(folder: Folder, linears: Linears, model: str) -> AdapterWeights:
     return AdapterWeights(folder.name, found, linears, _fingerprint(found))
 
 
-def _check(folder: Folder, path: str, down: Tensor, up: Tensor, shape: tuple[int, int], where: str) -> None:
-    (outputs, inputs), rank = shape, folder.settings.rank(path)
+def _check(folder: AdapterDir, path: str, down: Tensor, up: Tensor, shape: tuple[int, int], where: str) -> None:
+    (outputs, inputs), rank = shape, folder.peft.rank(path)
     for name, tensor, wanted in (("lora_A", down, (rank, inputs)), ("lora_B", up, (outputs, rank))):
         if tuple(tensor.shape) != wanted:
             raise folder.refusal(

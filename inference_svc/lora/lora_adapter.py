@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.lora.adapter_weights import AdapterWeights
-from inference_svc.models.linear.dense_linear import DenseLinear, product_of
+from inference_svc.models.linear.dense_linear import DenseLinear, linear_for
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
 
@@ -27,11 +27,11 @@ Place = tuple[int, str]
 """A layer's number, and the name of one of its products."""
 
 
-class Pair:
+class LoraPair:
     """``x [rows, inputs]`` to what is added to a product, ``[rows, outputs]``, in x's dtype."""
 
     def __init__(self, down: Tensor, up: Tensor) -> None:
-        self._down, self._up = product_of(down, None), product_of(up, None)
+        self._down, self._up = linear_for(down, None), linear_for(up, None)
         self.size_bytes = down.nbytes + up.nbytes
 
     @property
@@ -44,21 +44,21 @@ class Pair:
 
 
 @dataclass(frozen=True, eq=False)
-class Adapter:
+class LoraAdapter:
     """Frozen: any number of sequences may use it. ``fingerprint`` is part of what names its keys and values."""
 
     name: str
     fingerprint: bytes
-    pairs: Mapping[Place, Pair]
+    pairs: Mapping[Place, LoraPair]
 
     @property
     def size_bytes(self) -> int:
         return sum(pair.size_bytes for pair in self.pairs.values())
 
 
-def placed(
+def place_adapter(
     weights: AdapterWeights, together: Mapping[str, Sequence[str]], dtype: torch.dtype, device: torch.device
-) -> Adapter:
+) -> LoraAdapter:
     """An adapter for a model that computes the layers that ``together`` lists, by their paths within a layer, in one
     product of that name; others are products of their own, named by their paths."""
     named = {path: name for name, paths in together.items() for path in paths}
@@ -71,8 +71,8 @@ def placed(
     for layer, product in sorted(wanted):
         parts = [f"model.layers.{layer}.{part}" for part in together.get(product, (product,))]
         down, up = _joined(weights, parts)
-        pairs[layer, product] = Pair(down.to(device, dtype), up.to(device, dtype))
-    return Adapter(weights.name, weights.fingerprint, pairs)
+        pairs[layer, product] = LoraPair(down.to(device, dtype), up.to(device, dtype))
+    return LoraAdapter(weights.name, weights.fingerprint, pairs)
 
 
 def _joined(weights: AdapterWeights, parts: Sequence[str]) -> tuple[Tensor, Tensor]:

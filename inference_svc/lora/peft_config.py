@@ -18,9 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 CONFIG = "adapter_config.json"
 _ALL_LINEAR = "all-linear"
-_MOST_RANK, _MOST_BYTES = 1024, 1 << 20
+_MAX_RANK, _MAX_FILE_BYTES = 1024, 1 << 20
 # Patterns may backtrack for ever: so long may all of an adapter's take, which otherwise take milliseconds.
-_MATCH_SECONDS, _MOST_PATTERNS, _LONGEST_PATTERN = 5.0, 1024, 1024
+_MAX_MATCH_SECONDS, _MAX_PATTERNS, _MAX_PATTERN_LENGTH = 5.0, 1024, 1024
 # The first number in a module's path is its layer's.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 # What these set is more than pairs of matrices beside linear layers.
@@ -46,14 +46,14 @@ _WITHOUT_EFFECT = {
     "runtime_config", "unsloth_fixed", "velora_config",
 }  # fmt: skip
 # Other beginnings (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the model's own weights too.
-_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+_SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class PatternRefused(Exception):
     """A pattern of an adapter takes too long to match, or is none where it stands."""
 
 
-class Settings(BaseModel):
+class PeftConfig(BaseModel):
     """The fields that decide what an adapter computes. Paths are those of the model: ``model.layers.0.mlp.up_proj``.
 
     Patterns are matched without the GIL, and within ``_MATCH_SECONDS`` in all; methods raise PatternRefused when that
@@ -65,7 +65,7 @@ class Settings(BaseModel):
     peft_type: Literal["LORA"]
     task_type: Literal["CAUSAL_LM"] | None = None
     base_model_name_or_path: str | None = None
-    r: int = Field(default=8, ge=1, le=_MOST_RANK)
+    r: int = Field(default=8, ge=1, le=_MAX_RANK)
     lora_alpha: float = Field(default=8.0, allow_inf_nan=False)
     use_rslora: bool = False
     bias: Literal["none"] = "none"
@@ -76,7 +76,7 @@ class Settings(BaseModel):
     layers_pattern: list[str] | str | None = None
     rank_pattern: dict[str, int] = Field(default_factory=dict)
     alpha_pattern: dict[str, float] = Field(default_factory=dict)
-    _left_seconds: float = PrivateAttr(default_factory=lambda: _MATCH_SECONDS)
+    _left_seconds: float = PrivateAttr(default_factory=lambda: _MAX_MATCH_SECONDS)
 
     @field_validator("rank_pattern", "alpha_pattern", mode="before")
     @classmethod
@@ -125,8 +125,8 @@ class Settings(BaseModel):
             return regex.fullmatch(expression, path, timeout=max(self._left_seconds, 1e-3), concurrent=True)
         except TimeoutError as error:
             raise PatternRefused(
-                f"has the pattern {expression!r}, and matching its patterns takes more than {_MATCH_SECONDS:g} s; name "
-                "the layers in a list, or write a pattern without a repetition inside of a repetition"
+                f"has the pattern {expression!r}, and matching its patterns takes more than {_MAX_MATCH_SECONDS:g} s; "
+                "name the layers in a list, or write a pattern without a repetition inside of a repetition"
             ) from error
         except regex.error as error:
             raise PatternRefused(f"has {expression!r}, which is no regular expression: {error}") from error
@@ -134,11 +134,11 @@ class Settings(BaseModel):
             self._left_seconds -= time.monotonic() - began
 
 
-def read_settings(file: Path) -> Settings:
+def read_peft_config(file: Path) -> PeftConfig:
     """Reads an ``adapter_config.json``. Raises ConfigurationError with one sentence for what is not served."""
     try:
-        if file.stat().st_size > _MOST_BYTES:
-            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        if file.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
         read = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read {file}: {error}") from error
@@ -148,7 +148,7 @@ def read_settings(file: Path) -> Settings:
         if read.get(name):
             raise ConfigurationError(f"{file} sets {name}: {why}, which is not supported")
     try:
-        settings = Settings.model_validate(read)
+        settings = PeftConfig.model_validate(read)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
@@ -160,8 +160,8 @@ def read_settings(file: Path) -> Settings:
     return settings
 
 
-def _check(file: Path, settings: Settings) -> None:
-    if settings.init_lora_weights not in _BEGINNINGS:
+def _check(file: Path, settings: PeftConfig) -> None:
+    if settings.init_lora_weights not in _SUPPORTED_INITS:
         raise ConfigurationError(
             f"{file} says init_lora_weights is {settings.init_lora_weights!r}, which changes the model's own weights "
             "too; save it as plain LoRA (save_pretrained with path_initial_model_for_weight_conversion)"
@@ -170,8 +170,8 @@ def _check(file: Path, settings: Settings) -> None:
         if value and name not in _WITHOUT_EFFECT and name not in _REFUSED:
             raise ConfigurationError(f"{file} sets {name}, which is not known here, so that its answers may be wrong")
     ranks = [*settings.rank_pattern.values()]
-    if any(not 1 <= rank <= _MOST_RANK for rank in ranks):
-        raise ConfigurationError(f"{file} has ranks {ranks} in rank_pattern; allowed are 1 to {_MOST_RANK}")
+    if any(not 1 <= rank <= _MAX_RANK for rank in ranks):
+        raise ConfigurationError(f"{file} has ranks {ranks} in rank_pattern; allowed are 1 to {_MAX_RANK}")
     if not all(map(math.isfinite, settings.alpha_pattern.values())):
         raise ConfigurationError(f"{file} has an alpha in alpha_pattern that is no finite number")
     given: list[Any] = [settings.target_modules, settings.exclude_modules]
@@ -179,12 +179,12 @@ def _check(file: Path, settings: Settings) -> None:
     expressions += [*settings.rank_pattern, *settings.alpha_pattern]
     patterns = settings.layers_pattern
     expressions += [patterns] if isinstance(patterns, str) else patterns or []
-    if len(expressions) > _MOST_PATTERNS:
-        raise ConfigurationError(f"{file} has {len(expressions)} patterns; at most {_MOST_PATTERNS} are allowed")
+    if len(expressions) > _MAX_PATTERNS:
+        raise ConfigurationError(f"{file} has {len(expressions)} patterns; at most {_MAX_PATTERNS} are allowed")
     for expression in expressions:
-        if len(expression) > _LONGEST_PATTERN:
+        if len(expression) > _MAX_PATTERN_LENGTH:
             raise ConfigurationError(
-                f"{file} has a pattern of {len(expression)} characters; at most {_LONGEST_PATTERN} are allowed"
+                f"{file} has a pattern of {len(expression)} characters; at most {_MAX_PATTERN_LENGTH} are allowed"
             )
         try:
             regex.compile(expression)

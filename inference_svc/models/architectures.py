@@ -15,7 +15,7 @@ from inference_svc.models.supported_architectures import check_name
 
 # A RoPE variant whose angles depend on the sequence's length: a stored key would be wrong in a longer one. (LongRoPE's
 # two sets of angles are chosen once, see rotary.py.)
-_REFUSED_ROPE = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
+_UNSUPPORTED_ROPE = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
 
 
 def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
@@ -23,5 +23,5 @@ def check_architecture(name: str, config: PretrainedConfig, strict: bool = True)
     check_name(name, strict)
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")
-    for kind in sorted(rope_kinds(config) & _REFUSED_ROPE.keys()):
-        raise ModelUnsupported(f"{name} uses RoPE of type {kind!r}, which is not supported: {_REFUSED_ROPE[kind]}")
+    for kind in sorted(rope_kinds(config) & _UNSUPPORTED_ROPE.keys()):
+        raise ModelUnsupported(f"{name} uses RoPE of type {kind!r}, which is not supported: {_UNSUPPORTED_ROPE[kind]}")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 # Their attention reads the window from the configuration, all others' from the module.
-_BY_CONFIGURATION = ("MistralAttention", "MixtralAttention", "Phi3Attention")
+_WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention", "Phi3Attention")
 
 
 def window_of(attention: Any) -> int | None:
     """How many of the last keys a row sees in a layer's attention, its own included; None for all of them."""
-    by_configuration = type(attention).__name__ in _BY_CONFIGURATION
+    by_configuration = type(attention).__name__ in _WINDOW_IN_CONFIG
     found: int | None = getattr(attention.config if by_configuration else attention, "sliding_window", None)
     return found
 

@@ -23,12 +23,12 @@ from transformers import GenerationConfig
 
 from inference_svc.models import compressed_tensors
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
-from inference_svc.models.meta_model import skeleton
+from inference_svc.models.meta_model import build_meta_model
 
 METHODS = ("awq", compressed_tensors.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
 # Of a layer's parts and its bias, the layer that keeps its 4 bits; None for a shape that the kernels do not take.
-Keep = Callable[[list[Tensor], Tensor | None], nn.Module | None]
+LinearFactory = Callable[[list[Tensor], Tensor | None], nn.Module | None]
 
 
 class AwqLinear(nn.Module):
@@ -57,7 +57,7 @@ def method_of(config: Any) -> str:
     return str((getattr(config, "quantization_config", None) or {}).get("quant_method", ""))
 
 
-def check(config: Any) -> None:
+def check_quantization(config: Any) -> None:
     """Raises ModelUnsupported unless the weights have 4 bits as AWQ's GEMM format or compressed-tensors pack them."""
     settings = config.quantization_config
     if method_of(config) == compressed_tensors.METHOD:
@@ -76,7 +76,7 @@ def check(config: Any) -> None:
             )
 
 
-def on_cuda(dtype: torch.dtype, device: torch.device) -> Keep:
+def cuda_linears(dtype: torch.dtype, device: torch.device) -> LinearFactory:
     """For our CUDA kernels."""
 
     def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
@@ -86,7 +86,7 @@ def on_cuda(dtype: torch.dtype, device: torch.device) -> Keep:
     return keep
 
 
-def on_cpu(dtype: torch.dtype) -> Keep:
+def cpu_linears(dtype: torch.dtype) -> LinearFactory:
     """For our CPU kernels."""
 
     def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
@@ -101,16 +101,16 @@ def on_cpu(dtype: torch.dtype) -> Keep:
     return keep
 
 
-def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Keep | None) -> Any:
+def load_awq(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: LinearFactory | None) -> Any:
     """A model of a folder, unquantized parts in ``dtype``. Weights that ``keep`` does not keep are written out.
 
     Raises ModelUnsupported for another format, and for files that lack a weight of the model.
     """
-    check(config)
+    check_quantization(config)
     del config.quantization_config
-    model, rotary = skeleton(config, dtype, attention)
+    model, rotary = build_meta_model(config, dtype, attention)
     model.model.rotary_emb = rotary
-    where = where_in(folder)
+    where = tensor_files(folder)
     linears = sorted(found for found in map(_linear_of, where) if found)
     state: dict[str, Tensor] = {}
     with Progress(transient=True) as progress:
@@ -119,7 +119,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Ke
         ):
             layer = keep and keep(parts, bias_in(where, name))
             if layer is None:
-                state[f"{name}.weight"] = awq_gemm.reference_weight(*wide(parts)).to(dtype)
+                state[f"{name}.weight"] = awq_gemm.reference_weight(*with_float32_scales(parts)).to(dtype)
             else:
                 model.set_submodule(name, layer)
     held = {n for n, _ in model.named_parameters()}
@@ -135,7 +135,7 @@ def load(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: Ke
     return model
 
 
-def where_in(folder: Path) -> dict[str, Path]:
+def tensor_files(folder: Path) -> dict[str, Path]:
     """The file that holds each tensor of a folder's safetensors."""
     return {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
 
@@ -223,7 +223,7 @@ def _of_compressed(where: dict[str, Path], linear: str) -> list[Tensor]:
         )
     zeros = f"{linear}.{compressed_tensors.ZEROS}"
     try:
-        return compressed_tensors.parts(packed, scales, tensor_in(where, zeros) if zeros in where else None, shape)
+        return compressed_tensors.awq_parts(packed, scales, tensor_in(where, zeros) if zeros in where else None, shape)
     except ValueError as error:
         raise ModelUnsupported(f"{linear}: {error}") from error
 
@@ -239,7 +239,7 @@ def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str
         yield name, parts_in(where, name)
 
 
-def wide(parts: list[Tensor]) -> list[Tensor]:
+def with_float32_scales(parts: list[Tensor]) -> list[Tensor]:
     """With scales in float32, so that weights are rounded once."""
     return [*parts[:2], parts[2].float()]
 

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 
 from inference_svc.model_runner.forward_batch import ROW_MULTIPLE
-from inference_svc.models.linear.dense_linear import DenseLinear, fit_linears
+from inference_svc.models.linear.dense_linear import DenseLinear, pack_linears
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
-from inference_svc.models.mkl_determinism import SETTING, make_reproducible, wanted_setting
+from inference_svc.models.mkl_determinism import SETTING, make_mkl_deterministic, wanted_setting
 
 # Inputs and outputs of layers of models of 0.1 to 8 billion parameters, and an odd one.
-USUAL = ((576, 1536), (896, 896), (896, 4864), (4864, 896), (2048, 2048), (320, 328))
+COMMON_SHAPES = ((576, 1536), (896, 896), (896, 4864), (4864, 896), (2048, 2048), (320, 328))
 _MANY = (64, 200, 512)
 Product = nn.Linear | PackedLinear | DenseLinear | PlainLinear
 
 
 @torch.inference_mode()
-def uneven(products: Iterable[Product], many: Iterable[int] = _MANY) -> list[str]:
+def batch_variant_shapes(products: Iterable[Product], many: Iterable[int] = _MANY) -> list[str]:
     """The shapes, as ``INPUTSxOUTPUTS``, of those of which the first rows have other bits among ``many`` rows than by
     themselves. Of products of one shape only the first is tried."""
     found = {}
@@ -47,19 +47,19 @@ def _is_uneven(product: Callable[[Tensor], Tensor], inputs: int, many: tuple[int
     return any(not torch.equal(product(x[:rows].contiguous())[:ROW_MULTIPLE], alone) for rows in many)
 
 
-def products_of(model: nn.Module) -> list[Product]:
+def packed_linears_of(model: nn.Module) -> list[Product]:
     """The dense linear layers of a model."""
     return [module for module in model.modules() if isinstance(module, get_args(Product))]
 
 
 def _usual(dtype: torch.dtype) -> list[Product]:
     generator = torch.Generator().manual_seed(1)
-    layers = nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in USUAL)
+    layers = nn.ModuleList(nn.Linear(inputs, outputs, bias=False) for inputs, outputs in COMMON_SHAPES)
     for parameter in layers.parameters():
         parameter.data.normal_(0.0, 0.02, generator=generator)
     layers.to(dtype).requires_grad_(False)
-    fit_linears(layers)
-    return products_of(layers)
+    pack_linears(layers)
+    return packed_linears_of(layers)
 
 
 def main() -> None:
@@ -67,9 +67,13 @@ def main() -> None:
     parser.add_argument("--as-is", action="store_true", help=f"do not set {SETTING}, as a worker would")
     options = parser.parse_args()
     if not options.as_is:
-        make_reproducible()
+        make_mkl_deterministic()
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    print(json.dumps({"setting": wanted_setting(), "uneven": {n: uneven(_usual(d)) for n, d in dtypes.items()}}))
+    print(
+        json.dumps(
+            {"setting": wanted_setting(), "uneven": {n: batch_variant_shapes(_usual(d)) for n, d in dtypes.items()}}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def check(settings: dict[str, Any]) -> None:
             )
 
 
-def parts(packed: Tensor, scales: Tensor, zeros: Tensor | None, shape: Tensor) -> list[Tensor]:
+def awq_parts(packed: Tensor, scales: Tensor, zeros: Tensor | None, shape: Tensor) -> list[Tensor]:
     """``qweight``, ``qzeros`` and ``scales`` of a linear layer. Raises ValueError when parts do not fit."""
     if shape.shape != (2,) or scales.dim() != 2:
         raise ValueError(f"{SHAPE} has {list(shape.shape)} numbers and {SCALE} {scales.dim()} dimensions; both are 2")

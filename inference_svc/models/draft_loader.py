@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from kvsidecar.errors import ConfigurationError
 
-from inference_svc.models.layer_streaming.residency_plan import OFF, Asked
+from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions
 from inference_svc.models.loader import LoadedModel, load
-from inference_svc.models.preflight import SELF
+from inference_svc.models.model_check import SELF
 
 COPY_BITS = 4
 
@@ -19,7 +19,7 @@ def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool, context
         if loaded.device.type != "cpu":
             raise ConfigurationError(f"draft_model is {SELF}, and device {device} quantizes no weights; name a model")
         # Of a model that does not fit, a copy is made layer by layer; all of it stays in memory.
-        stream = OFF if loaded.streamed is None else Asked("partial_resident", keep_first=loaded.layers)
+        stream = OFF if loaded.streamed is None else StreamingOptions("partial_resident", keep_first=loaded.layers)
         copy = load(
             model,
             device=device,

@@ -30,27 +30,27 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.attention import ATTENTION, register
+from inference_svc.model_runner.attention import ATTENTION_NAME, register
 from inference_svc.models import awq_checkpoint as quantized
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import windows_of
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_converter import SAMPLING, converted, open_source
-from inference_svc.models.layer_streaming.layer_file_builder import Recipe
-from inference_svc.models.layer_streaming.residency_plan import OFF, Asked, reserved
-from inference_svc.models.layer_streaming.streamed_model import Streamed, is_needed, load_streamed
-from inference_svc.models.layer_streaming.weight_source import Checkpoint, Drawn, draw
+from inference_svc.models.gguf.gguf_converter import SAMPLING, convert_gguf, open_source
+from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
+from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
+from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed
+from inference_svc.models.layer_streaming.weight_source import CheckpointWeights, RandomWeights, fill_random
 from inference_svc.models.linear.quantized_linear import fingerprint as quantized_fingerprint
-from inference_svc.models.linear.quantized_linear import pick_width, quantize_linears
-from inference_svc.models.longrope import settle
-from inference_svc.models.meta_model import skeleton
+from inference_svc.models.linear.quantized_linear import pick_weight_bits, quantize_linears
+from inference_svc.models.longrope import freeze_longrope
+from inference_svc.models.meta_model import build_meta_model
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
-from inference_svc.models.mkl_determinism import make_reproducible
+from inference_svc.models.mkl_determinism import make_mkl_deterministic
+from inference_svc.models.model_check import check_device, check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
-from inference_svc.models.preflight import check_device, check_folder
-from inference_svc.models.progress_bar import bars_on_terminals_only
+from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.models.random_models import config_of_shape
 
 log = structlog.get_logger("model")
@@ -78,7 +78,7 @@ class LoadedModel:
     context_length: int
     stop_tokens: frozenset[int]
     rope_factors: str = ""  # which of LongRoPE's two sets of frequencies the keys are turned by
-    streamed: Streamed | None = None  # how its layers come to a forward, where not all of them are in ``model``
+    streamed: StreamedModel | None = None  # how its layers come to a forward, where not all of them are in ``model``
     numerics: NumericsIdentity = UNKNOWN  # set by who knows how it will be computed with
 
     @property
@@ -161,18 +161,18 @@ def _heads(config: Any) -> tuple[int, int, int]:
 def _projection_share(config: Any) -> float:
     heads, kv_heads, dim = _heads(config)
     qkv = (heads + 2 * kv_heads) * dim * config.hidden_size
-    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * _inner_width(config)
+    rest = heads * dim * config.hidden_size + 3 * config.hidden_size * _ffn_width(config)
     return float(qkv / (qkv + rest))
 
 
-def _inner_width(config: Any) -> int:
+def _ffn_width(config: Any) -> int:
     """Channels of a layer's feed-forward part that one token passes; of a mixture, those of the experts it gets."""
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """What a model's configuration says about costs."""
 
     layers: int
@@ -180,15 +180,15 @@ class Shape:
     token_bytes: int  # of a token's keys and values in a float32 pool; half of it in a 16-bit one
 
 
-def shape_of(name: str) -> Shape:
+def model_shape(name: str) -> ModelShape:
     """The shape of a model, without loading it."""
     if name.startswith("shape:"):
         config = config_of_shape(name)
     else:
         found = resolve(name)
-        config = config_of(gguf_file.read(found)) if found.is_file() else AutoConfig.from_pretrained(found)
+        config = config_of(gguf_file.read_gguf(found)) if found.is_file() else AutoConfig.from_pretrained(found)
     layers, (_, kv_heads, dim) = int(config.num_hidden_layers), _heads(config)
-    return Shape(layers, _projection_share(config), 2 * layers * kv_heads * dim * 4)
+    return ModelShape(layers, _projection_share(config), 2 * layers * kv_heads * dim * 4)
 
 
 def pick_device(name: str) -> torch.device:
@@ -224,17 +224,17 @@ def load(
     strict: bool = True,
     served_name: str = "",
     context_length: int = 0,
-    stream: Asked = OFF,
+    stream: StreamingOptions = OFF,
 ) -> LoadedModel:
     """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``weights`` are the bits at which its linear
     weights are kept: 16, 8, 4, or ``auto``, the checkpoint's. ``context_length`` is the longest sequence that will be
     served, the model's own when 0. ``stream`` says which layers are read ahead from a file instead of being kept.
     Raises ModelUnsupported, ConfigurationError."""
-    make_reproducible()
+    make_mkl_deterministic()
     register()
     register_experts()
     place = pick_device(device)
-    stream = _on(place, stream)
+    stream = _streaming_on(place, stream)
     if name.startswith("shape:"):
         return _load_shape(name, place, dtype, weights, served_name, stream)
     folder = resolve(name)
@@ -243,7 +243,7 @@ def load(
     if folder.is_file():
         source = open_source(folder)
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
-        folder = converted(source, getattr(torch, dtype))
+        folder = convert_gguf(source, getattr(torch, dtype))
     check_folder(folder)
     identity = weights_fingerprint.of_directory(folder)
     try:
@@ -254,28 +254,28 @@ def load(
     check_architecture(architecture, config, strict)
     chosen = pick_dtype(dtype, getattr(config, "dtype", None), place)
     packed = bool(quantized.method_of(config)) and (strict or quantized.method_of(config) in quantized.METHODS)
-    width = pick_width(weights, 4 if packed else 16, place)
+    width = pick_weight_bits(weights, 4 if packed else 16, place)
     keep = None
     if packed and width < 16 and has_cuda_kernels(place, chosen):
-        keep = quantized.on_cuda(chosen, place)
+        keep = quantized.cuda_linears(chosen, place)
     elif packed and width < 16 and place.type == "cpu":
-        keep = quantized.on_cpu(chosen)
+        keep = quantized.cpu_linears(chosen)
     kept = quantized_fingerprint(identity, width) if width < 16 and place.type == "cpu" else identity
-    streamed: Streamed | None = None
+    streamed: StreamedModel | None = None
     stream = _with_pool_of(config, chosen, context_length, stream)
     try:
-        recipe = _recipe(folder, config, chosen, width, packed, keep) if stream.wish != "off" else None
-        if recipe is not None and (stream.wish != "auto" or _is_needed(folder, recipe, width, stream)):
+        recipe = _recipe(folder, config, chosen, width, packed, keep) if stream.mode != "off" else None
+        if recipe is not None and (stream.mode != "auto" or _is_needed(folder, recipe, width, stream)):
             model, streamed = load_streamed(recipe, kept, stream)
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
         elif packed:
-            model = quantized.load(folder, config, chosen, ATTENTION, keep)
+            model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep)
         else:
             # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.
             experts = EXPERTS if place.type == "cpu" else None
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=chosen, attn_implementation=ATTENTION, experts_implementation=experts
+                folder, dtype=chosen, attn_implementation=ATTENTION_NAME, experts_implementation=experts
             )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -285,28 +285,28 @@ def load(
     return _finish(served_name or name, model, tokenizer, architecture, kept, place, chosen, context_length, streamed)
 
 
-def _on(device: torch.device, stream: Asked) -> Asked:
+def _streaming_on(device: torch.device, stream: StreamingOptions) -> StreamingOptions:
     """What is streamed on a device. Raises ConfigurationError for what cannot be."""
-    if device.type == "cpu" or stream.wish == "off":
+    if device.type == "cpu" or stream.mode == "off":
         return stream
-    if stream.wish == "auto":
-        return replace(stream, wish="off")
-    raise ConfigurationError(f"stream is {stream.wish!r}, and device {device} streams no layers; allowed are auto, off")
+    if stream.mode == "auto":
+        return replace(stream, mode="off")
+    raise ConfigurationError(f"stream is {stream.mode!r}, and device {device} streams no layers; allowed are auto, off")
 
 
 def _recipe(
-    folder: Path, config: Any, dtype: torch.dtype, width: int, packed: bool, keep: quantized.Keep | None
-) -> Recipe:
+    folder: Path, config: Any, dtype: torch.dtype, width: int, packed: bool, keep: quantized.LinearFactory | None
+) -> LayerFileRecipe:
     if packed:
-        quantized.check(config)
+        quantized.check_quantization(config)
         config = copy.deepcopy(config)
         del config.quantization_config
     folder = folder.resolve()
-    materials, source = partial(Checkpoint, folder, dtype, keep), str(folder / "config.json")
-    return Recipe(config, ATTENTION, dtype, 16 if packed else width, materials, folder.name, source)
+    materials, source = partial(CheckpointWeights, folder, dtype, keep), str(folder / "config.json")
+    return LayerFileRecipe(config, ATTENTION_NAME, dtype, 16 if packed else width, materials, folder.name, source)
 
 
-def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Asked) -> Asked:
+def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:
     """With the pool no larger than all sequences can fill."""
     tokens = stream.sequences * (context or int(getattr(config, "max_position_embeddings", 2048)))
     _, kv_heads, dim = _heads(config)
@@ -314,40 +314,42 @@ def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Asked) 
     return replace(stream, pool_bytes=min(stream.pool_bytes, tokens * each)) if tokens else stream
 
 
-def _is_needed(folder: Path, recipe: Recipe, width: int, stream: Asked) -> bool:
+def _is_needed(folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions) -> bool:
     # No weight gets larger than that: where there is plenty, nothing need be known of the model.
     most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return most + reserved(stream) > free_bytes(stream.memory_bytes) and is_needed(recipe, width, stream)
+    return most + reserved_bytes(stream) > free_bytes(stream.memory_bytes) and streaming_needed(recipe, width, stream)
 
 
-def recipe_of_shape(name: str, dtype: torch.dtype, width: int) -> Recipe:
+def recipe_of_shape(name: str, dtype: torch.dtype, width: int) -> LayerFileRecipe:
     """What ``shape:NAME`` is made of, its linear weights at ``width`` bits."""
-    return Recipe(config_of_shape(name), ATTENTION, dtype, width, partial(Drawn, _SHAPE_SEED, dtype), name, name)
+    return LayerFileRecipe(
+        config_of_shape(name), ATTENTION_NAME, dtype, width, partial(RandomWeights, _SHAPE_SEED, dtype), name, name
+    )
 
 
 def _load_shape(
-    name: str, device: torch.device, dtype: str, weights: str | int, served_name: str, stream: Asked
+    name: str, device: torch.device, dtype: str, weights: str | int, served_name: str, stream: StreamingOptions
 ) -> LoadedModel:
     config = config_of_shape(name)
     chosen = pick_dtype(dtype, torch.bfloat16, device)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    width = pick_width(weights, 16, device)
+    width = pick_weight_bits(weights, 16, device)
     identity = weights_fingerprint.of_random(name.removeprefix("shape:"), _SHAPE_SEED)
     if width < 16:
         identity = quantized_fingerprint(identity, width)
     recipe = recipe_of_shape(name, chosen, width)
     stream = _with_pool_of(config, chosen, 0, stream)
-    if stream.wish != "off" and (stream.wish != "auto" or is_needed(recipe, width, stream)):
+    if stream.mode != "off" and (stream.mode != "auto" or streaming_needed(recipe, width, stream)):
         model, streamed = load_streamed(recipe, identity, stream)
         kind = type(model).__name__
         return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
-    model, rotary = skeleton(config, chosen, ATTENTION)
+    model, rotary = build_meta_model(config, chosen, ATTENTION_NAME)
     model.to_empty(device="cpu")
     model.model.rotary_emb = rotary
     model.tie_weights()
     generator = torch.Generator().manual_seed(_SHAPE_SEED)
     for parameter_name, parameter in sorted(model.named_parameters()):
-        draw(parameter_name, parameter.data, generator)
+        fill_random(parameter_name, parameter.data, generator)
     if width < 16:
         quantize_linears(model, width)
     return _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)
@@ -362,10 +364,10 @@ def _finish(
     device: torch.device,
     dtype: torch.dtype,
     served: int = 0,
-    streamed: Streamed | None = None,
+    streamed: StreamedModel | None = None,
 ) -> LoadedModel:
     longest = int(getattr(model.config, "max_position_embeddings", 2048))
-    factors = settle(model, served or longest)
+    factors = freeze_longrope(model, served or longest)
     model = model.eval().requires_grad_(False).to(device)
     config = model.config
     stops = {tokenizer.eos_token_id, *_as_list(getattr(model.generation_config, "eos_token_id", None))}
@@ -392,4 +394,4 @@ def _as_list(value: Any) -> list[int]:
 def quiet_transformers() -> None:
     """Keeps the library's own warnings out of the log; loading progress stays on a terminal."""
     transformers.logging.set_verbosity_error()
-    bars_on_terminals_only()
+    disable_bars_off_terminal()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-class SettledRotary(nn.Module):
+class FrozenLongRope(nn.Module):
     """Cosines and sines ``[1, rows, rotary_dim]`` at fixed frequencies ``inv_freq [rotary_dim / 2]``."""
 
     inv_freq: Tensor
@@ -40,7 +40,7 @@ def rope_kinds(config: Any) -> set[str]:
     return {str(p.get("rope_type", "default")) for p in parts}
 
 
-def settle(model: Any, context_length: int) -> str:
+def freeze_longrope(model: Any, context_length: int) -> str:
     """Fixes the frequencies of a LongRoPE model for sequences up to ``context_length``, in place.
 
     Returns which set they are of, ``short`` or ``long``; empty for a model that needs no such choice.
@@ -50,5 +50,5 @@ def settle(model: Any, context_length: int) -> str:
         return ""
     original = int(config.rope_parameters["original_max_position_embeddings"])
     frequencies, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=context_length)
-    model.model.rotary_emb = SettledRotary(frequencies.float(), float(scale))
+    model.model.rotary_emb = FrozenLongRope(frequencies.float(), float(scale))
     return "long" if context_length > original else "short"

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 
-def skeleton(config: Any, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
+def build_meta_model(config: Any, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
     """A model on the meta device, and its rotary embedding with real frequencies, to be put into it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

@@ -7,12 +7,12 @@ from pathlib import Path
 from kvsidecar.errors import ModelUnsupported
 from kvsidecar.models import hub
 from kvsidecar.models.catalogue import CATALOGUE
-from kvsidecar.models.model_library import BUILT_IN, Library
+from kvsidecar.models.model_library import BUILT_IN, ModelLibrary
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 
 
-def resolve(name: str, library: Library | None = None) -> Path:
+def resolve(name: str, library: ModelLibrary | None = None) -> Path:
     """The folder of safetensors or the GGUF file of a model: ``demo``, a pulled model, a path, or a hub id, which is
     fetched. Raises ModelUnsupported, which says what would help.
 
@@ -20,7 +20,7 @@ def resolve(name: str, library: Library | None = None) -> Path:
     """
     if name == BUILT_IN:
         return DEMO_MODEL
-    library = library or Library()
+    library = library or ModelLibrary()
     pulled, path = library.find(name), Path(name)
     if pulled is not None:
         return pulled
@@ -50,7 +50,7 @@ def _in_folder(folder: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     try:
-        return _in_folder(hub.fetch(hub.choose(name)))
+        return _in_folder(hub.fetch(hub.select_files(name)))
     except ModelUnsupported as error:
         cached = hub.fetched_before(name)
         if cached is not None and ":" not in name:

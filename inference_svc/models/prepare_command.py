@@ -10,7 +10,7 @@ from kvsidecar.errors import KVSidecarError
 from transformers import AutoConfig
 
 from inference_svc.models.architectures import check_architecture
-from inference_svc.models.gguf.gguf_converter import converted, open_source
+from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
 from inference_svc.models.loader import pick_device, pick_dtype, quiet_transformers
 from inference_svc.models.model_resolver import resolve
 
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> int:
         found = resolve(options.model)
         if found.is_file():
             source = open_source(found)
-            found = converted(source, pick_dtype(options.dtype, source.dtype, pick_device(options.device)))
+            found = convert_gguf(source, pick_dtype(options.dtype, source.dtype, pick_device(options.device)))
         config = AutoConfig.from_pretrained(found)
         check_architecture((config.architectures or ["(none named)"])[0], config)
     except (KVSidecarError, OSError, ValueError) as error:

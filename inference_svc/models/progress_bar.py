@@ -14,35 +14,35 @@ from rich.progress import Progress as Bar
 
 log = structlog.get_logger("model")
 
-_SAY_SECONDS = 5.0
+_LOG_INTERVAL_SECONDS = 5.0
 # Told of what is done, and of all there is to do.
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 
 
 @contextmanager
-def shown(what: str) -> Iterator[Progress]:
+def progress_bar(what: str) -> Iterator[ProgressCallback]:
     """Shows what it is told as long as the block lasts."""
     if not sys.stderr.isatty():
-        yield _Sayer(what)
+        yield _LogProgress(what)
         return
     with Bar(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def bars_on_terminals_only() -> None:
+def disable_bars_off_terminal() -> None:
     """Ends transformers' own bars elsewhere: they would stand among the log's lines."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
 
 
-class _Sayer:
+class _LogProgress:
     """Progress in the log, where nobody watches."""
 
     def __init__(self, what: str) -> None:
         self._what, self._said = what, time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() - self._said > _SAY_SECONDS:
+        if time.monotonic() - self._said > _LOG_INTERVAL_SECONDS:
             self._said = time.monotonic()
             log.info(self._what, percent=100 * done // total)

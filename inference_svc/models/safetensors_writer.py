@@ -20,7 +20,7 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", t
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """A tensor that will be written."""
 
     name: str
@@ -32,10 +32,10 @@ class Spec:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Writer:
+class SafetensorsWriter:
     """A file of tensors that are known beforehand, and come in their order, each in any number of pieces. A context."""
 
-    def __init__(self, path: Path, tensors: Sequence[Spec]) -> None:
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
         self._coming, self._written = list(reversed(tensors)), 0
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         at = 0
@@ -54,7 +54,7 @@ class Writer:
 
     def write(self, name: str, piece: Tensor) -> None:
         """The next piece of a tensor. Raises ValueError for one that is not expected here."""
-        spec = self._coming[-1] if self._coming else Spec("(nothing)", piece.dtype, (0,))
+        spec = self._coming[-1] if self._coming else TensorSpec("(nothing)", piece.dtype, (0,))
         size, left = piece.numel() * piece.element_size(), spec.size_bytes - self._written
         if (name, piece.dtype) != (spec.name, spec.dtype) or size > left:
             raise ValueError(f"{size} bytes of {name} ({piece.dtype}) come where {left} of {spec} are expected")
@@ -64,7 +64,7 @@ class Writer:
             self._coming.pop()
             self._written = 0
 
-    def __enter__(self) -> Writer:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

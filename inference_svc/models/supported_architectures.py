@@ -26,7 +26,7 @@ _STATE = "layers carry a recurrent state that cannot be cut into chunks of token
 _ENCODER = "it has an encoder; only decoder-only models have a prefix to reuse"
 _LATENT = "its cache holds compressed latents instead of keys and values per head"
 
-REFUSED: dict[str, str] = {
+UNSUPPORTED: dict[str, str] = {
     "BloomForCausalLM": _ALIBI,
     "MptForCausalLM": _ALIBI,
     "FalconForCausalLM": "some of its checkpoints use ALiBi, and its attention does not take an interface",
@@ -50,8 +50,8 @@ REFUSED: dict[str, str] = {
 
 def check_name(name: str, strict: bool = True) -> None:
     """Raises ModelUnsupported with the reason. Without ``strict``, architectures nobody has verified may pass."""
-    if name in REFUSED:
-        raise ModelUnsupported(f"{name} is not supported: {REFUSED[name]}")
+    if name in UNSUPPORTED:
+        raise ModelUnsupported(f"{name} is not supported: {UNSUPPORTED[name]}")
     if strict and name not in SUPPORTED:
         raise ModelUnsupported(
             f"{name} has not been verified against its eager model; verified are {', '.join(SUPPORTED)}; "

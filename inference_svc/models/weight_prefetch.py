@@ -19,7 +19,7 @@ from inference_svc.models.model_resolver import resolve
 _SHARE_OF_FREE = 2
 
 
-def read_ahead(model: str) -> threading.Thread | None:
+def prefetch_weights(model: str) -> threading.Thread | None:
     """Begins to read the weights of a model that is here, on a thread that nobody has to wait for; None where they are
     more than half of the free memory, or not to be had, which loading says in its own words."""
     try:

@@ -12,20 +12,20 @@ from functools import partial
 
 import structlog
 from kvsidecar.process.node_report import SERVING, SILENT, STARTING, ProcessReport
-from kvsidecar.process.runtime_dir import end_with_parent
+from kvsidecar.process.runtime_dir import die_with_parent
 
 from inference_svc.node.liveness import PROBE_SECONDS, Probe
 
 log = structlog.get_logger("serve")
 
-_FIRST_PAUSE, _LAST_PAUSE, _STABLE_SECONDS = 0.1, 10.0, 30.0
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.1, 10.0, 30.0
 _STOP_SECONDS = 45.0  # the daemon's longest: what is queued is written
-_PROBE_PAUSE, _STARTING_PROBE_PAUSE = 1.0, 0.05
+_PROBE_INTERVAL_SECONDS, _STARTING_PROBE_INTERVAL_SECONDS = 1.0, 0.05
 _FAILED, _BAD_SETTINGS = 1, 2
 
 
 @dataclass(eq=False)
-class Child:
+class ChildProcess:
     """One process, how it is started, and how it is asked whether it lives.
 
     Once it has served, it is killed and started again when it does not answer ``liveness_seconds`` long (0: never).
@@ -48,7 +48,7 @@ class Child:
 
     async def keep_running(self, stop: asyncio.Event) -> str:
         """Runs it, again and again, until ``stop``. Returns why it cannot be run, empty when it was stopped."""
-        pause = _FIRST_PAUSE
+        pause = _MIN_BACKOFF_SECONDS
         while not stop.is_set():
             code = await self._run_once()
             if stop.is_set():
@@ -56,10 +56,10 @@ class Child:
             if not self.served and code in (_FAILED, _BAD_SETTINGS):
                 return f"{self.name} could not start; its message is above"
             if time.monotonic() - self._started > _STABLE_SECONDS:
-                pause = _FIRST_PAUSE
+                pause = _MIN_BACKOFF_SECONDS
             log.warning("process died, starting it again", name=self.name, code=code, pause_seconds=pause)
             await asyncio.sleep(pause)
-            pause = min(_LAST_PAUSE, pause * 2)
+            pause = min(_MAX_BACKOFF_SECONDS, pause * 2)
         return ""
 
     async def _run_once(self) -> int:
@@ -70,9 +70,9 @@ class Child:
         self.process = await asyncio.create_subprocess_exec(
             *self.command,
             start_new_session=True,
-            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
-        following = asyncio.create_task(self._follow(self.process))
+        following = asyncio.create_task(self._probe_until_exit(self.process))
         killed = False
         try:
             code = await self.process.wait()
@@ -80,10 +80,10 @@ class Child:
             following.cancel()
             killed = (await asyncio.gather(following, return_exceptions=True))[0] is True
         kills, deaths = self.report.kills + killed, self.report.deaths + (not killed)
-        self._note(ProcessReport(STARTING, deaths=deaths, kills=kills))
+        self._set_report(ProcessReport(STARTING, deaths=deaths, kills=kills))
         return code
 
-    async def _follow(self, process: asyncio.subprocess.Process) -> bool:
+    async def _probe_until_exit(self, process: asyncio.subprocess.Process) -> bool:
         """Probes the process as long as it runs; True when it had to be killed.
 
         Silence is counted in probes that failed, not by the clock: this process may have been stopped itself.
@@ -97,14 +97,14 @@ class Child:
                 answered = await self.probe.answers(process.pid)
                 if answered:
                     silent_seconds = 0.0
-                    self._note(replace(self.report, state=SERVING))
+                    self._set_report(replace(self.report, state=SERVING))
                     self.served = True
                     self.ready.set()
                 starting = self.report.state == STARTING
-                pause = _STARTING_PROBE_PAUSE if starting else _PROBE_PAUSE
+                pause = _STARTING_PROBE_INTERVAL_SECONDS if starting else _PROBE_INTERVAL_SECONDS
                 if not answered and not starting:
                     silent_seconds += min(time.monotonic() - began, PROBE_SECONDS) + pause
-                    self._note(replace(self.report, state=SILENT))
+                    self._set_report(replace(self.report, state=SILENT))
                     if 0 < self.liveness_seconds <= silent_seconds:
                         log.error(
                             "process does not answer, killing it", name=self.name, silent_seconds=round(silent_seconds)
@@ -115,7 +115,7 @@ class Child:
         finally:
             await self.probe.close()
 
-    async def end(self) -> None:
+    async def terminate(self) -> None:
         """Ends it in order, or kills it when that takes too long."""
         process = self.process
         if process is None or process.returncode is not None:
@@ -128,7 +128,7 @@ class Child:
             process.kill()
             await process.wait()
 
-    def _note(self, report: ProcessReport) -> None:
+    def _set_report(self, report: ProcessReport) -> None:
         if report != self.report:
             self.report = report
             self.changed()

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.process.node_report import LOCK, Supervised, tell
+from kvsidecar.process.node_report import LOCK, NodeReport, write_node_report
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
 
@@ -22,34 +22,34 @@ class NodeLock:
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / LOCK
         self._file: TextIO | None = None
-        self._node: Supervised | None = None
+        self._node: NodeReport | None = None
 
     def __enter__(self) -> Self:
-        self._file = self._taken()
+        self._file = self._acquire()
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         if self._file is not None:
             self._file.close()
 
-    def describe(self, node: Supervised) -> None:
+    def describe(self, node: NodeReport) -> None:
         """Writes into the file what ``status`` and ``stop`` read."""
         assert self._file is not None
         self._node = node
-        tell(self._file, node)
+        write_node_report(self._file, node)
 
     def restore(self) -> bool:
         """Makes folder and file again where they were deleted; whether they were. Raises ConfigurationError."""
         if self._path.exists():
             return False
-        gone, self._file = self._file, self._taken()
+        gone, self._file = self._file, self._acquire()
         if gone is not None:
             gone.close()
         if self._node is not None:
-            tell(self._file, self._node)
+            write_node_report(self._file, self._node)
         return True
 
-    def _taken(self) -> TextIO:
+    def _acquire(self) -> TextIO:
         ensure_private_dir(self._folder)
         file = self._path.open("a", encoding="utf-8")
         try:

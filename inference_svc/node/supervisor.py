@@ -28,18 +28,18 @@ from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.http_health import health_status
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
-from kvsidecar.process.node_report import Supervised, write_reports
+from kvsidecar.process.node_report import NodeReport, write_reports
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir, ensure_private_dir
 from kvsidecar.process.sigint import EXIT_CODE
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.kv_client.daemon_address import daemon_address
-from inference_svc.models.preflight import settled
-from inference_svc.node.child_process import Child
+from inference_svc.node.child_process import ChildProcess
 from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
+from inference_svc.server.daemon_address import daemon_address
+from inference_svc.server.preflight import checked_settings
 from inference_svc.server.worker_config import ModelSettings, WorkerConfig
 
 log = structlog.get_logger("serve")
@@ -83,10 +83,10 @@ class Supervisor:
 
     def __init__(self, config: ServeConfig, worker: WorkerConfig, lock: NodeLock | None = None) -> None:
         self._config, self._worker, self._lock = config, worker, lock
-        self._url = reached(config)
+        self._url = gateway_url(config)
         self._stop = asyncio.Event()
         self._failed: str | None = None
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
         self.cache_socket = config.runtime_dir / "cache.sock"
         self.worker_sockets = [config.runtime_dir / f"worker-{i}.sock" for i in range(config.workers)]
@@ -130,17 +130,17 @@ class Supervisor:
             await asyncio.sleep(_LOOK_SECONDS)
         name = self._worker.public_name
         log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers)
-        shown, beside = _to_open(self._config.host, self._config.port)
+        shown, beside = _browser_urls(self._config.host, self._config.port)
         page = f"a page at {shown}, " if self._config.page else ""
         print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
 
     def _daemon_command(self) -> list[str]:
-        flags = self._set("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
+        flags = self._explicit("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
         return python_command("-m", "cache_daemon", *_flags({"socket": self.cache_socket} | flags))
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
         own = self._worker
-        flags = self._set(*ModelSettings.model_fields) | {
+        flags = self._explicit(*ModelSettings.model_fields) | {
             "model": own.model,
             "socket": socket,
             "name": f"worker-{i}",
@@ -150,8 +150,8 @@ class Supervisor:
         if "threads" not in own.model_fields_set:
             flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
         if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
-            flags["memory_bytes"] = self._share
-        if "overflow_bytes" not in own.model_fields_set and self._keeps_off_disk():
+            flags["memory_bytes"] = self._worker_memory_bytes
+        if "overflow_bytes" not in own.model_fields_set and self._store_is_private():
             flags["overflow_bytes"] = 0
         if own.metrics_port:
             flags["metrics_port"] = own.metrics_port + i
@@ -162,7 +162,7 @@ class Supervisor:
         return python_command("-m", "inference_svc", "worker", *_flags(flags))
 
     @cached_property
-    def _share(self) -> int:
+    def _worker_memory_bytes(self) -> int:
         """What a worker may take of the memory that is free before any has begun, and that the arena leaves."""
         try:
             arena = parse_size(self._config.arena_bytes)
@@ -175,28 +175,28 @@ class Supervisor:
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
-        flags |= self._set("log_level", "page", "otlp_endpoint", "default_max_tokens")
+        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens")
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
-    def _keeps_off_disk(self) -> bool:
+    def _store_is_private(self) -> bool:
         """Whether texts are to be nowhere on disk, or nowhere in the clear: then nor are their keys and values."""
         encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
         return self._config.store == "none" or encrypted
 
-    def _set(self, *names: str) -> dict[str, object]:
+    def _explicit(self, *names: str) -> dict[str, object]:
         """Those of the node's settings that somebody set; the others are left to each process and its environment."""
         return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
 
     # ---- watching -------------------------------------------------------------------------------------------
 
-    def _launch(self, name: str, command: list[str], probe: Probe | None = None) -> Child:
-        child = Child(name, command, probe, self._config.liveness_seconds, self._report)
+    def _launch(self, name: str, command: list[str], probe: Probe | None = None) -> ChildProcess:
+        child = ChildProcess(name, command, probe, self._config.liveness_seconds, self._report)
         self._children.append(child)
         self._watchers.append(asyncio.create_task(self._watch(child)))
         self._report()
         return child
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: ChildProcess) -> None:
         failed = await child.keep_running(self._stop)
         if failed:
             self._failed = failed
@@ -222,7 +222,7 @@ class Supervisor:
 
     async def _end_all(self) -> None:
         for child in reversed(self._children):
-            await child.end()
+            await child.terminate()
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -255,9 +255,9 @@ def main(arguments: Sequence[str]) -> int:
         ensure_private_dir(config.runtime_dir)
         _refuse_taken_port(config)
         with NodeLock(config.runtime_dir) as lock:
-            worker = _of_workers(config)
-            lock.describe(Supervised(os.getpid(), reached(config), config.workers, cache=not worker.cache_address))
-            node = Supervisor(config, settled(worker), lock)
+            worker = _worker_settings(config)
+            lock.describe(NodeReport(os.getpid(), gateway_url(config), config.workers, cache=not worker.cache_address))
+            node = Supervisor(config, checked_settings(worker), lock)
 
             async def run() -> int:
                 return await node.run()
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_CODE
 
 
-def _to_open(host: str, port: int) -> tuple[str, str]:
+def _browser_urls(host: str, port: int) -> tuple[str, str]:
     """The URL to open for a gateway that listens there, and what is to be said beside it: nobody can open the address
     that stands for all of a machine's."""
     if host not in ("0.0.0.0", "::"):
@@ -280,7 +280,7 @@ def _to_open(host: str, port: int) -> tuple[str, str]:
     return f"http://{TcpAddress('localhost', port)}", f" ({elsewhere}; it listens on {TcpAddress(host, port)})"
 
 
-def _of_workers(config: ServeConfig) -> WorkerConfig:
+def _worker_settings(config: ServeConfig) -> WorkerConfig:
     """A worker's settings: its own variables, and over them what was set for the node. Variables that are no settings,
     of workers or the gateway, are refused here, before anything starts."""
     refuse_unknown_variables(GatewayConfig)
@@ -296,7 +296,7 @@ def _of_workers(config: ServeConfig) -> WorkerConfig:
     return worker
 
 
-def reached(config: ServeConfig) -> str:
+def gateway_url(config: ServeConfig) -> str:
     """The gateway's URL, for this machine."""
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     place = TcpAddress(everywhere.get(config.host, config.host), config.port)

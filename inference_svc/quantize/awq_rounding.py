@@ -14,13 +14,13 @@ from torch import Tensor
 
 # Inputs that share a scale and a zero; the first that divides the inputs of every layer is a model's.
 GROUPS = (128, 64, 32)
-_HIGHEST = 15
+_MAX_CODE = 15
 # The narrowest range of a group that AutoAWQ writes; it keeps scales above zero.
-_NARROWEST = 1e-5
+_MIN_RANGE = 1e-5
 
 
 @dataclass(frozen=True)
-class Rounded:
+class QuantizedWeight:
     """A weight: ``codes [out, in]`` (uint8), ``scales`` (float16) and ``zeros`` (uint8) ``[out, groups]``."""
 
     codes: Tensor
@@ -41,7 +41,7 @@ class Rounded:
         }
 
 
-def rounded(weight: Tensor, group: int, shrink: Tensor | None = None) -> Rounded:
+def quantize_weight(weight: Tensor, group: int, shrink: Tensor | None = None) -> QuantizedWeight:
     """A weight ``[out, in]`` rounded to the nearest codes of its groups' ranges, or of these ranges times ``shrink
     [out, groups]``: what lies outside is clipped. Raises ValueError for a number that no float16 scale can hold."""
     groups = weight.view(len(weight), -1, group)
@@ -49,10 +49,10 @@ def rounded(weight: Tensor, group: int, shrink: Tensor | None = None) -> Rounded
     if not bool(scales.isfinite().all()):
         raise ValueError("it has numbers that are not finite, or too large for scales in float16")
     codes = _codes(groups, scales, zeros).flatten(1).to(torch.uint8)
-    return Rounded(codes, scales.half().squeeze(-1), zeros.to(torch.uint8).squeeze(-1))
+    return QuantizedWeight(codes, scales.half().squeeze(-1), zeros.to(torch.uint8).squeeze(-1))
 
 
-def nearest(weight: Tensor, group: int, shrink: Tensor | None = None) -> Tensor:
+def fake_quantize(weight: Tensor, group: int, shrink: Tensor | None = None) -> Tensor:
     """``rounded(...).dense()`` in one go, for a search that tries many."""
     groups = weight.view(len(weight), -1, group)
     scales, zeros = _scales(groups, shrink)
@@ -64,9 +64,9 @@ def _scales(groups: Tensor, shrink: Tensor | None) -> tuple[Tensor, Tensor]:
     low, high = groups.amin(-1, keepdim=True).clamp_(max=0), groups.amax(-1, keepdim=True).clamp_(min=0)
     if shrink is not None:
         low, high = low * shrink[..., None], high * shrink[..., None]
-    scales = ((high - low).clamp_(min=_NARROWEST) / _HIGHEST).half().float()
-    return scales, (-low / scales).round_().clamp_(0, _HIGHEST)
+    scales = ((high - low).clamp_(min=_MIN_RANGE) / _MAX_CODE).half().float()
+    return scales, (-low / scales).round_().clamp_(0, _MAX_CODE)
 
 
 def _codes(groups: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    return (groups / scales).round_().add_(zeros).clamp_(0, _HIGHEST)
+    return (groups / scales).round_().add_(zeros).clamp_(0, _MAX_CODE)

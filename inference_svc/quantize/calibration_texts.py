@@ -14,32 +14,32 @@ from transformers import PreTrainedTokenizerBase
 # Python's PEPs that are in the public domain or under CC0: prose and code.
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 TOKENS = 512
-_READ, _MEASURED = 32, 12  # sequences at most
-_MOST_BYTES = 4 << 20  # of a file; more would be read for nothing
+_MAX_CALIBRATION, _MAX_EVALUATION = 32, 12  # sequences at most
+_MAX_FILE_BYTES = 4 << 20  # of a file; more would be read for nothing
 
 
 @dataclass(frozen=True)
-class Texts:
+class CalibrationTexts:
     """Token ids ``[sequences, tokens]``: those that are read for what matters, and those that are measured."""
 
-    read: Tensor
-    measured: Tensor
+    calibration: Tensor
+    evaluation: Tensor
 
 
-def built_in(tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> Texts:
+def built_in(tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> CalibrationTexts:
     """The sample that is shipped, in sequences of so many tokens."""
     lines = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     joined = ("\n\n".join(line["text"] for line in lines if line["use"] == use) for use in ("calibrate", "measure"))
     read, measured = (_cut(_ids(tokenizer, text), length) for text in joined)
-    return Texts(_spread(read, _READ), _spread(measured, _MEASURED))
+    return CalibrationTexts(_spread(read, _MAX_CALIBRATION), _spread(measured, _MAX_EVALUATION))
 
 
-def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> Texts:
+def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> CalibrationTexts:
     """A text file's first 4 MiB: the last tenth is measured, the rest read. Raises ConfigurationError for a file that
     is no text or too short."""
     try:
         with file.open("rb") as data:
-            found = data.read(_MOST_BYTES)
+            found = data.read(_MAX_FILE_BYTES)
             whole = not data.read(1)
     except OSError as error:
         raise ConfigurationError(f"cannot read {file}: {error.strerror}") from error
@@ -51,11 +51,11 @@ def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS
     sequences = _cut(ids, length)
     if len(sequences) < 2:
         raise ConfigurationError(
-            f"{file} has {len(ids)} tokens; allowed are {2 * length} and more, best {(_READ + 4) * length} of what the "
-            "model will be asked"
+            f"{file} has {len(ids)} tokens; allowed are {2 * length} and more, best "
+            f"{(_MAX_CALIBRATION + 4) * length} of what the model will be asked"
         )
     apart = max(1, len(sequences) // 10)
-    return Texts(_spread(sequences[:-apart], _READ), _spread(sequences[-apart:], _MEASURED))
+    return CalibrationTexts(_spread(sequences[:-apart], _MAX_CALIBRATION), _spread(sequences[-apart:], _MAX_EVALUATION))
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

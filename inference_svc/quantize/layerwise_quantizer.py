@@ -19,13 +19,13 @@ from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor, nn
 
-from inference_svc.models.layer_streaming.weight_source import Checkpoint
-from inference_svc.models.meta_model import skeleton
-from inference_svc.models.progress_bar import Progress
-from inference_svc.models.safetensors_writer import Spec, Writer
+from inference_svc.models.layer_streaming.weight_source import CheckpointWeights
+from inference_svc.models.meta_model import build_meta_model
+from inference_svc.models.progress_bar import ProgressCallback
+from inference_svc.models.safetensors_writer import SafetensorsWriter, TensorSpec
 from inference_svc.quantize import scale_folding
-from inference_svc.quantize.calibration_texts import Texts
-from inference_svc.quantize.scale_search import Inputs
+from inference_svc.quantize.calibration_texts import CalibrationTexts
+from inference_svc.quantize.scale_search import InputStats
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.", "lm_head.weight"
 _SPARE_BYTES = 512 << 20
@@ -36,7 +36,7 @@ _ROWS = 512
 
 
 @dataclass(frozen=True)
-class Measured:
+class QualityReport:
     """Perplexity of the text that was kept apart: of the model as it is, rounded plainly, and by AWQ. Errors of linear
     layers' outputs, as a share of their mean square, averaged over them."""
 
@@ -47,31 +47,31 @@ class Measured:
     awq_error: float
 
 
-class Layerwise:
+class LayerwiseQuantizer:
     """A checkpoint of a family of ``folding.FAMILIES``, that is to be written at 4 bits."""
 
     def __init__(self, folder: Path, config: Any) -> None:
         """Raises ModelUnsupported for a shape that the format does not have."""
-        self._model, self._rotary = skeleton(config, torch.float32, "sdpa")
-        self._source = Checkpoint(folder, torch.float32, None)
+        self._model, self._rotary = build_meta_model(config, torch.float32, "sdpa")
+        self._source = CheckpointWeights(folder, torch.float32, None)
         self._tied = bool(config.tie_word_embeddings)
         self.layers: nn.ModuleList = self._model.model.layers
         self.group = scale_folding.group_of(self.layers)
 
-    def specs(self) -> list[Spec]:
+    def specs(self) -> list[TensorSpec]:
         """What is written, in this order."""
         return list(self._specs())
 
-    def memory_bytes(self, texts: Texts) -> int:
+    def memory_bytes(self, texts: CalibrationTexts) -> int:
         """About what quantizing takes, of weights and texts."""
         layer = sum(p.numel() for p in self.layers[0].parameters())
         inputs = [scale_folding.linear_of(self.layers[0], name).in_features for name in scale_folding.LINEARS]
-        tokens = len(texts.read) * texts.read.shape[1] + 3 * texts.measured.numel()
+        tokens = len(texts.calibration) * texts.calibration.shape[1] + 3 * texts.evaluation.numel()
         width = int(self._model.config.hidden_size)
         return 4 * (_COPIES * layer + 2 * sum(n * n for n in inputs) + 2 * tokens * width) + _SPARE_BYTES
 
     @torch.inference_mode()
-    def run(self, texts: Texts, out: Writer, progress: Progress) -> Measured:
+    def run(self, texts: CalibrationTexts, out: SafetensorsWriter, progress: ProgressCallback) -> QualityReport:
         """Reads, quantizes, measures and writes. ``progress`` is told of layers. Raises ModelUnsupported for weights
         that are missing or not finite, and ConfigurationError where memory does not suffice."""
         needed, free = self.memory_bytes(texts), free_bytes()
@@ -82,48 +82,50 @@ class Layerwise:
         read, plain, ours = self._embedded(texts, out)
         full = list(ours)
         errors = []
-        position = torch.arange(texts.read.shape[1])[None]
+        position = torch.arange(texts.calibration.shape[1])[None]
         for number, layer in enumerate(self.layers):
             progress(number, len(self.layers))
             prefix = f"model.layers.{number}."
             self._source.fill(layer, prefix)
             _check_finite(layer, prefix)
             rotary = self._rotary(full[0], position)
-            inputs = _watch(layer, read, rotary)
-            _advance(layer, full, rotary)
+            inputs = _collect_inputs(layer, read, rotary)
+            _forward(layer, full, rotary)
             meant = {name: scale_folding.linear_of(layer, name).weight.data for name in scale_folding.LINEARS}
             try:
                 scale_folding.round_plainly(layer, self.group)
-                _advance(layer, plain, rotary)
+                _forward(layer, plain, rotary)
                 for name, weight in meant.items():
                     scale_folding.linear_of(layer, name).weight.data = weight
-                done = scale_folding.quantize(layer, inputs, self.group)
+                done = scale_folding.quantize_layer(layer, inputs, self.group)
             except ValueError as error:
                 raise ModelUnsupported(f"{prefix} cannot be quantized: {error}") from error
             del meant, inputs
-            _advance(layer, ours, rotary)
+            _forward(layer, ours, rotary)
             errors.append((done.plain_error, done.error))
             self._write_layer(layer, prefix, done, out)
             layer.to("meta")
         progress(len(self.layers), len(self.layers))
-        perplexities = self._perplexities(texts.measured, (full, plain, ours), out)
+        perplexities = self._perplexities(texts.evaluation, (full, plain, ours), out)
         plain_error, awq_error = (sum(one) / len(errors) for one in zip(*errors, strict=True))
-        return Measured(*perplexities, plain_error, awq_error)
+        return QualityReport(*perplexities, plain_error, awq_error)
 
-    def _specs(self) -> Iterator[Spec]:
+    def _specs(self) -> Iterator[TensorSpec]:
         half = torch.float16
         for name, parameter in self._model.named_parameters():
             linear = name.removesuffix(".weight")
             if linear.partition("model.layers.")[2].partition(".")[2] not in scale_folding.LINEARS:
-                yield Spec(name, half, tuple(parameter.shape))
+                yield TensorSpec(name, half, tuple(parameter.shape))
                 continue
             outputs, inputs = parameter.shape
             groups = inputs // self.group
-            yield Spec(f"{linear}.qweight", torch.int32, (inputs, outputs // 8))
-            yield Spec(f"{linear}.qzeros", torch.int32, (groups, outputs // 8))
-            yield Spec(f"{linear}.scales", half, (groups, outputs))
+            yield TensorSpec(f"{linear}.qweight", torch.int32, (inputs, outputs // 8))
+            yield TensorSpec(f"{linear}.qzeros", torch.int32, (groups, outputs // 8))
+            yield TensorSpec(f"{linear}.scales", half, (groups, outputs))
 
-    def _write_layer(self, layer: nn.Module, prefix: str, done: scale_folding.Done, out: Writer) -> None:
+    def _write_layer(
+        self, layer: nn.Module, prefix: str, done: scale_folding.QuantizedLayer, out: SafetensorsWriter
+    ) -> None:
         for name, parameter in layer.named_parameters():
             weight = done.weights.get(name.removesuffix(".weight"))
             if weight is None:
@@ -132,10 +134,12 @@ class Layerwise:
             for part, tensor in weight.parts().items():
                 out.write(f"{prefix}{name.removesuffix('weight')}{part}", tensor)
 
-    def _embedded(self, texts: Texts, out: Writer) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    def _embedded(
+        self, texts: CalibrationTexts, out: SafetensorsWriter
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """The texts before the first layer, each ``[1, tokens, width]``; writes the embedding, piece by piece."""
         shape = self._model.get_parameter(_EMBEDDING).shape
-        tokens = torch.cat((texts.read, texts.measured))
+        tokens = torch.cat((texts.calibration, texts.evaluation))
         found = torch.empty(*tokens.shape, shape[1])
         first = 0
         for piece in self._source.rows(_EMBEDDING, shape):
@@ -145,10 +149,12 @@ class Layerwise:
             found[here] = small.float()[tokens[here] - first]
             first += len(piece)
         sequences = list(found[:, None].unbind())
-        read, measured = sequences[: len(texts.read)], sequences[len(texts.read) :]
+        read, measured = sequences[: len(texts.calibration)], sequences[len(texts.calibration) :]
         return read, list(measured), list(measured)
 
-    def _perplexities(self, tokens: Tensor, ends: Sequence[list[Tensor]], out: Writer) -> tuple[float, float, float]:
+    def _perplexities(
+        self, tokens: Tensor, ends: Sequence[list[Tensor]], out: SafetensorsWriter
+    ) -> tuple[float, float, float]:
         """Perplexities of texts ``[sequences, tokens]``, of which ``ends`` are what layers gave; writes what is behind
         the layers."""
         norm = self._model.model.norm
@@ -176,30 +182,30 @@ class Layerwise:
         return before, plain, ours
 
 
-def _advance(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> None:
+def _forward(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> None:
     """Takes texts through a layer, in place. Rows see what is before them: no text is longer than a window."""
     for i, state in enumerate(states):
         states[i] = layer(state, attention_mask=None, position_embeddings=rotary)
 
 
-def _watch(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> dict[str, Inputs]:
+def _collect_inputs(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> dict[str, InputStats]:
     """Takes texts through a layer, in place, and returns what its linear layers were given."""
     rows = sum(s.shape[1] for s in states)
-    found: dict[str, Inputs] = {}
+    found: dict[str, InputStats] = {}
     hooks = []
     for readers in scale_folding.INPUTS:
         width = scale_folding.linear_of(layer, readers[0]).in_features
-        seen = Inputs(torch.zeros(width), torch.zeros(width, width))
+        seen = InputStats(torch.zeros(width), torch.zeros(width, width))
         found |= dict.fromkeys(readers, seen)
 
-        def watch(_: nn.Module, given: tuple[Tensor], seen: Inputs = seen) -> None:
+        def watch(_: nn.Module, given: tuple[Tensor], seen: InputStats = seen) -> None:
             x = given[0][0]
             seen.magnitude.add_(x.abs().sum(0), alpha=1 / rows)
             seen.products.addmm_(x.t(), x, alpha=1 / rows)
 
         hooks.append(layer.get_submodule(readers[0]).register_forward_pre_hook(watch))
     try:
-        _advance(layer, states, rotary)
+        _forward(layer, states, rotary)
     finally:
         for hook in hooks:
             hook.remove()

@@ -20,18 +20,18 @@ from rich.table import Table
 from transformers import AutoConfig, AutoTokenizer
 
 from inference_svc.models.architectures import check_architecture
-from inference_svc.models.gguf.gguf_converter import converted, open_source
+from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
 from inference_svc.models.loader import pick_device, pick_dtype, quiet_transformers
-from inference_svc.models.mkl_determinism import make_reproducible
+from inference_svc.models.mkl_determinism import make_mkl_deterministic
+from inference_svc.models.model_check import check_folder
 from inference_svc.models.model_resolver import resolve
-from inference_svc.models.preflight import check_folder
-from inference_svc.models.progress_bar import shown
+from inference_svc.models.progress_bar import progress_bar
 from inference_svc.models.random_models import PREFIX
-from inference_svc.models.safetensors_writer import Writer
+from inference_svc.models.safetensors_writer import SafetensorsWriter
 from inference_svc.quantize import calibration_texts
-from inference_svc.quantize.layerwise_quantizer import Layerwise, Measured
-from inference_svc.quantize.quantized_checkpoint import REPORT, building, check_free, describe
-from inference_svc.quantize.scale_folding import FAMILIES, check
+from inference_svc.quantize.layerwise_quantizer import LayerwiseQuantizer, QualityReport
+from inference_svc.quantize.quantized_checkpoint import REPORT, building, check_output, write_metadata
+from inference_svc.quantize.scale_folding import FAMILIES, check_quantizable
 
 _ABOUT = f"""\
 Writes a model with its linear weights at 4 bits, in the format of AutoAWQ (GEMM), which this server and
@@ -54,7 +54,7 @@ Exit status: 0 written, 2 not, and then nothing is left at --out."""
 
 
 @dataclass(frozen=True)
-class Report:
+class QuantizeReport:
     """What was done and what it costs. Sizes are those of the files of weights."""
 
     model: str
@@ -65,7 +65,7 @@ class Report:
     tokens_read: int
     tokens_measured: int
     seconds: float
-    measured: Measured
+    measured: QualityReport
 
     def as_dict(self) -> dict[str, object]:
         found: dict[str, object] = asdict(self)
@@ -88,19 +88,19 @@ def parser() -> argparse.ArgumentParser:
     return out
 
 
-def quantize(name: str, out: Path, text: Path | None) -> Report:
+def quantize(name: str, out: Path, text: Path | None) -> QuantizeReport:
     """Writes a model at 4 bits. Raises KVSidecarError; then there is nothing at ``out``."""
     began = time.perf_counter()
     out = out.absolute()
-    check_free(out)
+    check_output(out)
     folder = _folder_of(name)
     try:
         config = AutoConfig.from_pretrained(folder)
         architecture = (config.architectures or ["(none named)"])[0]
-        check(architecture, config)
+        check_quantizable(architecture, config)
         check_architecture(architecture, config)
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        work = Layerwise(folder, config)
+        work = LayerwiseQuantizer(folder, config)
     except (OSError, ValueError, KeyError) as error:
         raise ModelUnsupported(f"cannot read the model in {folder}: {error}") from error
     windows = [w for w in (config.max_position_embeddings, getattr(config, "sliding_window", None)) if w]
@@ -113,13 +113,16 @@ def quantize(name: str, out: Path, text: Path | None) -> Report:
     tensors = work.specs()
     size = sum(tensor.size_bytes for tensor in tensors)
     with building(out, size) as partial:
-        describe(folder, partial, work.group)
-        with shown("quantizing") as progress, Writer(partial / "model.safetensors", tensors) as weights:
+        write_metadata(folder, partial, work.group)
+        with (
+            progress_bar("quantizing") as progress,
+            SafetensorsWriter(partial / "model.safetensors", tensors) as weights,
+        ):
             measured = work.run(found, weights, progress)
         before = sum(f.stat().st_size for f in folder.glob("*.safetensors"))
-        counts = (found.read.numel(), found.measured.numel())
+        counts = (found.calibration.numel(), found.evaluation.numel())
         seconds = round(time.perf_counter() - began, 1)
-        report = Report(name, str(out), work.group, before, size, *counts, seconds, measured)
+        report = QuantizeReport(name, str(out), work.group, before, size, *counts, seconds, measured)
         (partial / REPORT).write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
     return report
 
@@ -130,12 +133,12 @@ def _folder_of(name: str) -> Path:
     found = resolve(name)
     if found.is_file():
         source = open_source(found)
-        found = converted(source, pick_dtype("auto", source.dtype, pick_device("cpu")))
+        found = convert_gguf(source, pick_dtype("auto", source.dtype, pick_device("cpu")))
     check_folder(found)
     return found
 
 
-def table(report: Report) -> Table:
+def table(report: QuantizeReport) -> Table:
     """The report as a table."""
     measured = report.measured
     out = Table(box=None, padding=(0, 2), pad_edge=False)
@@ -157,7 +160,7 @@ def main(arguments: list[str]) -> int:
     options = parser().parse_args(arguments)
     configure_logging("info" if sys.stderr.isatty() else "warning")
     quiet_transformers()
-    make_reproducible()
+    make_mkl_deterministic()
     before = signal.signal(signal.SIGTERM, _ended)  # an exception, so that nothing is left behind
     try:
         report = quantize(options.model, options.out, options.text)

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import appearing, check_room
+from kvsidecar.models.model_library import atomic_folder, check_disk_space
 
 REPORT = "quantized.json"
 # What others read beside weights: tokenizer, template, how to sample, and under which terms.
-_TAKEN = (
+_COPIED_FILES = (
     "generation_config.json",
     "tokenizer*",
     "special_tokens_map.json",
@@ -28,7 +28,7 @@ _TAKEN = (
 )
 
 
-def check_free(out: Path) -> None:
+def check_output(out: Path) -> None:
     """Raises ConfigurationError for a folder that is there, or cannot be."""
     if out.exists() or out.is_symlink():
         raise ConfigurationError(f"{out} is there already; --out names a folder that is not")
@@ -42,17 +42,17 @@ def check_free(out: Path) -> None:
 def building(out: Path, size_bytes: int) -> Iterator[Path]:
     """A folder that becomes ``out`` when the block ends without an error; otherwise nothing is left. Raises
     ConfigurationError where there is no room for so many bytes."""
-    check_free(out)
-    check_room("writing the model", size_bytes, out.parent)
+    check_output(out)
+    check_disk_space("writing the model", size_bytes, out.parent)
     partial = out.with_name(f".partial-{out.name}-{os.getpid()}")
     try:
-        with appearing(out, partial):
+        with atomic_folder(out, partial):
             yield partial
     except OSError as error:
         raise ConfigurationError(f"cannot write {out}: {error.strerror or error}") from error
 
 
-def describe(source: Path, target: Path, group: int) -> None:
+def write_metadata(source: Path, target: Path, group: int) -> None:
     """Writes the configuration of a model at 4 bits, and copies the original's tokenizer and the like."""
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
@@ -68,5 +68,5 @@ def describe(source: Path, target: Path, group: int) -> None:
         "modules_to_not_convert": None,
     }
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    for file in sorted({f for pattern in _TAKEN for f in source.glob(pattern) if f.is_file()}):
+    for file in sorted({f for pattern in _COPIED_FILES for f in source.glob(pattern) if f.is_file()}):
         shutil.copyfile(file, target / file.name)

@@ -14,8 +14,8 @@ import torch
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor, nn
 
-from inference_svc.quantize.awq_rounding import GROUPS, Rounded, rounded
-from inference_svc.quantize.scale_search import Inputs, best_scale, best_shrink, output_error
+from inference_svc.quantize.awq_rounding import GROUPS, QuantizedWeight, quantize_weight
+from inference_svc.quantize.scale_search import InputStats, best_scale, best_shrink, output_error
 
 # Their decoder layers have the same parts.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -25,8 +25,8 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 class Fold:
     """Linear layers that read the same inputs, and what gives these."""
 
-    giver: str
-    readers: tuple[str, ...]
+    producer: str
+    consumers: tuple[str, ...]
 
 
 _FOLDS = (
@@ -36,23 +36,23 @@ _FOLDS = (
     Fold("mlp.up_proj", ("mlp.down_proj",)),
 )
 # The quantized layers, and those of them that read the same.
-INPUTS = tuple(fold.readers for fold in _FOLDS)
+INPUTS = tuple(fold.consumers for fold in _FOLDS)
 LINEARS = tuple(name for readers in INPUTS for name in readers)
 # A score is a product of two of their outputs, which a few large weights decide: AutoAWQ clips none of them, either.
 _NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 @dataclass(frozen=True)
-class Done:
+class QuantizedLayer:
     """A decoder layer's weights at 4 bits by their names; the mean error of their outputs, as a share of the outputs'
     mean square, with plain rounding and with AWQ."""
 
-    weights: dict[str, Rounded]
+    weights: dict[str, QuantizedWeight]
     plain_error: float
     error: float
 
 
-def check(architecture: str, config: Any) -> None:
+def check_quantizable(architecture: str, config: Any) -> None:
     """Raises ModelUnsupported for a model whose layers are not known here, and for one that is quantized already."""
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method:
@@ -83,40 +83,43 @@ def round_plainly(layer: nn.Module, group: int) -> None:
     """Replaces a layer's weights by the nearest ones of 4 bits, in place."""
     for name in LINEARS:
         linear = linear_of(layer, name)
-        linear.weight.data = rounded(linear.weight.data, group).dense()
+        linear.weight.data = quantize_weight(linear.weight.data, group).dense()
 
 
-def quantize(layer: nn.Module, inputs: Mapping[str, Inputs], group: int) -> Done:
+def quantize_layer(layer: nn.Module, inputs: Mapping[str, InputStats], group: int) -> QuantizedLayer:
     """Quantizes a decoder layer in float32, in place: afterwards it computes what its weights at 4 bits say, its other
     ones rounded to float16. ``inputs`` are what was seen at each of ``LINEARS``."""
     meant = {name: linear_of(layer, name).weight.data for name in LINEARS}
     scales = {name: torch.ones(meant[name].shape[1]) for name in LINEARS}
     for fold in _FOLDS:
-        giver = layer.get_submodule(fold.giver)
-        seen = inputs[fold.readers[0]]
+        giver = layer.get_submodule(fold.producer)
+        seen = inputs[fold.consumers[0]]
         if isinstance(giver, nn.Linear) and giver.out_features != len(seen.magnitude):
             continue  # several heads of queries read the same value
-        found = best_scale([meant[name] for name in fold.readers], seen, group).values
+        found = best_scale([meant[name] for name in fold.consumers], seen, group).values
         found = _folded(giver, found)
-        scales |= dict.fromkeys(fold.readers, found)
-    weights: dict[str, Rounded] = {}
+        scales |= dict.fromkeys(fold.consumers, found)
+    weights: dict[str, QuantizedWeight] = {}
     plain: list[float] = []
     errors: list[float] = []
     for name in LINEARS:
         linear, scale, products = linear_of(layer, name), scales[name], inputs[name].products
         # Rows that were divided by the scale of what reads them have their errors divided, too.
-        rows = _row_scale(name, scales, linear)
+        rows = _output_scale(name, scales, linear)
         scaled = meant[name] * scale / rows
         shrink = None if name in _NEVER_CLIPPED else best_shrink(scaled, products / scale / scale[:, None], group)
-        weights[name] = rounded(scaled, group, shrink)
+        weights[name] = quantize_weight(scaled, group, shrink)
         linear.weight.data = weights[name].dense()
         size = float(output_error(meant[name], products).sum().clamp_min(1e-20))
-        for into, now in ((errors, linear.weight.data * rows / scale), (plain, rounded(meant[name], group).dense())):
+        for into, now in (
+            (errors, linear.weight.data * rows / scale),
+            (plain, quantize_weight(meant[name], group).dense()),
+        ):
             into.append(float(output_error(now - meant[name], products).sum()) / size)
     for name, parameter in layer.named_parameters():
         if name.removesuffix(".weight") not in LINEARS:
             parameter.data = parameter.data.half().float()
-    return Done(weights, sum(plain) / len(plain), sum(errors) / len(errors))
+    return QuantizedLayer(weights, sum(plain) / len(plain), sum(errors) / len(errors))
 
 
 def _folded(giver: nn.Module, scale: Tensor) -> Tensor:
@@ -133,8 +136,8 @@ def _folded(giver: nn.Module, scale: Tensor) -> Tensor:
     return torch.where(lost, 1.0, before / after)
 
 
-def _row_scale(name: str, scales: Mapping[str, Tensor], linear: nn.Module) -> Tensor:
+def _output_scale(name: str, scales: Mapping[str, Tensor], linear: nn.Module) -> Tensor:
     """What the outputs of a linear layer were divided by ``[out, 1]``."""
-    readers = [fold.readers[0] for fold in _FOLDS if fold.giver == name]
+    readers = [fold.consumers[0] for fold in _FOLDS if fold.producer == name]
     found = [scales[r] for r in readers if len(scales[r]) == linear.out_features]
     return found[0][:, None] if found else torch.ones(1, 1)

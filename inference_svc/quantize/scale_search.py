@@ -18,16 +18,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from inference_svc.quantize.awq_rounding import nearest
+from inference_svc.quantize.awq_rounding import fake_quantize
 
 # Exponents that are tried, as AutoAWQ does: so many of them in [0, 1).
 _STEPS = 20
 # A group's range is shrunk to no less than this share, in so many steps.
-_LEAST_RANGE, _CLIP_STEPS = 0.5, 10
+_MIN_RANGE_SHARE, _CLIP_STEPS = 0.5, 10
 
 
 @dataclass(frozen=True)
-class Inputs:
+class InputStats:
     """Of a layer's inputs: ``magnitude [in]``, the mean of ``|x|``, and ``products [in, in]``, that of ``x x^T``."""
 
     magnitude: Tensor
@@ -35,7 +35,7 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Scale:
+class ScaleResult:
     """A scale of the inputs ``[in]``, the error of the layers' outputs with it, and that of plain rounding: each a
     share of their mean square, added over the layers."""
 
@@ -49,12 +49,12 @@ def output_error(change: Tensor, products: Tensor) -> Tensor:
     return ((change @ products) * change).sum(1)
 
 
-def best_scale(weights: Sequence[Tensor], inputs: Inputs, group: int) -> Scale:
+def best_scale(weights: Sequence[Tensor], inputs: InputStats, group: int) -> ScaleResult:
     """The scale for layers ``[out, in]`` that read the same inputs."""
     sizes = [float(output_error(w, inputs.products).sum().clamp_min(1e-20)) for w in weights]
 
     def error(scale: Tensor) -> float:
-        changes = (nearest(w * scale, group).div_(scale).sub_(w) for w in weights)
+        changes = (fake_quantize(w * scale, group).div_(scale).sub_(w) for w in weights)
         return sum(float(output_error(c, inputs.products).sum()) / size for c, size in zip(changes, sizes, strict=True))
 
     best = torch.ones_like(inputs.magnitude)
@@ -63,7 +63,7 @@ def best_scale(weights: Sequence[Tensor], inputs: Inputs, group: int) -> Scale:
         found = error(scale)
         if found < least:
             best, least = scale, found
-    return Scale(best, least, plain)
+    return ScaleResult(best, least, plain)
 
 
 def _candidates(weights: Sequence[Tensor], magnitude: Tensor, group: int) -> Iterator[Tensor]:
@@ -87,10 +87,10 @@ def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
     blocks = torch.stack([products[g : g + group, g : g + group] for g in range(0, len(products), group)])
     shrink, least = torch.ones(outputs, groups), torch.full((outputs, groups), torch.inf)
     for step in range(_CLIP_STEPS):
-        tried = torch.full_like(shrink, 1 - step * (1 - _LEAST_RANGE) / _CLIP_STEPS)
-        change = (nearest(weight, group, tried) - weight).view(outputs, groups, group).transpose(0, 1)
+        tried = torch.full_like(shrink, 1 - step * (1 - _MIN_RANGE_SHARE) / _CLIP_STEPS)
+        change = (fake_quantize(weight, group, tried) - weight).view(outputs, groups, group).transpose(0, 1)
         found = ((change @ blocks) * change).sum(-1).t()
         shrink, least = torch.where(found < least, tried, shrink), least.minimum(found)
     # With those products, all of an output's groups or none.
-    errors = [output_error(nearest(weight, group, s) - weight, products) for s in (shrink, None)]
+    errors = [output_error(fake_quantize(weight, group, s) - weight, products) for s in (shrink, None)]
     return torch.where((errors[0] <= errors[1])[:, None], shrink, 1.0)

@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterable
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.engine.sequence import Finish, Sequence
-from inference_svc.sampling.sampling_params import Drawn, Scored
+from inference_svc.engine.sequence import FinishReason, Sequence
+from inference_svc.sampling.sampling_params import PromptLogprob, SampledToken
 
 Decode = Callable[[list[int]], str]
 
 
-def token_logprob(drawn: Drawn, decode: Decode) -> pb.TokenLogprob:
+def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
     """A token that was drawn, or one of a prompt, with the likeliest ones in its place."""
     return pb.TokenLogprob(
         token_id=drawn.token,
         text=decode([drawn.token]),
         logprob=drawn.logprob or 0.0,
         top=[pb.TokenLogprob(token_id=t, text=decode([t]), logprob=p) for t, p in drawn.top],
-        rank=drawn.rank if isinstance(drawn, Scored) else 0,
+        rank=drawn.rank if isinstance(drawn, PromptLogprob) else 0,
     )
 
 
@@ -36,20 +36,20 @@ def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]
             texts[token] = decode(tokens)
         return texts[token]
 
-    scored: Iterable[Drawn] = (Drawn(sequence.tokens[0]), *sequence.prompt_scores)
+    scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_scores)
     return [token_logprob(one, text) for one in scored]
 
 
-def copy_end(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
+def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
     """By what of the request's a stream ended, for an answer made of its parts."""
     kind = part.WhichOneof("stopped_by")
     if kind is not None:
         setattr(answer, kind, getattr(part, kind))
 
 
-def tell_end(sequence: Sequence, finish: Finish, answer: pb.GenerateStreamResponse) -> None:
+def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.GenerateStreamResponse) -> None:
     """Writes into an answer by what of the request's it ended."""
-    if finish is not Finish.STOP:
+    if finish is not FinishReason.STOP:
         return
     if sequence.text.stopped:
         answer.stop_string = sequence.text.stopped_by

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.context_reuse.token_provenance import Reading
+from inference_svc.context_reuse.token_provenance import Provenance
 from inference_svc.engine.detokenizer import split_text
 from inference_svc.engine.sequence import Sequence
 from inference_svc.models.loader import LoadedModel
 
 _READING = {
-    Reading.EXACT: pb.READING_EXACT,
-    Reading.MOVED: pb.READING_MOVED,
-    Reading.REPAIRED: pb.READING_REPAIRED,
-    Reading.COMPUTED: pb.READING_COMPUTED,
+    Provenance.EXACT: pb.READING_EXACT,
+    Provenance.RELOCATED: pb.READING_MOVED,
+    Provenance.RECOMPUTED: pb.READING_REPAIRED,
+    Provenance.COMPUTED: pb.READING_COMPUTED,
 }
 
 
@@ -25,7 +25,7 @@ def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list
     tokens = sequence.tokens[: sequence.prompt_tokens]
     texts = split_text(decode, tokens, [part.end for part in sequence.parts])
     return [
-        pb.PromptPart(reading=_READING[part.reading], tokens=part.end - part.start, text=text)
+        pb.PromptPart(reading=_READING[part.provenance], tokens=part.end - part.start, text=text)
         for part, text in zip(sequence.parts, texts, strict=True)
     ]
 

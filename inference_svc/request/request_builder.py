@@ -11,35 +11,35 @@ from kvsidecar.errors import InvalidRequest, PromptTooLong, UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
-from inference_svc.context_reuse.chunking import Marks
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.context_reuse.chunking import DocumentMarks
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.sequence import Sequence, SequenceOutput
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
 from inference_svc.sampling.sampling_params import SamplingParams
-from inference_svc.scheduling.pool_capacity import Room
-from inference_svc.spec_decode.speculation_mode import MOST_BRANCHES, Speculation
-from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.scheduling.pool_capacity import PoolCapacity
+from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES, SpeculationMode
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.prompt_messages import texts_of
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.prompt_messages import chat_texts
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 # A text with more characters for each token than this is unusual.
-_USUAL_CHARACTERS, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
+_USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
-    pb.SPECULATION_OFF: Speculation.OFF,
-    pb.SPECULATION_NGRAM: Speculation.NGRAM,
-    pb.SPECULATION_DRAFT: Speculation.DRAFT,
-    pb.SPECULATION_AUTO: Speculation.AUTO,
+    pb.SPECULATION_OFF: SpeculationMode.OFF,
+    pb.SPECULATION_NGRAM: SpeculationMode.NGRAM,
+    pb.SPECULATION_DRAFT: SpeculationMode.DRAFT,
+    pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
 # A prompt that is cut to its end may be so many times what the context holds.
-_MOST_CUT = 4
+_MAX_TRUNCATION_FACTOR = 4
 
 
-class Prompter:
+class RequestBuilder:
     """Reads requests for one model. All methods raise InvalidRequest with one clear sentence."""
 
     def __init__(
@@ -50,53 +50,55 @@ class Prompter:
         tool_call_parser: str = "auto",
         speculate: str = "off",
         has_draft_model: bool = False,
-        adapters: Mapping[str, Adapter] | None = None,
-        room: Room | None = None,
+        adapters: Mapping[str, LoraAdapter] | None = None,
+        room: PoolCapacity | None = None,
     ) -> None:
         """``speculate`` is what requests get that do not say; ``adapters`` can be asked for by name. ``room`` tells why
         the context is no longer, where it is not the model's."""
         self._adapters = adapters if adapters is not None else {}  # others come while requests run
-        self._room = room or Room(context_length, context_length, 0)
-        self._speculate, self._has_draft_model = Speculation(speculate), has_draft_model
+        self._room = room or PoolCapacity(context_length, context_length, 0)
+        self._speculate, self._has_draft_model = SpeculationMode(speculate), has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
         self._separator = document_separator
         self._vocabulary = int(loaded.config.vocab_size)
-        self._grammars = Grammars(self._tokenizer, self._vocabulary, loaded.stop_tokens)
-        self._conversations = Conversations(loaded.id, self._tokenizer, self._grammars, tool_call_parser)
+        self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
+        self._conversations = Conversations(loaded.id, self._tokenizer, self._grammar_compiler, tool_call_parser)
         # No text of more characters than this fits: each token stands for at most as many as the longest one.
-        self._most_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
+        self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
-    def prepare(self) -> None:
+    def warm_up(self) -> None:
         """Does before the first request what would hold the GIL for seconds in the first one with a grammar."""
-        self._grammars.prepare()
+        self._grammar_compiler.warm_up()
 
-    def bounded_tokens(
+    def checked_tokens(
         self,
         prompt: pb.Prompt,
         generation_prompt: bool = True,
         cache: pb.CacheOptions | None = None,
-        most: int | None = None,
+        max_tokens: int | None = None,
         middle: bool = False,
-    ) -> tuple[list[int], Marks]:
+    ) -> tuple[list[int], DocumentMarks]:
         """``tokens`` of a prompt that is to be read, if need be the last ``most`` of them, or, without the ``middle``,
         that many of the first and the last. Raises PromptTooLong, before anything is tokenized where its size tells."""
-        if most is not None:
-            size = self._refuse_characters(*_texts_in(prompt))
-            if size > _MOST_CUT * self._context * _USUAL_CHARACTERS:
+        if max_tokens is not None:
+            size = self._check_characters(*_prompt_texts(prompt))
+            if size > _MAX_TRUNCATION_FACTOR * self._context * _USUAL_CHARACTERS_PER_TOKEN:
                 raise PromptTooLong(
                     f"the prompt is too long: it has {size} characters, too many to be read for its end; send less"
                 )
-            ids, marks = self._cut(prompt, *self.tokens(prompt, generation_prompt, cache), most, middle)
-            self._refuse_longer(len(ids))
+            ids, marks = self._truncate(prompt, *self.tokens(prompt, generation_prompt, cache), max_tokens, middle)
+            self._check_length(len(ids))
             return ids, marks
-        self._refuse_longer(len(prompt.token_ids.ids))
-        self._refuse_larger(*_texts_in(prompt))
+        self._check_length(len(prompt.token_ids.ids))
+        self._check_size(*_prompt_texts(prompt))
         ids, marks = self.tokens(prompt, generation_prompt, cache)
-        self._refuse_longer(len(ids))
+        self._check_length(len(ids))
         return ids, marks
 
-    def _cut(self, prompt: pb.Prompt, ids: list[int], marks: Marks, most: int, middle: bool) -> tuple[list[int], Marks]:
+    def _truncate(
+        self, prompt: pb.Prompt, ids: list[int], marks: DocumentMarks, most: int, middle: bool
+    ) -> tuple[list[int], DocumentMarks]:
         """The last ``most`` of a prompt's tokens, and the special ones that its text begins with; or as many of the
         first and of the last."""
         head = most // 2 if middle else 0
@@ -110,29 +112,29 @@ class Prompter:
         ends = (*before, *(end - cut for end in marks.segment_ends if end > cut + head))
         return ids[:head] + ids[cut + head :], replace(marks, segment_ends=ends)
 
-    def _refuse_longer(self, tokens: int) -> None:
+    def _check_length(self, tokens: int) -> None:
         self._room.check(tokens)
 
     def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
         """``tokens`` of a prompt that need not fit into the context, but may not have more characters than could."""
-        self._refuse_characters(*_texts_in(prompt))
+        self._check_characters(*_prompt_texts(prompt))
         return self.tokens(prompt)[0]
 
-    def _refuse_characters(self, *texts: str) -> int:
+    def _check_characters(self, *texts: str) -> int:
         """How many characters there are, if not too many."""
         size = sum(map(len, texts))
-        if size > self._most_characters:
+        if size > self._max_characters:
             raise PromptTooLong(
                 f"the prompt is too long: it has {size} characters; a context of {self._context} tokens holds at most "
-                f"{self._most_characters}"
+                f"{self._max_characters}"
             )
         return size
 
-    def _refuse_larger(self, *texts: str) -> None:
+    def _check_size(self, *texts: str) -> None:
         """Tokenizing takes hundreds of bytes for each of a text: what cannot fit is refused by its size, and what
         hardly can is counted in pieces first."""
-        size = self._refuse_characters(*texts)
-        if size <= self._context * _USUAL_CHARACTERS:
+        size = self._check_characters(*texts)
+        if size <= self._context * _USUAL_CHARACTERS_PER_TOKEN:
             return
         counted = 0
         for text in texts:
@@ -144,7 +146,7 @@ class Prompter:
 
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
-    ) -> tuple[list[int], Marks]:
+    ) -> tuple[list[int], DocumentMarks]:
         """Token ids of a prompt, at least one, and where its documents end.
 
         Text with a document separator is tokenized piece by piece, so that a document has the same tokens wherever
@@ -175,65 +177,65 @@ class Prompter:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         return ids, marks
 
-    def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], Marks]:
+    def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], DocumentMarks]:
         if not separator or separator not in text:
-            return self._ids(text, special), Marks()
+            return self._ids(text, special), DocumentMarks()
         first, *others = text.split(separator)
         ids, ends = self._ids(first, special), []
         for other in others:
             ends.append(len(ids))
             ids += self._ids(separator + other, False)
-        return ids, Marks(segment_ends=tuple(end for end in ends if end))
+        return ids, DocumentMarks(segment_ends=tuple(end for end in ends if end))
 
     def _ids(self, text: str, special: bool) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
-    def _marks(self, cache: pb.CacheOptions, separator: str, tokens: int) -> Marks:
+    def _marks(self, cache: pb.CacheOptions, separator: str, tokens: int) -> DocumentMarks:
         ends = tuple(cache.segment_ends)
         if any(b <= a for a, b in pairwise((0, *ends))) or (ends and ends[-1] > tokens):
             raise InvalidRequest(f"segment_ends must rise from 1 to at most the prompt's {tokens} tokens")
-        return Marks(tuple(self._ids(separator, False)) if separator else (), ends)
+        return DocumentMarks(tuple(self._ids(separator, False)) if separator else (), ends)
 
     def text(self, ids: list[int]) -> str:
         """What token ids say, special tokens included; those that only pad the vocabulary say nothing."""
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
-    def sequence(self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float) -> Sequence:
+    def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
         """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong, InvalidRequest."""
-        return self.read(request, sink, arrived)(self.steering(request))
+        return self.tokenize(request, sink, arrived)(self.grammar_state(request))
 
-    def steering(self, request: pb.GenerateRequest) -> Steering | None:
+    def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compiles what keeps the answer to a grammar, which may take seconds; None where nothing does. Raises
         InvalidRequest."""
-        return self._conversations.steering(request)
+        return self._conversations.grammar_state(request)
 
-    def read(
-        self, request: pb.GenerateRequest, sink: Callable[[Output], None], arrived: float
-    ) -> Callable[[Steering | None], Sequence]:
+    def tokenize(
+        self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
+    ) -> Callable[[GrammarState | None], Sequence]:
         """Tokenizes a request: returns what makes a sequence of it, given its ``steering``. Raises UnknownModel,
         PromptTooLong, InvalidRequest."""
         adapter = self.adapter(request.model)
         middle = request.truncation == pb.TRUNCATION_MIDDLE
-        most = self._most_read(request)
-        tokens, marks = self.bounded_tokens(request.prompt, cache=request.cache, most=most, middle=middle)
+        most = self._max_prompt_tokens(request)
+        tokens, marks = self.checked_tokens(request.prompt, cache=request.cache, max_tokens=most, middle=middle)
         room = self._context - len(tokens)
-        wanted = request_options.most_written(request, room)
+        wanted = request_options.max_new_tokens(request, room)
         if len(request.request_id) > _MAX_ID:
             raise InvalidRequest(f"request_id has {len(request.request_id)} characters; at most {_MAX_ID} are allowed")
         scored = request_options.logprobs("prompt_logprobs", request)
-        request_options.check_scored(scored, len(tokens))
+        request_options.check_prompt_logprobs(scored, len(tokens))
         ends = self._loaded.stop_tokens
         # A call that must be made is not cut short by what may stand in it.
         must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
         strings = () if must_call else request_options.stop_strings(request)
-        own_stops = frozenset() if must_call else request_options.own_stops(request, self._vocabulary)
+        own_stops = frozenset() if must_call else request_options.request_stop_ids(request, self._vocabulary)
         stops = own_stops if request.ignore_eos else ends | own_stops
         params = self.sampling(request.sampling, request.min_tokens)
         params.check(self._vocabulary)
         shown = request.show_special_tokens
-        text = TextStream(
+        text = IncrementalDetokenizer(
             self._tokenizer,
             strings,
             frozenset() if shown else ends,
@@ -264,7 +266,7 @@ class Prompter:
             prompt_logprobs=scored,
         )
 
-    def adapter(self, name: str) -> Adapter | None:
+    def adapter(self, name: str) -> LoraAdapter | None:
         """The adapter of this name; None for the model itself. Raises UnknownModel."""
         if name in ("", self._loaded.id):
             return None
@@ -275,11 +277,11 @@ class Prompter:
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
         """The prompt as it was read."""
-        if request.prompt.WhichOneof("kind") == "text" and self._most_read(request) is None:
+        if request.prompt.WhichOneof("kind") == "text" and self._max_prompt_tokens(request) is None:
             return request.prompt.text
         return self.text(sequence.tokens[: sequence.prompt_tokens])
 
-    def _most_read(self, request: pb.GenerateRequest) -> int | None:
+    def _max_prompt_tokens(self, request: pb.GenerateRequest) -> int | None:
         """How many tokens of a prompt are read at most; None for no truncation. Raises InvalidRequest."""
         if request.truncation not in pb.Truncation.values():
             raise InvalidRequest(f"truncation is {request.truncation}, which is none", param="truncation")
@@ -297,7 +299,7 @@ class Prompter:
             )
         return self._context - answer
 
-    def call_parser(self, request: pb.GenerateRequest) -> CallParser | None:
+    def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """What reads calls of tools out of the answer's text; None where none is asked for."""
         return self._conversations.parser(request)
 
@@ -311,7 +313,7 @@ class Prompter:
             sent["allowed_tokens"] = frozenset(given.allowed_tokens)
         return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
 
-    def speculation(self, given: pb.Speculation.ValueType) -> Speculation:
+    def speculation(self, given: pb.Speculation.ValueType) -> SpeculationMode:
         """Who guesses for a request."""
         if given == pb.SPECULATION_UNSPECIFIED:
             return self._speculate
@@ -328,13 +330,13 @@ class Prompter:
 
 def _branches(given: int) -> int | None:
     """How many branches of guesses a request asks for; None for as many as the worker is set to."""
-    if given > MOST_BRANCHES:
+    if given > MAX_BRANCHES:
         raise InvalidRequest(
-            f"speculation_branches is {given}; allowed are 1 to {MOST_BRANCHES}", param="speculation_branches"
+            f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
         )
     return given or None
 
 
-def _texts_in(prompt: pb.Prompt) -> list[str]:
+def _prompt_texts(prompt: pb.Prompt) -> list[str]:
     """All that is to be tokenized, for counting; nothing of token ids."""
-    return [prompt.text, *texts_of(prompt.chat)]
+    return [prompt.text, *chat_texts(prompt.chat)]

@@ -8,16 +8,16 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.context_reuse.chunking import Marks
-from inference_svc.engine.sequence import CacheUse
+from inference_svc.context_reuse.chunking import DocumentMarks
+from inference_svc.engine.sequence import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
 # Of a prompt, tokens with all of their alternatives: each takes a hundred bytes here, and more where it is shown.
-_MAX_SCORED = 1 << 18
+_MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
-def most_written(request: pb.GenerateRequest, room: int) -> int:
+def max_new_tokens(request: pb.GenerateRequest, room: int) -> int:
     """How many tokens are generated at most, where there is ``room`` for so many. Raises InvalidRequest."""
     wanted = max(DEFAULT_MAX_TOKENS, request.min_tokens)
     if request.HasField("max_tokens"):
@@ -32,7 +32,7 @@ def most_written(request: pb.GenerateRequest, room: int) -> int:
     return most
 
 
-def own_stops(request: pb.GenerateRequest, vocabulary: int) -> frozenset[int]:
+def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[int]:
     """The tokens by which the request wants to end. Raises InvalidRequest."""
     if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
         raise InvalidRequest(
@@ -57,7 +57,7 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def cache_use(given: pb.CacheOptions, marks: Marks) -> CacheUse:
+def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
     """What the request may do with the cache. Raises InvalidRequest."""
     if len(given.tenant_salt) > _MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
@@ -66,7 +66,7 @@ def cache_use(given: pb.CacheOptions, marks: Marks) -> CacheUse:
             f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
             param="cache_ttl_seconds",
         )
-    return CacheUse(
+    return CacheParams(
         read=not given.skip_read,
         write=not given.skip_write,
         tenant_salt=given.tenant_salt,
@@ -86,11 +86,11 @@ def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateR
     return most
 
 
-def check_scored(scored: int | None, tokens: int) -> None:
+def check_prompt_logprobs(scored: int | None, tokens: int) -> None:
     """Raises InvalidRequest where a prompt of so many tokens has too many log probabilities."""
-    if scored is not None and tokens * (scored + 1) > _MAX_SCORED:
+    if scored is not None and tokens * (scored + 1) > _MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs is {scored} for a prompt of {tokens} tokens; tokens times (prompt_logprobs + 1) may be "
-            f"{_MAX_SCORED} at most",
+            f"{_MAX_PROMPT_LOGPROBS} at most",
             param="prompt_logprobs",
         )

@@ -25,38 +25,38 @@ from kvsidecar.errors import (
 )
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
+from kvsidecar.process.malloc_tuning import trim_freed_memory
 from kvsidecar.requests import add_calls
 
-from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.lora.live_adapters import LiveAdapters
-from inference_svc.lora.lora_adapter import Adapter
-from inference_svc.models.layer_streaming.streamed_model import Streamed
-from inference_svc.request.logprobs_output import copy_end, prompt_logprobs, tell_end, token_logprob
+from inference_svc.engine.sequence import Sequence, SequenceOutput
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.lora.lora_adapter import LoraAdapter
+from inference_svc.models.layer_streaming.streamed_model import StreamedModel
+from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
-from inference_svc.request.request_builder import Prompter
-from inference_svc.server.malloc_tuning import give_back_freed_memory
-from inference_svc.server.request_telemetry import NOBODY, UNSEEN, Observed, Observer
+from inference_svc.request.request_builder import RequestBuilder
+from inference_svc.server.lora_admin import LoraAdmin
+from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
 from inference_svc.server.runtime import Runtime
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.call_response import FINISH, read_calls
 
 log = structlog.get_logger("worker")
 T = TypeVar("T")
 # Of so large a request, what was used to read it is given back.
 _LARGE_BYTES = 1 << 18
-_MOST_DETOKENIZED = 1 << 17
+_MAX_DETOKENIZED = 1 << 17
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(InferenceServiceServicer):
     """One instance per worker; all methods run on its event loop, the engine on a thread of its own."""
 
-    def __init__(self, runtime: Runtime, observer: Observer = NOBODY) -> None:
+    def __init__(self, runtime: Runtime, observer: RequestObserver = NOOP) -> None:
         self._runtime, self._engine, self._observer = runtime, runtime.engine, observer
         self._loaded = runtime.engine.loaded
         config = runtime.config
-        self._prompter = Prompter(
+        self._requests = RequestBuilder(
             self._loaded,
             runtime.engine.context_length,
             config.document_separator,
@@ -66,13 +66,13 @@ class InferenceService(InferenceServiceServicer):
             runtime.engine.adapters,
             runtime.engine.room,
         )
-        self._prompter.prepare()
-        self._adapters = LiveAdapters(runtime)
+        self._requests.warm_up()
+        self._adapters = LoraAdmin(runtime)
         self._loop = asyncio.get_running_loop()
         # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
-        self._reading = ThreadPoolExecutor(2, "tokenize")
+        self._tokenize_threads = ThreadPoolExecutor(2, "tokenize")
         # Grammars may take seconds as well: only requests with one wait for those.
-        self._compiling = ThreadPoolExecutor(2, "compile")
+        self._grammar_threads = ThreadPoolExecutor(2, "compile")
 
     # ---- generating -----------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class InferenceService(InferenceServiceServicer):
             if part.HasField("numerics"):
                 response.numerics.CopyFrom(part.numerics)
             if part.finish_reason:
-                copy_end(part, response)
+                copy_stop_reason(part, response)
                 response.finish_reason = part.finish_reason
                 response.usage.CopyFrom(part.usage)
                 response.timings.CopyFrom(part.timings)
@@ -110,25 +110,25 @@ class InferenceService(InferenceServiceServicer):
             await abort(context, error, INFERENCE_DOMAIN)
 
     async def _generate(
-        self, request: pb.GenerateRequest, seen: Observed = UNSEEN
+        self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
         calls, first = None, True
         async with aclosing(self.outputs(request, seen)) as outputs:
             async for sequence, output in outputs:
                 if first:
-                    calls = self._prompter.call_parser(request)
+                    calls = self._requests.call_parser(request)
                 part = self._part(sequence, output, sequence.id if first else "")
                 if calls is not None:
                     read_calls(calls, part)
                 if first and (request.explain or request.echo or sequence.prompt_logprobs is not None):
-                    await self._read(request, partial(self._tell_prompt, request, sequence, part))
+                    await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
                 first = False
                 yield part
 
     async def outputs(
-        self, request: pb.GenerateRequest, seen: Observed = UNSEEN
-    ) -> AsyncGenerator[tuple[Sequence, Output], None]:
+        self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
+    ) -> AsyncGenerator[tuple[Sequence, SequenceOutput], None]:
         """What the engine says of a request. Leaving early, for whatever reason, cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
@@ -146,29 +146,31 @@ class InferenceService(InferenceServiceServicer):
                 if not finished:
                     self._engine.cancel(sequence)
 
-    async def _submit(self, request: pb.GenerateRequest, seen: Observed) -> tuple[Sequence, asyncio.Queue[Output]]:
+    async def _submit(
+        self, request: pb.GenerateRequest, seen: ObservedRequest
+    ) -> tuple[Sequence, asyncio.Queue[SequenceOutput]]:
         arrived = time.perf_counter()
-        outputs: asyncio.Queue[Output] = asyncio.Queue()
+        outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
 
-        def sink(output: Output) -> None:
+        def sink(output: SequenceOutput) -> None:
             if not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
-        made = await self._read(request, lambda: self._prompter.read(request, sink, arrived))
-        sequence = made(await self._steering(request))
+        made = await self._tokenize_beside(request, lambda: self._requests.tokenize(request, sink, arrived))
+        sequence = made(await self._grammar_state(request))
         tokenized, sequence.trace = time.perf_counter(), seen.span
         sequence.timings.tokenize_ms = (tokenized - arrived) * 1e3
         seen.span.phase("tokenize", arrived, tokenized)
         self._engine.submit(sequence)
         return sequence, outputs
 
-    async def _steering(self, request: pb.GenerateRequest) -> Steering | None:
+    async def _grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compiles what keeps the answer to a grammar, beside the event loop where there may be one."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
-            return self._prompter.steering(request)
-        return await self._loop.run_in_executor(self._compiling, self._prompter.steering, request)
+            return self._requests.grammar_state(request)
+        return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
 
-    async def _read(self, request: Message, work: Callable[[], T]) -> T:
+    async def _tokenize_beside(self, request: Message, work: Callable[[], T]) -> T:
         """Does what takes as long as a request is large beside the event loop."""
 
         def read() -> T:
@@ -176,29 +178,31 @@ class InferenceService(InferenceServiceServicer):
                 return work()
             finally:
                 if request.ByteSize() > _LARGE_BYTES:
-                    give_back_freed_memory()
+                    trim_freed_memory()
 
-        return await self._loop.run_in_executor(self._reading, read)
+        return await self._loop.run_in_executor(self._tokenize_threads, read)
 
-    def _tell_prompt(self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+    def _add_prompt_fields(
+        self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse
+    ) -> None:
         """What the first part says of the prompt."""
         if sequence.parts:
-            part.prompt_parts.extend(prompt_parts(sequence, self._prompter.text))
+            part.prompt_parts.extend(prompt_parts(sequence, self._requests.text))
         if request.explain:
             part.numerics.CopyFrom(numerics_of(self._loaded))
-        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._prompter.text))
+        part.prompt_logprobs.extend(prompt_logprobs(sequence, self._requests.text))
         if request.echo:
-            part.prompt_text = self._prompter.prompt_text(request, sequence)
+            part.prompt_text = self._requests.prompt_text(request, sequence)
 
-    def _part(self, sequence: Sequence, output: Output, request_id: str) -> pb.GenerateStreamResponse:
+    def _part(self, sequence: Sequence, output: SequenceOutput, request_id: str) -> pb.GenerateStreamResponse:
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
         if output.drawn is not None:
             part.token_ids.append(output.drawn.token)
             if output.drawn.logprob is not None:
-                part.logprobs.append(token_logprob(output.drawn, self._prompter.text))
+                part.logprobs.append(token_logprob(output.drawn, self._requests.text))
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
-            tell_end(sequence, output.finish, part)
+            set_stop_reason(sequence, output.finish, part)
             part.usage.prompt_tokens = sequence.prompt_tokens
             part.usage.cached_tokens = sequence.cached_tokens
             part.usage.generated_tokens = sequence.generated
@@ -212,11 +216,11 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        self._prompter.adapter(request.model)  # refused before anything is read
+        self._requests.adapter(request.model)  # refused before anything is read
         with self._observer.request("Warm", context) as seen:
-            tokens, marks = await self._read(
+            tokens, marks = await self._tokenize_beside(
                 request,
-                lambda: self._prompter.bounded_tokens(request.prompt, generation_prompt=False, cache=request.cache),
+                lambda: self._requests.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache),
             )
             inner = pb.GenerateRequest(
                 prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)),
@@ -226,7 +230,7 @@ class InferenceService(InferenceServiceServicer):
             )
             inner.cache.segment_ends[:] = marks.segment_ends
             sequence, outputs = await self._submit(inner, seen)
-            output = Output()
+            output = SequenceOutput()
             try:
                 while output.stored_tokens is None:
                     output = await outputs.get()
@@ -243,21 +247,21 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        ids = await self._read(request, lambda: self._prompter.counted_tokens(request.prompt))
+        ids = await self._tokenize_beside(request, lambda: self._requests.counted_tokens(request.prompt))
         return pb.TokenizeResponse(token_ids=ids)
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        most = max(self._engine.context_length, _MOST_DETOKENIZED)
+        most = max(self._engine.context_length, _MAX_DETOKENIZED)
         if len(request.token_ids) > most:
             raise InvalidRequest(f"there are {len(request.token_ids)} token_ids; at most {most} are allowed")
-        return await self._read(request, lambda: self._detokenized(request))
+        return await self._tokenize_beside(request, lambda: self._detokenized(request))
 
     def _detokenized(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         wrong = next((i for i in request.token_ids if i >= self._loaded.config.vocab_size), None)
         if wrong is not None:
             raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {self._loaded.config.vocab_size}")
-        return pb.DetokenizeResponse(text=self._prompter.text(list(request.token_ids)))
+        return pb.DetokenizeResponse(text=self._requests.text(list(request.token_ids)))
 
     # ---- state ----------------------------------------------------------------------------------------------
 
@@ -277,14 +281,14 @@ class InferenceService(InferenceServiceServicer):
             storage_bits=self._runtime.config.storage_bits,
             vocab_size=m.config.vocab_size,
             has_chat_template=bool(m.tokenizer.chat_template),
-            adapters=[self._told(adapter) for adapter in list(self._engine.adapters.values())],
+            adapters=[self._adapter_message(adapter) for adapter in list(self._engine.adapters.values())],
             numerics=numerics_of(m),
         )
 
     def _namespace(self, fingerprint: bytes) -> bytes:
         return keys.namespace_id(self._loaded.descriptor(self._runtime.config.storage_bits, fingerprint))
 
-    def _told(self, adapter: Adapter) -> pb.Adapter:
+    def _adapter_message(self, adapter: LoraAdapter) -> pb.Adapter:
         return pb.Adapter(
             name=adapter.name, namespace=self._namespace(adapter.fingerprint), size_bytes=adapter.size_bytes
         )
@@ -293,13 +297,13 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.LoadAdapterResponse:
-        _refuse_strangers(context)
+        _require_unix_socket(context)
         work = partial(self._adapters.load, request.name, request.path, request.namespace)
-        return pb.LoadAdapterResponse(adapter=self._told(await asyncio.to_thread(work)))
+        return pb.LoadAdapterResponse(adapter=self._adapter_message(await asyncio.to_thread(work)))
 
     @unary(INFERENCE_DOMAIN)
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.UnloadAdapterResponse:
-        _refuse_strangers(context)
+        _require_unix_socket(context)
         await asyncio.to_thread(self._adapters.unload, request.name)
         return pb.UnloadAdapterResponse()
 
@@ -308,7 +312,7 @@ class InferenceService(InferenceServiceServicer):
         return worker_stats(self._runtime)
 
 
-def _refuse_strangers(context: Context) -> None:
+def _require_unix_socket(context: Context) -> None:
     """Only the worker's own user can connect to its Unix socket; at TCP everybody who reaches it is let in."""
     if not context.peer().startswith("unix"):
         raise FailedPrecondition("adapters come and go at the worker's Unix socket only")
@@ -323,7 +327,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         waiting=waiting,
         pool_pages=engine.pool.pages,
         pool_free_pages=engine.free_pages,
-        page_tokens=PAGE_TOKENS,
+        page_tokens=BLOCK_TOKENS,
         cache_attached=cache is not None and cache.attached,
         pending_saves=saving,
         requests=engine.stats.requests,
@@ -357,7 +361,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
     )
 
 
-def _streaming_stats(streamed: Streamed | None) -> pb.StreamingStats:
+def _streaming_stats(streamed: StreamedModel | None) -> pb.StreamingStats:
     if streamed is None:
         return pb.StreamingStats(mode="full_resident")
     stats, residency = streamed.stats, streamed.residency

@@ -12,7 +12,7 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel
 from inference_svc.server.worker_config import WorkerConfig
@@ -24,19 +24,19 @@ _SHARE_OF_FREE = 4
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
-def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> Overflow | None:
+def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> DiskOverflow | None:
     """What lies behind a pool of so many tokens; None where nothing is asked for, or ``auto`` finds that nothing is
     needed, or that nothing can be had. Raises ConfigurationError where what is asked for cannot be."""
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     shape = (loaded.layers, loaded.kv_heads, loaded.head_dim)
     if config.overflow_bytes == "auto":
-        if loaded.device.type != "cpu" or loaded.context_length <= pool_tokens or _moves(loaded):
+        if loaded.device.type != "cpu" or loaded.context_length <= pool_tokens or _reclaims_window(loaded):
             return None
         try:
-            tokens = min(loaded.context_length, _free(config.overflow_dir) // _SHARE_OF_FREE // per_token)
+            tokens = min(loaded.context_length, _free_disk_bytes(config.overflow_dir) // _SHARE_OF_FREE // per_token)
             if tokens <= pool_tokens:
                 raise ConfigurationError(f"the disk of {config.overflow_dir} has too little room")
-            found = Overflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
+            found = DiskOverflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
         except (ConfigurationError, OSError) as error:
             log.info("no request may have more tokens than the pool holds", tokens=pool_tokens, reason=str(error))
             return None
@@ -52,20 +52,20 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
                 f"{asked}, which holds {tokens} tokens; the pool itself holds {pool_tokens}: it must be larger than "
                 f"{format_size(pool_tokens * per_token)}, or 0"
             )
-        if loaded.context_length <= pool_tokens or _moves(loaded):
+        if loaded.context_length <= pool_tokens or _reclaims_window(loaded):
             return None
         ensure_private_dir(config.overflow_dir)
-        found = Overflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
+        found = DiskOverflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
     log.info("requests beyond the pool have room on disk", tokens=tokens, most=format_size(found.size_bytes))
     return found
 
 
-def _moves(loaded: LoadedModel) -> bool:
+def _reclaims_window(loaded: LoadedModel) -> bool:
     """Whether a request's pages move on with its window, so that it never needs many."""
     return bool(loaded.windows) and all(loaded.windows) and cpu_attention.serves(loaded.dtype, loaded.head_dim)
 
 
-def _free(folder: Path) -> int:
+def _free_disk_bytes(folder: Path) -> int:
     """Bytes that are free on a folder's disk. Makes the folder. Raises ConfigurationError, also where it is none."""
     ensure_private_dir(folder)
     at = folder.resolve()

@@ -27,20 +27,20 @@ from kvsidecar.process.interpreter import python_command
 from kvsidecar.process.runtime_dir import socket_target
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 
-from inference_svc.context_reuse.reuse_lab import Laboratory
+from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.reuse_report import Report, Thresholds
 from inference_svc.context_reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
-from inference_svc.engine.sequence import Finish, Output
+from inference_svc.engine.sequence import FinishReason, SequenceOutput
 from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.kv_client.verdict_report import store_verdict
 from inference_svc.models.loader import quiet_transformers
-from inference_svc.request.logprobs_output import prompt_logprobs, tell_end, token_logprob
+from inference_svc.request.logprobs_output import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import prompt_parts
-from inference_svc.request.request_builder import Prompter
-from inference_svc.server.runtime import Runtime, build
+from inference_svc.request.request_builder import RequestBuilder
+from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tool_calls.call_response import FINISH, read_calls
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 _DAEMON_START_SECONDS = 30.0
 # How often a full queue is tried again.
@@ -89,7 +89,7 @@ class Engine:
 
     def __init__(self, runtime: Runtime, daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
         self._runtime, self._daemon, self._folder = runtime, daemon, folder
-        self._prompter = Prompter(
+        self._requests = RequestBuilder(
             runtime.engine.loaded,
             runtime.engine.context_length,
             runtime.config.document_separator,
@@ -134,7 +134,7 @@ class Engine:
                 name="in-process",
                 **{"overflow_bytes": 0} | settings,
             )
-            return cls(build(config), daemon, folder)
+            return cls(build_runtime(config), daemon, folder)
         except BaseException:
             _end_daemon(daemon, folder)
             raise
@@ -166,8 +166,8 @@ class Engine:
         results, running = list[Result](), deque[_Call]()
         try:
             for prompt, options in requests:
-                call = self._read(prompt, options)
-                while not self._submitted(call):  # as many wait as may: the first of ours makes room
+                call = self._build(prompt, options)
+                while not self._try_submit(call):  # as many wait as may: the first of ours makes room
                     if running:
                         results.append(_result(running[0]))
                         running.popleft()
@@ -183,7 +183,7 @@ class Engine:
             raise
         return results
 
-    def _submitted(self, call: _Call) -> bool:
+    def _try_submit(self, call: _Call) -> bool:
         """Queues a request, unless as many wait as may."""
         try:
             self._runtime.engine.submit(call.sequence)
@@ -206,7 +206,7 @@ class Engine:
     def warm(self, prompt: Prompt, model: str = "") -> int:
         """Reads a prompt into the cache, for an adapter if ``model`` names one. Returns how many of its tokens are
         stored."""
-        tokens, marks = self._prompter.bounded_tokens(to_prompt(prompt), generation_prompt=False)
+        tokens, marks = self._requests.checked_tokens(to_prompt(prompt), generation_prompt=False)
         call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends, "model": model})
         _result(call)
         while True:
@@ -232,7 +232,7 @@ class Engine:
         it passed. Call it when nothing else runs. Raises InvalidRequest, ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
-        lab = Laboratory(engine.loaded, decoder=engine.decoder)
+        lab = ReuseLab(engine.loaded, decoder=engine.decoder)
         verifier = Verifier(lab, config.storage_bits, thresholds)
         tried = candidates(repair or config.repair, config.repair_ratio if ratio is None else ratio)
         report = verifier.run(prompts or read_questions(BUILT_IN), tried)
@@ -262,24 +262,24 @@ class Engine:
         return {f.name: getattr(stats, f.name) for f in stats.DESCRIPTOR.fields}
 
     def _submit(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
-        call = self._read(prompt, options)
+        call = self._build(prompt, options)
         self._runtime.engine.submit(call.sequence)
         return call
 
-    def _read(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
+    def _build(self, prompt: Prompt, options: Mapping[str, Any]) -> _Call:
         began = time.perf_counter()
-        outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
+        outputs: queue.SimpleQueue[SequenceOutput] = queue.SimpleQueue()
         request = to_request(prompt, **options)
-        sequence = self._prompter.sequence(request, outputs.put, began)
+        sequence = self._requests.build(request, outputs.put, began)
         sequence.timings.tokenize_ms = (time.perf_counter() - began) * 1e3
-        return _Call(sequence, outputs, self._prompter.call_parser(request), self._prompter.text)
+        return _Call(sequence, outputs, self._requests.call_parser(request), self._requests.text)
 
 
 @dataclass(frozen=True)
 class _Call:
     sequence: EngineSequence
-    outputs: queue.SimpleQueue[Output]
-    parser: CallParser | None
+    outputs: queue.SimpleQueue[SequenceOutput]
+    parser: ToolCallParser | None
     decode: Callable[[list[int]], str]
 
 
@@ -305,7 +305,7 @@ def _chunks(call: _Call) -> Iterator[Chunk]:
                 logprobs.append(token_logprob(output.drawn, call.decode))
         if finish is not None:
             part.finish_reason = FINISH[finish]
-            tell_end(s, finish, part)
+            set_stop_reason(s, finish, part)
         if call.parser is not None:
             read_calls(call.parser, part)
             add_calls(calls, part.tool_calls)
@@ -320,7 +320,7 @@ def _ended(
     text: str,
     calls: list[pb.ToolCall],
     logprobs: list[pb.TokenLogprob],
-    finish: Finish,
+    finish: FinishReason,
 ) -> Result:
     s, ended_by = call.sequence, last.WhichOneof("stopped_by")
     called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS

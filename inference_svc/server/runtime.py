@@ -13,39 +13,40 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import ServedCounts
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
+from kvsidecar.process.malloc_tuning import keep_freed_memory, trim_freed_memory
 
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.context_reuse.rope_shift import refusal, rotary_of
-from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
+from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.kv_client.connector import CacheLink
-from inference_svc.kv_client.daemon_address import daemon_address
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.kv_client.connector import DaemonConnector
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.lora.adapter_dir import Folder
+from inference_svc.lora.adapter_dir import AdapterDir
 from inference_svc.lora.adapter_weights import AdapterWeights, linears_of, read_weights
-from inference_svc.lora.lora_adapter import Adapter
-from inference_svc.model_runner.attention import ATTENTION
-from inference_svc.model_runner.cuda_attention import kernels_of, measured
+from inference_svc.lora.lora_adapter import LoraAdapter
+from inference_svc.model_runner.attention import ATTENTION_NAME
+from inference_svc.model_runner.cuda_attention import find_kernels, select_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.numerics_probe import identified
-from inference_svc.models.batch_invariance_probe import products_of, uneven
+from inference_svc.model_runner.numerics_probe import with_numerics_identity
+from inference_svc.models.batch_invariance_probe import batch_variant_shapes, packed_linears_of
 from inference_svc.models.draft_loader import COPY_BITS, load_draft
-from inference_svc.models.layer_streaming.residency_plan import Asked
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.linear.dense_linear import becomes_dense
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.loader import LoadedModel, load
+from inference_svc.models.model_check import SELF
 from inference_svc.models.numerics_identity import NumericsIdentity
-from inference_svc.models.preflight import SELF, check_draft, open_adapters
-from inference_svc.server.malloc_tuning import give_back_freed_memory, keep_freed_memory
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.overflow_dir import open_overflow
+from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
-from inference_svc.spec_decode.draft_model_proposer import DraftModel
+from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 
 log = structlog.get_logger("worker")
 
@@ -58,7 +59,7 @@ class Runtime:
     """A running engine with its cache link (None without a daemon)."""
 
     engine: Engine
-    cache: CacheLink | None
+    cache: DaemonConnector | None
     config: WorkerConfig
 
     def close(self) -> None:
@@ -70,7 +71,7 @@ class Runtime:
             self.cache.close()
 
 
-def build(config: WorkerConfig) -> Runtime:
+def build_runtime(config: WorkerConfig) -> Runtime:
     """Loads the model and starts the engine. Raises ConfigurationError, ModelUnsupported.
 
     Works on a thread that ends with it: OpenMP keeps a team of threads for every thread that computed, and once
@@ -79,12 +80,12 @@ def build(config: WorkerConfig) -> Runtime:
     """
     keep_freed_memory()
     with ThreadPoolExecutor(1, "load") as thread:
-        built = thread.submit(_build, config).result()
-    give_back_freed_memory()  # of weights before they were packed
+        built = thread.submit(_load_and_assemble, config).result()
+    trim_freed_memory()  # of weights before they were packed
     return built
 
 
-def _build(config: WorkerConfig) -> Runtime:
+def _load_and_assemble(config: WorkerConfig) -> Runtime:
     folders, address = open_adapters(config), daemon_address(config)
     loaded = load(
         config.model,
@@ -94,7 +95,7 @@ def _build(config: WorkerConfig) -> Runtime:
         strict=config.strict,
         served_name=config.public_name,
         context_length=config.context_length,
-        stream=Asked(
+        stream=StreamingOptions(
             config.stream,
             config.keep_first,
             config.keep_last,
@@ -102,7 +103,7 @@ def _build(config: WorkerConfig) -> Runtime:
             config.memory_bytes,
             config.pool_bytes,
             config.batch_sequences,
-            beside_bytes=sum(folder.most_bytes for folder in folders),
+            beside_bytes=sum(folder.max_bytes for folder in folders),
             copy_bits=COPY_BITS if config.draft_model == SELF else 0,
         ),
     )
@@ -114,7 +115,9 @@ def _build(config: WorkerConfig) -> Runtime:
         raise
 
 
-def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], address: Address | None) -> Runtime:
+def _assemble(
+    config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDir], address: ServiceAddress | None
+) -> Runtime:
     """What serves a model that is loaded, with the adapters of some folders and the daemon at an address."""
     if config.context_length:
         if config.context_length > loaded.context_length:
@@ -123,20 +126,22 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
             )
         loaded = replace(loaded, context_length=config.context_length)
     if loaded.device.type == "cpu":
-        _say_where_bits_differ(loaded)
+        _probe_batch_invariance(loaded)
     adapters = _adapters(folders, loaded)
     pool = _pool(config, loaded)
     policy = reuse_policy(config, loaded)
-    draft = _draft(config, loaded, pool)
+    draft = _draft_proposer(config, loaded, pool)
     threads = config.threads or len(os.sched_getaffinity(0))
     decoder = Decoder(loaded)
     shared = config.share_across_machines
-    loaded = identified(loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native)
-    _say_numerics(loaded.numerics)
-    cache: CacheLink | None = None
-    daemons = _daemons(address, config, loaded, adapters)
+    loaded = with_numerics_identity(
+        loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native
+    )
+    _log_numerics(loaded.numerics)
+    cache: DaemonConnector | None = None
+    daemons = _daemon_connections(address, config, loaded, adapters)
     if daemons:
-        cache = CacheLink(
+        cache = DaemonConnector(
             daemons,
             loaded.geometry(config.storage_bits),
             policy,
@@ -147,7 +152,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
         latest = time.monotonic() + _ATTACH_SECONDS
         for daemon in daemons.values():
             daemon.wait(max(0.0, latest - time.monotonic()))
-        _say_what_is_reused(policy, daemons[b""])
+        _log_reuse_mode(policy, daemons[b""])
     limits = EngineLimits(
         config.batch_tokens,
         config.batch_sequences,
@@ -158,34 +163,34 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[Folder], 
         config.prefill_step_ms / 1000,
     )
     speculates = config.speculate != "off"
-    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, speculates, adapters, decoder)
-    _say_what_adapters_are(config, engine, bool(daemons))
+    engine = Engine(loaded, pool, cache or NullKVConnector(), limits, threads, draft, speculates, adapters, decoder)
+    _log_adapters(config, engine, bool(daemons))
     if daemons:
-        daemons[b""].served_counts = lambda: _served(engine)  # of all that the worker does
+        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # of all that the worker does
     return Runtime(engine, cache, config)
 
 
-def _adapters(folders: list[Folder], loaded: LoadedModel) -> list[AdapterWeights]:
+def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWeights]:
     """Their weights, checked against the model's layers. Raises ConfigurationError."""
     if not folders:
         return []
-    linears = linears_of(loaded.config, loaded.dtype, ATTENTION)
+    linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME)
     return [read_weights(folder, linears, loaded.id) for folder in folders]
 
 
-def _daemons(
-    address: Address | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
+def _daemon_connections(
+    address: ServiceAddress | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
 ) -> dict[bytes, DaemonConnection]:
     """A link to the daemon for the model and one for each adapter, by its fingerprint: each has a namespace of its own,
     and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
     if address is None:
         return {}
     names = {b"": ""} | {a.fingerprint: a.name for a in adapters}
-    return {key: daemon_link(address, config, loaded, key, name) for key, name in names.items()}
+    return {key: daemon_connection(address, config, loaded, key, name) for key, name in names.items()}
 
 
-def daemon_link(
-    address: Address, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
+def daemon_connection(
+    address: ServiceAddress, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
 ) -> DaemonConnection:
     """The link for the adapter of this name and fingerprint; both are empty for the model."""
     return DaemonConnection(
@@ -197,7 +202,7 @@ def daemon_link(
     )
 
 
-def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModel | None:
+def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
     """What guesses, if a model is to. Its pool has a page for each of the model's."""
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
@@ -209,14 +214,14 @@ def _draft(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftMode
         )
     draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
-    own = pool if copy else _new_pool(draft, pool.pages * PAGE_TOKENS)
+    own = pool if copy else _new_pool(draft, pool.pages * BLOCK_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
-    return DraftModel(
+    return DraftModelProposer(
         Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
     )
 
 
-def _say_numerics(numerics: NumericsIdentity) -> None:
+def _log_numerics(numerics: NumericsIdentity) -> None:
     if numerics.shared:
         log.warning(
             "share_across_machines is on: workers share chunks whatever computed them, so a hit may change an answer",
@@ -226,19 +231,19 @@ def _say_numerics(numerics: NumericsIdentity) -> None:
         log.info("numerics were probed: chunks are shared with workers that compute the same bits", id=numerics.id)
 
 
-def _say_where_bits_differ(loaded: LoadedModel) -> None:
+def _probe_batch_invariance(loaded: LoadedModel) -> None:
     if loaded.streamed is None:
-        bad = uneven((p for p in products_of(loaded.model) if not becomes_dense(p)), _PROBED_ROWS)
+        bad = batch_variant_shapes((p for p in packed_linears_of(loaded.model) if not becomes_dense(p)), _PROBED_ROWS)
     else:
-        with loaded.streamed.source.holding(0):
-            bad = uneven(products_of(loaded.streamed.products), _PROBED_ROWS)
+        with loaded.streamed.source.acquire_layer(0):
+            bad = batch_variant_shapes(packed_linears_of(loaded.streamed.products), _PROBED_ROWS)
             for product in loaded.streamed.products.modules():
                 if isinstance(product, PackedLinear):
-                    product.reconsider()
-    _warn_where_bits_differ(bad, loaded)
+                    product.reset_kernel()
+    _warn_batch_variance(bad, loaded)
 
 
-def _warn_where_bits_differ(bad: list[str], loaded: LoadedModel) -> None:
+def _warn_batch_variance(bad: list[str], loaded: LoadedModel) -> None:
     if bad:
         log.warning(
             "this CPU gives a row other bits in another batch, so answers with the cache may differ from those without "
@@ -248,28 +253,28 @@ def _warn_where_bits_differ(bad: list[str], loaded: LoadedModel) -> None:
         )
 
 
-def _say_what_adapters_are(config: WorkerConfig, engine: Engine, cached: bool) -> None:
+def _log_adapters(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
-        engine.between_steps(partial(say_what_an_adapter_is, adapter, engine.loaded))
+        engine.between_steps(partial(log_adapter_ready, adapter, engine.loaded))
     if engine.adapters and cached and config.approximate == "verified":
         log.info(
             "what adapters have read is reused where a prompt begins with it, exactly: kvsidecar verify is of the model"
         )
 
 
-def say_what_an_adapter_is(adapter: Adapter, loaded: LoadedModel) -> None:
+def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
     """Logs that it is there, and which of its products keep no bits on this thread, the engine's."""
     log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
     if loaded.device.type == "cpu":
         products = [product for pair in adapter.pairs.values() for product in pair.products]
-        _warn_where_bits_differ(uneven(products, _PROBED_ROWS), loaded)
+        _warn_batch_variance(batch_variant_shapes(products, _PROBED_ROWS), loaded)
 
 
-def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonConnection) -> None:
+def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
     session = daemon.session
-    if session is None or policy.rotary is None or policy.mode != "verified":
+    if session is None or policy.key_rotation is None or policy.mode != "verified":
         return
-    if policy.repair_for(session.verdict) is None:
+    if policy.recompute_setting(session.verdict) is None:
         known = "failed its verification" if session.verdict is not None else "has not been verified: kvsidecar verify"
         log.info(
             "what was read before is reused where a prompt begins with it, exactly; elsewhere it is not, because the "
@@ -277,7 +282,7 @@ def _say_what_is_reused(policy: ReusePolicy, daemon: DaemonConnection) -> None:
         )
 
 
-def _served(engine: Engine) -> ServedCounts:
+def _prompt_counters(engine: Engine) -> ServedCounts:
     s = engine.stats
     return ServedCounts(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
 
@@ -290,31 +295,31 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
     # Reading the whole vocabulary takes a second for a large one.
     ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
     chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends)
-    why = refusal(loaded.config)
+    why = why_not_shiftable(loaded.config)
     if why and config.approximate != "off":
         log.info("reuse is limited to prefixes", reason=why)
-    rotary = None if why else rotary_of(loaded.model)
-    return ReusePolicy(chunker, rotary, STRATEGIES.get(config.repair), config.repair_ratio, config.approximate)
+    rotary = None if why else key_rotation_of(loaded.model)
+    return ReusePolicy(chunker, rotary, SELECTORS.get(config.repair), config.repair_ratio, config.approximate)
 
 
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     tokens = config.pool_bytes // per_token
-    if tokens < 4 * PAGE_TOKENS:
+    if tokens < 4 * BLOCK_TOKENS:
         raise ConfigurationError(
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
-            f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
+            f"at least {format_size(4 * BLOCK_TOKENS * per_token)}"
         )
     # No batch can use more than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
     return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
 
 
-def _new_pool(loaded: LoadedModel, tokens: int, overflow: Overflow | None = None) -> KVPool:
+def _new_pool(loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = None) -> KVPool:
     windows, shape = loaded.windows, (loaded.layers, loaded.kv_heads, loaded.head_dim)
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
-    kernels = kernels_of(loaded.device, loaded.dtype, loaded.head_dim)
+    kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
-        pool.native = measured(pool, kernels, loaded.heads)
+        pool.native = select_cuda_attention(pool, kernels, loaded.heads)
         log.info("our attention serves where it is faster", kinds=sorted(pool.native.kinds))
     return pool

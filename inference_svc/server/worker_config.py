@@ -9,15 +9,15 @@ from typing import Annotated, ClassVar, Literal
 from kvsidecar.byte_sizes import parse_size
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir
-from kvsidecar.telemetry.otlp_export import checked_endpoint
+from kvsidecar.telemetry.otlp_export import validate_endpoint
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from inference_svc.spec_decode.speculation_mode import MOST_BRANCHES
+from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
-NAMED_LIKE = "at most 96 letters, digits and . _ : / -, the first of them a letter or a digit"
-MOST_ADAPTERS = 32
+ADAPTER_NAME_RULE = "at most 96 letters, digits and . _ : / -, the first of them a letter or a digit"
+MAX_ADAPTERS = 32
 
 
 class ModelSettings(BaseSettings):
@@ -77,7 +77,7 @@ class ModelSettings(BaseSettings):
     at 4 bits (CPU), which stays in memory where the model itself is streamed; for speculate draft or auto."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
     """Most tokens that are guessed for a request one behind the other."""
-    num_speculative_branches: int = Field(default=2, ge=1, le=MOST_BRANCHES)
+    num_speculative_branches: int = Field(default=2, ge=1, le=MAX_BRANCHES)
     """Most branches of what is guessed that are verified at once, where that is faster than one alone; 1: a chain."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters, NAME=FOLDER each, in folders that PEFT wrote; several in a flag or in several, or separated by
@@ -118,7 +118,7 @@ class ModelSettings(BaseSettings):
     @field_validator("otlp_endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
-        return checked_endpoint(value)
+        return validate_endpoint(value)
 
     @property
     def public_name(self) -> str:
@@ -149,12 +149,12 @@ class ModelSettings(BaseSettings):
         for one in value:
             name, _, folder = one.partition("=")
             if not ADAPTER_NAME.fullmatch(name) or not folder:
-                raise ValueError(f"{one!r} is not NAME=FOLDER with a name of {NAMED_LIKE}")
+                raise ValueError(f"{one!r} is not NAME=FOLDER with a name of {ADAPTER_NAME_RULE}")
             if name in names:
                 raise ValueError(f"two adapters are called {name!r}")
             names.add(name)
-        if len(value) > MOST_ADAPTERS:
-            raise ValueError(f"there are {len(value)} adapters; at most {MOST_ADAPTERS} are allowed")
+        if len(value) > MAX_ADAPTERS:
+            raise ValueError(f"there are {len(value)} adapters; at most {MAX_ADAPTERS} are allowed")
         return value
 
     @field_validator("pool_bytes", "memory_bytes", "overflow_bytes", mode="before")

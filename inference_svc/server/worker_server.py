@@ -11,26 +11,26 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from kvsidecar.net.grpc_server import Endpoint, listening, stop_on_signals
+from kvsidecar.net.grpc_server import Endpoint, serve_endpoint, stop_on_signals
 from kvsidecar.process.runtime_dir import ensure_private_dir
-from kvsidecar.telemetry.otlp_export import Providers, sending
+from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
 from inference_svc.engine.engine import Engine
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.models.progress_bar import bars_on_terminals_only
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.server.inference_service import InferenceService
-from inference_svc.server.request_telemetry import NOBODY, SERVICE_NAME, Telling
-from inference_svc.server.runtime import Runtime, build
+from inference_svc.server.otel_observer import NOOP, SERVICE_NAME, OtelObserver
+from inference_svc.server.runtime import Runtime, build_runtime
+from inference_svc.server.vllm_grpc import require_contract, vllm_listener
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import serve_metrics
-from inference_svc.vllm_grpc import require_contract, vllm_door
 
 GRACE_SECONDS = 10.0
 # EX_SOFTWARE: the engine has stopped, and only another process can compute again.
 EXIT_ENGINE_STOPPED = 70
 # Callers have their errors by then, and what is queued is stored, if it ever will be.
 _STOPPED_GRACE_SECONDS, _STOPPED_CLOSE_SECONDS = 2.0, 5.0
-_LOOK_SECONDS = 0.2
+_POLL_SECONDS = 0.2
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 log = structlog.get_logger("worker")
@@ -42,14 +42,14 @@ async def serve(config: WorkerConfig) -> None:
     ensure_private_dir(config.socket.parent)
     stop = asyncio.Event()
     stop_on_signals(stop)
-    bars_on_terminals_only()
+    disable_bars_off_terminal()
     if config.vllm_grpc:
         require_contract()
     config.socket.unlink(missing_ok=True)  # a killed worker's: nobody must take it for a live one while this loads
     log.info("loading the model", model=config.model)
     # First, so that calls of the daemon name their span.
-    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
-        runtime = await _built(config, stop)
+    async with otlp_providers(SERVICE_NAME, config.otlp_endpoint) as providers:
+        runtime = await _build_or_exit(config, stop)
         try:
             if not stop.is_set():
                 await _serve(config, runtime, stop, providers)
@@ -68,10 +68,13 @@ async def _close(runtime: Runtime) -> None:
     closing.result()
 
 
-async def _built(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
+async def _build_or_exit(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
     """``build``; or the end of the process, when it is told to stop meanwhile. Loading takes minutes for a large model,
     its thread cannot be stopped, and nothing is lost: what it writes appears whole or not at all."""
-    building, stopped = asyncio.ensure_future(asyncio.to_thread(build, config)), asyncio.ensure_future(stop.wait())
+    building, stopped = (
+        asyncio.ensure_future(asyncio.to_thread(build_runtime, config)),
+        asyncio.ensure_future(stop.wait()),
+    )
     await asyncio.wait({building, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not building.done():
         log.info("stopping, with the model not loaded yet")
@@ -80,12 +83,12 @@ async def _built(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
     return building.result()
 
 
-async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: Providers | None) -> None:
-    observer = Telling(providers, runtime.engine.loaded.id) if providers is not None else NOBODY
+async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: OtelProviders | None) -> None:
+    observer = OtelObserver(providers, runtime.engine.loaded.id) if providers is not None else NOOP
     service = InferenceService(runtime, observer)
-    others = (vllm_door(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
+    others = (vllm_listener(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
     health = health_aio.HealthServicer()
-    async with listening(
+    async with serve_endpoint(
         Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
         lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else GRACE_SECONDS,
@@ -100,22 +103,22 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
             socket=str(config.socket),
             device=str(loaded.device),
             dtype=str(loaded.dtype),
-            pool_tokens=runtime.engine.pool.pages * PAGE_TOKENS,
+            pool_tokens=runtime.engine.pool.pages * BLOCK_TOKENS,
             cache=runtime.cache is not None and runtime.cache.attached,
             **({"vllm_grpc": addresses[-1]} if others else {}),
         )
         names = {"", SERVICE, *(door.service for door in others)}
-        await _watch(runtime.engine, health, names, stop)
+        await _watch_engine(runtime.engine, health, names, stop)
         log.info("stopping")
 
 
-async def _watch(
+async def _watch_engine(
     engine: Engine, health: health_aio.HealthServicer, names: Collection[str], stop: asyncio.Event
 ) -> None:
     """Has health say whether the engine works, until ``stop`` or until the engine stops."""
     stopped, ailed = asyncio.ensure_future(stop.wait()), False
     while not stopped.done() and not engine.died.done():
-        await asyncio.wait({stopped}, timeout=_LOOK_SECONDS)
+        await asyncio.wait({stopped}, timeout=_POLL_SECONDS)
         ailment = engine.ailment
         if bool(ailment) != ailed:
             ailed = bool(ailment)

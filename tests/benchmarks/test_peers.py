@@ -82,7 +82,7 @@ def test_what_is_written_for_llama_cpp_is_the_model(tmp_path: Path, architecture
     else:
         folder = folder_of("shape:tiny", tmp_path)
     write_gguf(folder, tmp_path / "model.gguf", kind)
-    written = gguf_file.read(tmp_path / "model.gguf")
+    written = gguf_file.read_gguf(tmp_path / "model.gguf")
     from transformers import AutoModelForCausalLM
 
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()

@@ -11,14 +11,14 @@ from benchmarks.oracle import Truth, oracle
 from benchmarks.planted_bugs import planted_bug
 from benchmarks.real_prompts import CONTROLS, SAMPLE, TASKS, TEXTS, RealSamples
 from benchmarks.real_quality import Found, row, summary
-from inference_svc.context_reuse.reuse_lab import Laboratory
-from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.reuse_lab import ReuseLab
+from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.models.loader import load
 
 
 @pytest.fixture(scope="module")
-def lab() -> Laboratory:
-    return Laboratory(load("demo", dtype="float32"), 4096)
+def lab() -> ReuseLab:
+    return ReuseLab(load("demo", dtype="float32"), 4096)
 
 
 def test_the_sample_is_small_and_every_line_says_whose_it_is() -> None:
@@ -27,7 +27,7 @@ def test_the_sample_is_small_and_every_line_says_whose_it_is() -> None:
 
 
 @pytest.mark.parametrize("kind", [*TEXTS, *TASKS, *CONTROLS])
-def test_prompts_are_the_same_for_the_same_seed_and_have_documents_to_shuffle(lab: Laboratory, kind: str) -> None:
+def test_prompts_are_the_same_for_the_same_seed_and_have_documents_to_shuffle(lab: ReuseLab, kind: str) -> None:
     samples = RealSamples(lab.loaded.tokenizer)
     one, same, other = (samples.draw(kind, random.Random(seed)) for seed in (1, 1, 2))
     assert one == same
@@ -49,21 +49,21 @@ def planted_bug_lines(functions: tuple[str, ...]) -> list[int]:
     return [int(line.split(":")[0]) for text in functions for line in text.split("\n")]
 
 
-def test_the_oracle_with_all_tokens_is_full_prefill_and_with_none_is_no_repair(lab: Laboratory) -> None:
+def test_the_oracle_with_all_tokens_is_full_prefill_and_with_none_is_no_repair(lab: ReuseLab) -> None:
     prompt = RealSamples(lab.loaded.tokenizer).draw("bugs", random.Random(3))
     read = lab.documents(prompt.head, prompt.documents)
     tokens, start = read.tokens + prompt.question, len(read.tokens)
     at = np.arange(start, len(tokens))
-    first, placed = read.stored_in(list(range(len(prompt.documents)))[::-1], 16)
+    first, placed = read.stored_in_order(list(range(len(prompt.documents)))[::-1], 16)
     truth = Truth.of(lab, tokens, start, answer=prompt.answer)
     full = truth.outcome
-    assert np.array_equal(full.logits, lab.full(tokens, at).logits)
+    assert np.array_equal(full.logits, lab.full_prefill(tokens, at).logits)
 
     def kl(ratio: float) -> float:
         got = oracle(lab, truth, tokens, first, placed, ratio, at, prompt.answer)
         return float(np.mean(Found.of(full, got, prompt.answer, True, 0.1).kl))
 
-    none = lab.reuse(tokens, first, placed, STRATEGIES["none"], 0.0, at, answer=prompt.answer)
+    none = lab.reuse(tokens, first, placed, SELECTORS["none"], 0.0, at, answer=prompt.answer)
     lost = float(np.mean(Found.of(full, none, prompt.answer, True, 0.1).kl))
     assert kl(1.0) < 1e-6 < lost
     assert kl(0.0) == pytest.approx(lost, rel=1e-3)

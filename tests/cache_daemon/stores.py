@@ -17,9 +17,9 @@ from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.store.chunk_store import ChunkStore
-from cache_daemon.store.commit import Reserved
+from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.sessions import Session
-from cache_daemon.store.tenant_usage import Accounts
+from cache_daemon.store.tenant_usage import TenantAccounts
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
@@ -62,7 +62,7 @@ class Bench:
         header.parent_prefix_hash = parent
         return header
 
-    def fill(self, reserved: Reserved, ids: list[int], session: Session | None = None) -> tuple[bytes, int]:
+    def fill(self, reserved: ReserveResult, ids: list[int], session: Session | None = None) -> tuple[bytes, int]:
         """Writes the payload that belongs to the tokens. Returns what Commit wants."""
         staging = (session or self.session).staging
         assert staging is not None
@@ -117,7 +117,7 @@ async def opened(
         budget_bytes,
         new_policy,
         staging_bytes=staging_bytes,
-        accounts=Accounts(lambda account: by_id.get(account, TenantLimits())),
+        accounts=TenantAccounts(lambda account: by_id.get(account, TenantLimits())),
         clock=clock,
         remote=remote,
     )

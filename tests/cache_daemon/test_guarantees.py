@@ -77,7 +77,7 @@ async def test_a_match_whose_session_ends_meanwhile_keeps_no_lease() -> None:
         with pytest.raises(UnknownSession):
             await matching
         chunk = bench.store.find(bench.root(), key)
-        assert (chunk.leases, chunk.in_arena) == (0, Residency.PRESENT)
+        assert (chunk.leases, chunk.arena_state) == (0, Residency.PRESENT)
         assert not session.leases
 
 

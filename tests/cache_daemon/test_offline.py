@@ -18,9 +18,9 @@ from benchmarks.node import Node
 from benchmarks.remote_servers import S3Server, why_no_s3
 from cache_daemon import offline
 from cache_daemon.durable.lmdb_file import PageFile
-from cache_daemon.durable.survey import strict_survey
+from cache_daemon.durable.store_scan import strict_scan
 from cache_daemon.remote.address import Credentials
-from cache_daemon.remote.archive_objects import uploaded
+from cache_daemon.remote.archive_objects import upload_on_exit
 from tests.cache_daemon.conftest import Peer, descriptor, store_file
 from tests.cache_daemon.operators import COMMAND, on_store
 
@@ -163,7 +163,7 @@ def test_what_to_export_must_be_said(start: Callable[..., Node], tmp_path: Path)
 def flip_payload(file: Path, ids: list[int]) -> None:
     """Flips a bit in the middle of the payload that a stopped store has for the tokens. Pages that are free, or were
     written anew elsewhere, may have the same bytes and are left alone."""
-    survey = strict_survey(PageFile(file))
+    survey = strict_scan(PageFile(file))
     key = keys.prefix_hash(keys.tenant_root(keys.namespace_id(descriptor()), b""), ids)
     data = bytearray(file.read_bytes())
     data[survey.places[key][0] + survey.records[key].stored_length // 2] ^= 1
@@ -206,7 +206,7 @@ def test_a_folder_without_room_for_an_archive_is_named(tmp_path: Path) -> None:
     url = "s3://key@bucket/warm.kv?endpoint=http://127.0.0.1:1"
 
     def write() -> None:
-        with uploaded(url, lambda: Credentials("secret"), tmp_path) as file:
+        with upload_on_exit(url, lambda: Credentials("secret"), tmp_path) as file:
             file.write_bytes(bytes(2000))
 
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))

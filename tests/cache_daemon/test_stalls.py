@@ -32,11 +32,11 @@ from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.cache_service import CacheService
 from cache_daemon.rpc.request_decoder import add_to_server
-from cache_daemon.rpc.servicer_base import Shared
-from cache_daemon.store.bloom_filter import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.rpc.servicer_base import ServiceState
+from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_store import ChunkStore
-from cache_daemon.store.tenant_usage import Accounts
+from cache_daemon.store.tenant_usage import TenantAccounts
 from cache_daemon.tenant_limits import TenantLimits
 
 pytestmark = pytest.mark.alone
@@ -79,11 +79,11 @@ class Bench:
         header.parent_prefix_hash = parent.key if parent is not None else root
         header.prefix_hash = keys.prefix_hash(header.parent_prefix_hash, ids)
         header.content_hash = keys.content_hash(root, ids)
-        account = self.store.accounts.of(header.tenant)
+        account = self.store.accounts.account_of(header.tenant)
         slot = tiers.allocate(header.payload_bytes, account)
         assert slot is not None
-        chunk = Chunk(header, ids, account, slot, in_arena=Residency.PRESENT, used_at=tiers.clock())
-        tiers.list_chunk(chunk)
+        chunk = Chunk(header, ids, account, slot, arena_state=Residency.PRESENT, last_used_at=tiers.clock())
+        tiers.index_chunk(chunk)
         return chunk
 
     def star(self, count: int, root: bytes = b"") -> Chunk:
@@ -105,13 +105,13 @@ async def opened(folder: Path, arena_bytes: int = 512 << 20) -> AsyncIterator[Be
     summary = SharedMemory("summary", SUMMARY_BYTES, writable_by_others=False)
     bench = Bench.__new__(Bench)
     Bench.__init__(bench, None, f"unix:{folder / 's'}")  # type: ignore[arg-type]
-    accounts = Accounts(lambda _: TenantLimits(ttl_seconds=bench.ttl))
+    accounts = TenantAccounts(lambda _: TenantLimits(ttl_seconds=bench.ttl))
     bench.store = ChunkStore(
         HostArena(arena_bytes), None, 0, Gittins, accounts=accounts, staging_bytes=16 << 20,
-        summary=SummaryWriter(summary.memory), clock=lambda: 1e9 + bench.passed,
+        bloom_filter=CountingBloomFilter(summary.memory), clock=lambda: 1e9 + bench.passed,
     )  # fmt: skip
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 << 20)])
-    add_to_server(CacheService(Shared(bench.store, 60_000), lambda _: OPERATOR, "none"), server)
+    add_to_server(CacheService(ServiceState(bench.store, 60_000), lambda _: OPERATOR, "none"), server)
     server.add_insecure_port(bench.address)
     await bench.store.start()
     await server.start()
@@ -183,7 +183,7 @@ def many_tenants(bench: Bench) -> None:
 def watched(bench: Bench) -> Chunk:
     first = bench.star(12_000)
     for chunk in list(bench.store.tiers.index):
-        bench.store.tiers.tell(pb.EVENT_TYPE_COMMITTED, chunk)
+        bench.store.tiers.emit(pb.EVENT_TYPE_COMMITTED, chunk)
     return first
 
 

@@ -9,10 +9,10 @@ import pytest
 from kvsidecar.cli.flags import FlagParser, add_flags, describe_fields
 
 from cache_daemon.config import DaemonConfig
-from inference_svc.context_reuse.verify_command import main as verify
-from inference_svc.context_reuse.verify_command import understood
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.node.supervisor import ServeConfig, main
+from inference_svc.server.verify_command import main as verify
+from inference_svc.server.verify_command import parse_options
 from inference_svc.server.worker_config import WorkerConfig
 
 SETTINGS = [DaemonConfig, WorkerConfig, GatewayConfig, ServeConfig]
@@ -59,7 +59,7 @@ def test_a_wrong_flag_is_one_line(
 
 @pytest.mark.parametrize("given", [["m"], ["--model", "m"], ["--model=m", "--json"], ["m", "--model", "m"]])
 def test_a_model_is_named_with_the_flag_that_serve_has_or_without(given: list[str]) -> None:
-    assert understood(given).model == "m"
+    assert parse_options(given).model == "m"
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -30,11 +30,11 @@ def test_within_the_block_the_process_ends_quietly() -> None:
 
 
 def test_after_it_python_raises_again() -> None:
-    from kvsidecar.process.sigint import ending_quietly
+    from kvsidecar.process.sigint import quiet_sigint
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ending_quietly():
+        with quiet_sigint():
             pass
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -83,13 +83,13 @@ async def test_a_worker_does_not_finish_loading_before_it_stops(monkeypatch: pyt
         codes.append(code)
         raise Ended
 
-    monkeypatch.setattr(worker_server, "build", lambda config: loaded.wait(60))
+    monkeypatch.setattr(worker_server, "build_runtime", lambda config: loaded.wait(60))
     monkeypatch.setattr(os, "_exit", end)
     stop = asyncio.Event()
     stop.set()
     try:
         with pytest.raises(Ended):
-            await worker_server._built(WorkerConfig(), stop)
+            await worker_server._build_or_exit(WorkerConfig(), stop)
     finally:
         loaded.set()
     assert codes == [0]

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_svc.context_reuse.reuse_lab import Laboratory
-from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.reuse_lab import ReuseLab
+from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.models.loader import DEMO_MODEL, load
 from training import elsewhere
 
@@ -39,11 +39,11 @@ def logits(order: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 1, 2]])
 def test_equals_reuse_without_repair(order: list[int]) -> None:
-    lab = Laboratory(load("demo", dtype="float32"), 512)
+    lab = ReuseLab(load("demo", dtype="float32"), 512)
     head, *documents = ROW.documents
     read = lab.documents(head, documents)
     tokens = read.tokens + ROW.tail
     at = np.arange(len(read.tokens), len(tokens))
-    exact, placed = read.stored_in([i - 1 for i in order], 16)
-    found = lab.reuse(tokens, exact, placed, STRATEGIES["none"], 0.0, at).logits
+    exact, placed = read.stored_in_order([i - 1 for i in order], 16)
+    found = lab.reuse(tokens, exact, placed, SELECTORS["none"], 0.0, at).logits
     torch.testing.assert_close(logits(order), found, atol=1e-3, rtol=1e-3)

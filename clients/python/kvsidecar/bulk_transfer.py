@@ -30,7 +30,7 @@ _SLACK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Tenant:
+class TenantScope:
     """A tenant: namespace (32 bytes) and salt."""
 
     namespace: bytes
@@ -38,7 +38,7 @@ class Tenant:
 
 
 @dataclass(frozen=True)
-class Carried:
+class TransferResult:
     """Result of a transfer.
 
     ``known`` chunks were at the target already. ``lost`` ones were evicted before they could be fetched, or had
@@ -52,7 +52,7 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class _Listed:
+class _ListedChunk:
     """A chunk and its expiry (``time.monotonic``; infinite without a TTL)."""
 
     info: pb.ChunkInfo
@@ -81,13 +81,13 @@ def descriptor_of(namespace: bytes, *daemons: Any) -> NamespaceDescriptor:
     )
 
 
-def carry(
+def transfer_tenant(
     source: Any,
     target: Any,
-    tenant: Tenant,
+    tenant: TenantScope,
     descriptor: NamespaceDescriptor,
     heard: Callable[[int, int], None] = lambda done, total: None,
-) -> Carried:
+) -> TransferResult:
     """Copy a tenant's chunks that ``target`` lacks, or has with an earlier expiry; both arguments are stubs.
 
     Copies parents before children. Calls ``heard(done, total)`` after each wave. Raises KVSidecarErrors; chunks that
@@ -96,7 +96,7 @@ def carry(
     there = {chunk.info.prefix_hash: chunk.ends_at for chunk in _listed(target, tenant)}
     found = _listed(source, tenant)
     missing = [chunk for chunk in found if chunk.ends_at > there.get(chunk.info.prefix_hash, -inf) + _SLACK_SECONDS]
-    carried, lost = Carried(known=len(found) - len(missing)), set[bytes]()
+    carried, lost = TransferResult(known=len(found) - len(missing)), set[bytes]()
     done = 0
     with ThreadPoolExecutor(_NUM_THREADS, "carry") as threads:
         for wave in _waves(missing):
@@ -117,10 +117,10 @@ def carry(
     return carried
 
 
-def _waves(chunks: list[_Listed]) -> Iterator[list[_Listed]]:
+def _waves(chunks: list[_ListedChunk]) -> Iterator[list[_ListedChunk]]:
     """Yield the chunks without a parent among these, then their children, and so on."""
     names = {chunk.info.prefix_hash for chunk in chunks}
-    children: dict[bytes, list[_Listed]] = defaultdict(list)
+    children: dict[bytes, list[_ListedChunk]] = defaultdict(list)
     for chunk in chunks:
         children[chunk.info.parent_prefix_hash].append(chunk)
     wave = [chunk for chunk in chunks if chunk.info.parent_prefix_hash not in names]
@@ -129,8 +129,8 @@ def _waves(chunks: list[_Listed]) -> Iterator[list[_Listed]]:
         wave = [child for chunk in wave for child in children[chunk.info.prefix_hash]]
 
 
-def _listed(daemon: Any, tenant: Tenant) -> list[_Listed]:
-    found, token = list[_Listed](), b""
+def _listed(daemon: Any, tenant: TenantScope) -> list[_ListedChunk]:
+    found, token = list[_ListedChunk](), b""
     while True:
         request = pb.ListRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, page_size=_PAGE, page_token=token)
         try:
@@ -139,7 +139,8 @@ def _listed(daemon: Any, tenant: Tenant) -> list[_Listed]:
             raise from_rpc(error) from error
         now = time.monotonic()
         found += [
-            _Listed(chunk, now + chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf) for chunk in page.chunks
+            _ListedChunk(chunk, now + chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf)
+            for chunk in page.chunks
         ]
         token = page.next_page_token
         if not token:
@@ -147,7 +148,7 @@ def _listed(daemon: Any, tenant: Tenant) -> list[_Listed]:
 
 
 def _carry_one(
-    source: Any, target: Any, tenant: Tenant, descriptor: NamespaceDescriptor, listed: _Listed
+    source: Any, target: Any, tenant: TenantScope, descriptor: NamespaceDescriptor, listed: _ListedChunk
 ) -> int | None:
     """Copy one chunk; return its payload's bytes, 0 when the target had it, None when it or its parent is gone.
 
@@ -179,7 +180,7 @@ def _carry_one(
 def _pieces(
     fetched: Any,
     header: ChunkHeader,
-    tenant: Tenant,
+    tenant: TenantScope,
     descriptor: NamespaceDescriptor,
     ttl_seconds: int,
     failed: list[grpc.RpcError],
@@ -197,7 +198,7 @@ def _pieces(
         failed.append(error)
 
 
-def _has_no_parent(target: Any, tenant: Tenant, chunk: pb.ChunkInfo) -> bool:
+def _has_no_parent(target: Any, tenant: TenantScope, chunk: pb.ChunkInfo) -> bool:
     """Whether the daemon reports that a chunk's parent is not stored."""
     parent = chunk.parent_prefix_hash
     if parent == keys.tenant_root(tenant.namespace, tenant.salt):

@@ -18,7 +18,7 @@ from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
 from kvsidecar.telemetry.tracing import context_metadata
-from kvsidecar.worker_targets import Workers
+from kvsidecar.worker_targets import WorkerChannels
 
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
@@ -117,7 +117,7 @@ class Client:
     """
 
     def __init__(self, address: str | Path | None = None) -> None:
-        self._workers = Workers(address, lambda target: grpc.insecure_channel(target, options=_OPTIONS))
+        self._workers = WorkerChannels(address, lambda target: grpc.insecure_channel(target, options=_OPTIONS))
 
     @property
     def stub(self) -> Any:
@@ -144,7 +144,7 @@ class Client:
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
         """Generate an answer and wait for its end. Options are those of ``to_request``."""
         check_options("generate", options)
-        request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
+        request, tries = to_request(prompt, **options), _RetryState(self._workers, deadline)
         while True:
             try:
                 return _whole(self._call(tries.stub().Generate, request, tries.left()))
@@ -158,7 +158,7 @@ class Client:
         """Generate an answer as a stream. Closing the iterator cancels the request."""
         check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
+        tries, gather, begun = _RetryState(self._workers, deadline), _StreamAccumulator(), False
         while True:
             call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
             try:
@@ -216,7 +216,7 @@ class AsyncClient:
     """Asynchronous client for one event loop, otherwise like ``Client``. ``options`` are gRPC channel options."""
 
     def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
-        self._workers = Workers(
+        self._workers = WorkerChannels(
             address, lambda target: grpc.aio.insecure_channel(target, options=[*_OPTIONS, *options])
         )
 
@@ -240,7 +240,7 @@ class AsyncClient:
     ) -> Completion:
         """Generate an answer and wait for its end. Options are those of ``to_request``."""
         check_options("generate", options)
-        request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
+        request, tries = to_request(prompt, **options), _RetryState(self._workers, deadline)
         while True:
             try:
                 return _whole(await self._call(tries.stub().Generate, request, tries.left()))
@@ -254,7 +254,7 @@ class AsyncClient:
         """Generate an answer as a stream. Closing the iterator cancels the request."""
         check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
+        tries, gather, begun = _RetryState(self._workers, deadline), _StreamAccumulator(), False
         while True:
             call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
             try:
@@ -308,10 +308,10 @@ class AsyncClient:
             raise from_rpc(error) from error
 
 
-class _Tries:
+class _RetryState:
     """Retry state of one request: the workers tried, and the time left."""
 
-    def __init__(self, workers: Workers, deadline: float | None) -> None:
+    def __init__(self, workers: WorkerChannels, deadline: float | None) -> None:
         self._workers, self._tried, self._asked = workers, set[str](), ""
         self._until = None if deadline is None else time.monotonic() + deadline
 
@@ -328,7 +328,7 @@ class _Tries:
         return self._workers.another(self._tried)
 
 
-class _Gather:
+class _StreamAccumulator:
     """Accumulates the parts of a stream into a Completion."""
 
     def __init__(self) -> None:

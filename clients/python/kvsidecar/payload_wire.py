@@ -12,7 +12,7 @@ _TAG = (FetchResponse.DATA_FIELD_NUMBER << 3 | 2).to_bytes(1)
 _MOST_LENGTH_BYTES = 5
 
 
-def encoded_piece(payload: memoryview) -> bytes:
+def encode_data(payload: memoryview) -> bytes:
     """Serialize ``FetchResponse(data=payload)``."""
     length, rest = bytearray(), len(payload)
     while rest > 0x7F:
@@ -22,7 +22,7 @@ def encoded_piece(payload: memoryview) -> bytes:
     return b"".join((_TAG, length, payload))
 
 
-def decoded_piece(message: bytes) -> memoryview | FetchResponse:
+def decode_message(message: bytes) -> memoryview | FetchResponse:
     """Return the data of a data-only message without a copy, or any other message decoded. Raises DecodeError."""
     if message[:1] == _TAG:
         length = 0

@@ -52,13 +52,13 @@ def hash_token(token: str) -> str:
     return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
 
 
-def digest_of(entry: object) -> bytes | None:
+def parse_token_digest(entry: object) -> bytes | None:
     """Parse an entry of ``tokens`` to a digest; None for an invalid one."""
     found = _TOKEN.fullmatch(entry) if isinstance(entry, str) else None
     return bytes.fromhex(found[1]) if found else None
 
 
-def by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
+def find_by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
     """Find the entry of a token, among those ``known`` by their digests.
 
     Compares with all digests in constant time, whichever matches.
@@ -70,7 +70,7 @@ def by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
     return found
 
 
-def salt_of(table: Mapping[str, Any]) -> bytes:
+def salt_of_table(table: Mapping[str, Any]) -> bytes:
     """Return the salt of a tenant's table. Raises ValueError, whose text does not contain the salt."""
     named = [key for key in ("salt", "salt_hex") if key in table]
     if len(named) != 1:

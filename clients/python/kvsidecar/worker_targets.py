@@ -25,7 +25,7 @@ def target_of(address: str | Path | None) -> str:
     return str(address) if path is None else socket_target(path)
 
 
-class Workers:
+class WorkerChannels:
     """Channels to the workers, and the current one. Thread-safe.
 
     A channel stays open until the client is closed, because other threads may wait for an answer on it. The client

@@ -1,32 +1,41 @@
-"""Repair strategies, one per file: which approximate tokens are computed again with their true context.
+"""Token selectors, one per file: which relocated tokens are recomputed in their true context.
 
-All are rows through the same forward, so that none sees the future: a row attends to earlier positions only.
+Imports ``context_reuse.reuse_plan`` and numpy. Selected tokens are rows of an ordinary forward, in which a row attends
+to earlier positions only.
 """
 
-from inference_svc.context_reuse.selectors.cacheblend import CacheBlend
-from inference_svc.context_reuse.selectors.guided import Guided
-from inference_svc.context_reuse.selectors.none import NoRepair
-from inference_svc.context_reuse.selectors.salient import Salient
-from inference_svc.context_reuse.selectors.selective import Selective
-from inference_svc.context_reuse.selectors.selector import Repair, Signals
+from inference_svc.context_reuse.selectors.baselines import ChunkEdges, NoTokens
+from inference_svc.context_reuse.selectors.cacheblend import CacheBlendSelector
+from inference_svc.context_reuse.selectors.guided import GuidedSelector
+from inference_svc.context_reuse.selectors.salient import SalientSelector
+from inference_svc.context_reuse.selectors.selector import SelectionSignals, TokenSelector
 
-STRATEGIES: dict[str, Repair] = {
-    r.name: r
-    for r in (
-        NoRepair(),
-        Selective(),
-        CacheBlend(),
-        Salient(),
-        Guided(),
-        Guided(4),
-        Guided(8),
+SELECTORS: dict[str, TokenSelector] = {
+    selector.name: selector
+    for selector in (
+        NoTokens(),
+        ChunkEdges(),
+        CacheBlendSelector(),
+        SalientSelector(),
+        GuidedSelector(),
+        GuidedSelector(4),
+        GuidedSelector(8),
     )
 }
-DEFAULT, DEFAULT_RATIO = "guided", 0.15
-# What a verification tries when it is to find out: what is cheaper is taken where it passes.
-AUTO = ("salient", DEFAULT, "guided_4", "guided_8")
-# What it tries more of the tokens with when it is to find that out, too.
-THOROUGH, THOROUGH_RATIO = "salient", 0.3
+DEFAULT_SELECTOR, DEFAULT_RATIO = "guided", 0.15
+# ``--repair auto`` verifies these; of those that pass, the cheapest is used.
+AUTO_SELECTORS = ("salient", DEFAULT_SELECTOR, "guided_4", "guided_8")
+# ``--repair auto`` without a ratio verifies this selector at a larger ratio, too.
+THOROUGH_SELECTOR, THOROUGH_RATIO = "salient", 0.3
 
 
-__all__ = ["AUTO", "DEFAULT", "DEFAULT_RATIO", "STRATEGIES", "THOROUGH", "THOROUGH_RATIO", "Repair", "Signals"]
+__all__ = [
+    "AUTO_SELECTORS",
+    "DEFAULT_RATIO",
+    "DEFAULT_SELECTOR",
+    "SELECTORS",
+    "THOROUGH_RATIO",
+    "THOROUGH_SELECTOR",
+    "SelectionSignals",
+    "TokenSelector",
+]

@@ -6,15 +6,15 @@ stored ones go on through all other layers.
 
 from __future__ import annotations
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors.selector import Signals, top
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals, top_positions
 
 
-class CacheBlend:
+class CacheBlendSelector:
     """Top ``ratio`` by deviation at layer 1."""
 
-    name, depth, wants_deviation, look = "cacheblend", 1, True, 0.0
+    name, depth, needs_deviation, attention_depth = "cacheblend", 1, True, 0.0
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         assert signals.deviation is not None
-        return top(plan, ratio, signals.deviation)
+        return top_positions(plan, ratio, signals.deviation)

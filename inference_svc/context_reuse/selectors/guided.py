@@ -3,7 +3,7 @@
 The lowest layers are computed for all approximate tokens, exactly. Then the question is read once over the stored keys,
 and those tokens are computed again that some attention head looks at hard, with the token before each: a token that
 sums a statement up takes it from there (SnapKV, arXiv:2404.14469, pools scores over neighbours likewise). Measured
-against deviation, and against mixtures of both, in ``docs/decisions.md``.
+against deviation, and against mixtures of both, in ``docs/adr/027-guided-question-attention.md``.
 
 How many layers it takes is the model's: those that find what belongs together. ``kvsidecar verify`` measures ``guided``
 (2), ``guided_4`` and ``guided_8``, and keeps the first that passes.
@@ -13,23 +13,23 @@ from __future__ import annotations
 
 import numpy as np
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors.selector import Signals, top
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals, top_positions
 
 
-class Guided:
+class GuidedSelector:
     """Top ``ratio`` by the question's attention after ``depth`` layers."""
 
     # Where the built-in model looks shows well before its last layer.
-    wants_deviation, look = False, 2 / 3
+    needs_deviation, attention_depth = False, 2 / 3
 
     def __init__(self, depth: int = 2) -> None:
         self.depth = depth
         self.name = "guided" if depth == 2 else f"guided_{depth}"
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         assert signals.attention is not None
         score, positions = signals.attention.copy(), plan.approximate_positions
         follows = np.diff(positions) == 1
         score[:-1] = np.maximum(score[:-1], np.where(follows, signals.attention[1:], 0))
-        return top(plan, ratio, score)
+        return top_positions(plan, ratio, score)

@@ -3,21 +3,22 @@
 Attention says which tokens the question reads, deviation which of them are wrong; only their product says which wrong
 ones are read. Two layers are computed for all approximate tokens, exactly, which gives the deviation of keys and values
 in layers 1 and 2; then the question is read once over the stored keys. On real language models this chooses as well as
-knowing the true keys and values would (``docs/decisions.md``), where either factor alone regains half as much.
+knowing the true keys and values would (``docs/adr/049-salient-repair.md``), where either factor alone regains half as
+much.
 """
 
 from __future__ import annotations
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
-from inference_svc.context_reuse.selectors.selector import Signals, top
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals, top_positions
 
 
-class Salient:
+class SalientSelector:
     """Top ``ratio`` by the question's attention times the squared deviation in layers 1 and 2."""
 
-    name, depth, wants_deviation, look = "salient", 2, True, 1.0
+    name, depth, needs_deviation, attention_depth = "salient", 2, True, 1.0
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         assert signals.attention is not None
         assert signals.deviation is not None
-        return top(plan, ratio, signals.attention * signals.deviation**2)
+        return top_positions(plan, ratio, signals.attention * signals.deviation**2)

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from inference_svc.context_reuse.reuse_plan import Plan, Positions
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 
 
 @dataclass(frozen=True)
-class Signals:
+class SelectionSignals:
     """What was measured of the approximate tokens, each ``[approximate tokens]`` in the order of their positions.
 
     ``deviation``: how far keys and values of layers 1 to the strategy's depth lie from the stored ones: the root of the
@@ -25,7 +25,7 @@ class Signals:
     attention: NDArray[Any] | None = None
 
 
-class Repair(Protocol):
+class TokenSelector(Protocol):
     """Chooses the approximate tokens to compute again.
 
     ``depth`` layers are computed for all approximate tokens before the choice; 0 when nothing need be measured.
@@ -35,21 +35,21 @@ class Repair(Protocol):
 
     name: str
     depth: int
-    wants_deviation: bool
-    look: float
+    needs_deviation: bool
+    attention_depth: float
 
-    def choose(self, plan: Plan, ratio: float, signals: Signals) -> Positions:
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
         """Rising positions, about ``ratio`` of the approximate ones; all of them for 1."""
         ...
 
 
-def top(plan: Plan, ratio: float, score: NDArray[Any]) -> Positions:
+def top_positions(plan: ReusePlan, ratio: float, score: NDArray[Any]) -> Positions:
     """The ``ratio`` of approximate positions with the highest score."""
     positions, count = plan.approximate_positions, plan.budget(ratio)
     return np.sort(positions[np.argsort(-score, kind="stable")[:count]])
 
 
-def cost(repair: Repair, ratio: float, layers: int, projection_share: float) -> float:
+def recompute_cost(repair: TokenSelector, ratio: float, layers: int, projection_share: float) -> float:
     """What repairing costs, as a share of prefilling the same tokens: ``(d + q + r (L - d)) / L``."""
     if not repair.depth:
         return ratio

@@ -28,7 +28,7 @@ _WIDTH_SCALED = {"gemma2": 46, "gemma3": 62}
 
 
 @dataclass(frozen=True)
-class Architecture:
+class GgufArchitecture:
     """What one of GGUF's architectures is in transformers."""
 
     model_type: str
@@ -36,16 +36,16 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM"),  # Mistral's files say llama, too
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "phi3": Architecture("phi3", "Phi3ForCausalLM"),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM"),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM"),
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM"),  # Mistral's files say llama, too
+    "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
+    "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM"),
+    "gemma2": GgufArchitecture("gemma2", "Gemma2ForCausalLM"),
+    "gemma3": GgufArchitecture("gemma3_text", "Gemma3ForCausalLM"),
 }
 
 
-def architecture_of(file: GgufFile) -> Architecture:
+def architecture_of(file: GgufFile) -> GgufArchitecture:
     """Raises ModelUnsupported for an architecture that cannot be read, by its name."""
     found = ARCHITECTURES.get(file.architecture)
     if found is None:

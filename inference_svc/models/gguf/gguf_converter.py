@@ -16,14 +16,14 @@ import structlog
 import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import SOURCE, Known, Library, check_room
+from kvsidecar.models.model_library import SOURCE, GgufRecord, ModelLibrary, check_disk_space
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_file import GgufFile, read
-from inference_svc.models.gguf.gguf_weights import Weight, weights_of
-from inference_svc.models.progress_bar import Progress, shown
-from inference_svc.models.safetensors_writer import Spec, Writer
+from inference_svc.models.gguf.gguf_file import GgufFile, read_gguf
+from inference_svc.models.gguf.gguf_weights import GgufWeight, weights_of
+from inference_svc.models.progress_bar import ProgressCallback, progress_bar
+from inference_svc.models.safetensors_writer import SafetensorsWriter, TensorSpec
 
 log = structlog.get_logger("model")
 
@@ -36,24 +36,24 @@ SAMPLING = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
-class Source:
+class GgufSource:
     """A GGUF file as it is known before it is written out."""
 
     path: Path
     dtype: torch.dtype  # of its weights; bfloat16 when they are quantized
-    known: Known
+    known: GgufRecord
 
 
-def open_source(path: Path, library: Library | None = None) -> Source:
+def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
     """Reads a file's header, or what was noted about it. Raises ModelUnsupported."""
-    library = library or Library()
+    library = library or ModelLibrary()
     known = library.known(path)
     if known is None:
-        file = read(path)
+        file = read_gguf(path)
         config_of(file)  # what cannot be served is refused before gigabytes are read for a checksum
         log.info("reading the file's checksum", file=str(path), size=format_size(path.stat().st_size))
         known = library.remember(path, str(_own_dtype(file)).removeprefix("torch."))
-    return Source(path, getattr(torch, known.dtype), known)
+    return GgufSource(path, getattr(torch, known.dtype), known)
 
 
 def _own_dtype(file: GgufFile) -> torch.dtype:
@@ -62,26 +62,29 @@ def _own_dtype(file: GgufFile) -> torch.dtype:
     return torch.float16 if file.kinds <= {"F32", "F16"} else torch.bfloat16
 
 
-def converted(
-    source: Source, dtype: torch.dtype, library: Library | None = None, progress: Progress | None = None
+def convert_gguf(
+    source: GgufSource,
+    dtype: torch.dtype,
+    library: ModelLibrary | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Path:
     """The folder of a file's model in a dtype, written first if it is not there. ``progress`` is told of elements done
     and elements in all. Raises ModelUnsupported, and ConfigurationError where it cannot be written."""
-    library = library or Library()
+    library = library or ModelLibrary()
     target = _place(source, dtype, library.root / "converted")
     if target.is_dir():
         return target
     with library.building(target) as folder:
         if folder is not None:
             try:
-                with shown("writing the model out") as bar:
+                with progress_bar("writing the model out") as bar:
                     _write(source, folder, dtype, progress or bar)
             except OSError as error:
                 raise ConfigurationError(f"cannot write {target}: {error.strerror or error}") from error
     return target
 
 
-def _place(source: Source, dtype: torch.dtype, parent: Path) -> Path:
+def _place(source: GgufSource, dtype: torch.dtype, parent: Path) -> Path:
     """Where a file's model in a dtype lies, or will: under any name, if its contents are the same."""
     end = f"{source.known.sha256[:16]}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
     found = next(iter(sorted(parent.glob(f"[!.]*-{end}"))), None)
@@ -89,12 +92,12 @@ def _place(source: Source, dtype: torch.dtype, parent: Path) -> Path:
     return found or parent / f"{name}-{end}"
 
 
-def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress) -> None:
-    file, began = read(source.path), time.perf_counter()
+def _write(source: GgufSource, folder: Path, dtype: torch.dtype, progress: ProgressCallback) -> None:
+    file, began = read_gguf(source.path), time.perf_counter()
     config = config_of(file)
     weights = weights_of(file, config)
     size = sum(w.elements for w in weights) * dtype.itemsize
-    check_room(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
+    check_disk_space(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
     log.info("writing the model out for later starts", file=source.path.name, size=format_size(size))
     tokenizer = _tokenizer(file)
     tokenizer.save_pretrained(folder)
@@ -107,9 +110,11 @@ def _write(source: Source, folder: Path, dtype: torch.dtype, progress: Progress)
     log.info("written", folder=str(folder.parent), seconds=round(time.perf_counter() - began, 1))
 
 
-def _write_weights(file: GgufFile, weights: list[Weight], target: Path, dtype: torch.dtype, progress: Progress) -> None:
+def _write_weights(
+    file: GgufFile, weights: list[GgufWeight], target: Path, dtype: torch.dtype, progress: ProgressCallback
+) -> None:
     done, total = 0, sum(weight.elements for weight in weights)
-    with Writer(target, [Spec(weight.name, dtype, tuple(weight.shape)) for weight in weights]) as out:
+    with SafetensorsWriter(target, [TensorSpec(weight.name, dtype, tuple(weight.shape)) for weight in weights]) as out:
         for weight in weights:
             for piece in weight.pieces(file, dtype):
                 out.write(weight.name, piece)

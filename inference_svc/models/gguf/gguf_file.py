@@ -23,7 +23,7 @@ _VERSIONS = (2, 3)
 _ALIGNMENT = 32
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 
 # What the gguf package unpacks. Q8_1 and Q8_K exist only while llama.cpp computes, the integers hold no weights.
 UNPACKED = frozenset(
@@ -78,7 +78,7 @@ class GgufFile:
         return mapped.reshape(rows, -1)
 
 
-def read(path: Path) -> GgufFile:
+def read_gguf(path: Path) -> GgufFile:
     """Reads a file's header. Raises ModelUnsupported for what is no GGUF file, is damaged, is one part of several, or
     holds a quantization that cannot be unpacked, by its name."""
     try:
@@ -168,7 +168,7 @@ def _parse(path: Path, cursor: _Cursor, size: int) -> GgufFile:
 
 def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
     name, dimensions = cursor.text(), cursor.one("I")
-    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+    if not 1 <= dimensions <= _MAX_DIMENSIONS:
         raise ValueError(f"{name} has {dimensions} dimensions")
     shape = cursor.values(f"{dimensions}Q")
     number, offset = cursor.values("IQ")

@@ -25,7 +25,7 @@ _PAIRED = ("llama",)  # llama.cpp turns neighbouring channels of their heads, tr
 
 
 @dataclass(frozen=True)
-class Weight:
+class GgufWeight:
     """One weight of a model, and where it comes from."""
 
     name: str
@@ -60,7 +60,7 @@ def row_order(rows: int, heads: int) -> NDArray[np.int64]:
     return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
 
 
-def weights_of(file: GgufFile, config: Any) -> list[Weight]:
+def weights_of(file: GgufFile, config: Any) -> list[GgufWeight]:
     """All weights of the model that ``config`` describes. Raises ModelUnsupported when the file lacks one, has one of
     another shape, or holds what nobody asked for."""
     with torch.device("meta"):
@@ -89,14 +89,14 @@ def weights_of(file: GgufFile, config: Any) -> list[Weight]:
     return out
 
 
-def _weight(file: GgufFile, config: Any, name: str, source: TensorInfo) -> Weight:
+def _weight(file: GgufFile, config: Any, name: str, source: TensorInfo) -> GgufWeight:
     heads = 0
     if file.architecture in _PAIRED and ".q_proj." in name:
         heads = int(config.num_attention_heads)
     elif file.architecture in _PAIRED and ".k_proj." in name:
         heads = int(config.num_key_value_heads)
     less = 1.0 if file.architecture in _ONE_ADDED and name.endswith("norm.weight") else 0.0
-    return Weight(name, source.shape, source, heads, less)
+    return GgufWeight(name, source.shape, source, heads, less)
 
 
 def _arch(file: GgufFile) -> MODEL_ARCH:

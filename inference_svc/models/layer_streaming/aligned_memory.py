@@ -11,7 +11,7 @@ from torch import Tensor
 _HUGE = 2 << 20
 
 
-def aligned(size_bytes: int) -> Tensor:
+def aligned_memory(size_bytes: int) -> Tensor:
     """Memory that begins at a page, uint8 ``[size_bytes]``; as large pages where the system gives some. It is taken as
     it is written to."""
     # Private: of shared memory most systems give no large pages.

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from inference_svc.models.layer_streaming.aligned_memory import aligned
-from inference_svc.models.layer_streaming.weight_form import Form
+from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
+from inference_svc.models.layer_streaming.weight_form import WeightForm
 
 WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
 # Raise it when a folder's contents change: older ones are not found then.
@@ -36,11 +36,11 @@ ALIGNMENT = 4096
 # Read at a time: between two reads a reader sees whether it is still wanted.
 STRIDE = 8 << 20
 # Less is not worth a lane of its own.
-_LEAST_STRIDE = 256 << 10
+_MIN_STRIDE = 256 << 10
 # Reads under way at one time, past the page cache: the kernel has no others to keep the disk busy with.
-_LANES = 4
+_READ_THREADS = 4
 # Checked at a time.
-CHECKED = _LANES * STRIDE
+CHECK_BYTES = _READ_THREADS * STRIDE
 
 
 class LayerFileDamaged(KVSidecarError):
@@ -53,12 +53,12 @@ def padded(size_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredWeight:
     """One weight in the file."""
 
     at: int
     digest: str
-    form: Form
+    form: WeightForm
 
     @property
     def end(self) -> int:
@@ -69,18 +69,18 @@ class Stored:
         return {"at": self.at, "digest": self.digest, "form": self.form.as_json()}
 
     @classmethod
-    def of_json(cls, found: dict[str, Any]) -> Stored:
-        return cls(int(found["at"]), str(found["digest"]), Form(**found["form"]))
+    def of_json(cls, found: dict[str, Any]) -> StoredWeight:
+        return cls(int(found["at"]), str(found["digest"]), WeightForm(**found["form"]))
 
 
 @dataclass(frozen=True)
-class Index:
+class LayerIndex:
     """What a file holds."""
 
     fused: bool  # layers are those of engine.fused, else the model's own
-    layers: list[dict[str, Stored]]  # by the name of what computes with it
-    embedding: Stored
-    head: Stored
+    layers: list[dict[str, StoredWeight]]  # by the name of what computes with it
+    embedding: StoredWeight
+    head: StoredWeight
     vectors_digest: str
 
     def as_text(self) -> str:
@@ -97,7 +97,7 @@ class Index:
         return f"{xxhash.xxh3_64_hexdigest(body.encode())}\n{body}\n"
 
     @classmethod
-    def of_text(cls, text: str) -> Index:
+    def of_text(cls, text: str) -> LayerIndex:
         """Raises LayerFileDamaged."""
         digest, _, body = text.rstrip("\n").partition("\n")
         if xxhash.xxh3_64_hexdigest(body.encode()) != digest:
@@ -105,14 +105,14 @@ class Index:
         found = json.loads(body)
         return cls(
             found["fused"],
-            [{name: Stored.of_json(one) for name, one in layer.items()} for layer in found["layers"]],
-            Stored.of_json(found["embedding"]),
-            Stored.of_json(found["head"]),
+            [{name: StoredWeight.of_json(one) for name, one in layer.items()} for layer in found["layers"]],
+            StoredWeight.of_json(found["embedding"]),
+            StoredWeight.of_json(found["head"]),
             found["vectors_digest"],
         )
 
     @property
-    def stored(self) -> list[Stored]:
+    def stored(self) -> list[StoredWeight]:
         """All weights; what embeds and heads share occurs once."""
         all_ = [self.embedding, *(s for layer in self.layers for s in layer.values()), self.head]
         return sorted({stored.at: stored for stored in all_}.values(), key=lambda stored: stored.at)
@@ -127,7 +127,7 @@ class LayerFile:
         """Raises LayerFileDamaged."""
         self.folder = folder
         try:
-            self.index = Index.of_text((folder / INDEX).read_text(encoding="utf-8"))
+            self.index = LayerIndex.of_text((folder / INDEX).read_text(encoding="utf-8"))
             vectors = folder / VECTORS
             with vectors.open("rb") as data:
                 digest = _digest(data.read())
@@ -153,7 +153,7 @@ class LayerFile:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except (OSError, AttributeError):
             return
-        page = aligned(ALIGNMENT)
+        page = aligned_memory(ALIGNMENT)
         try:
             os.preadv(handle, [page.numpy().data], 0)
         except OSError:  # some file systems say so only now
@@ -161,7 +161,7 @@ class LayerFile:
             return
         weakref.finalize(self, os.close, handle)
         self._handle, self.direct = handle, True
-        self._lanes = ThreadPoolExecutor(_LANES, "layer-lane")
+        self._lanes = ThreadPoolExecutor(_READ_THREADS, "layer-lane")
         weakref.finalize(self, self._lanes.shutdown, wait=False)
 
     def read(self, memory: memoryview, at: int, go_on: Callable[[], bool] = lambda: True) -> int:
@@ -179,8 +179,8 @@ class LayerFile:
         """How much is read at a time, so that all lanes have as much to do and are done together."""
         if not self.direct:
             return STRIDE
-        rounds = -(-size // (_LANES * STRIDE))
-        return max(_LEAST_STRIDE, padded(-(-size // (rounds * _LANES))))
+        rounds = -(-size // (_READ_THREADS * STRIDE))
+        return max(_MIN_STRIDE, padded(-(-size // (rounds * _READ_THREADS))))
 
     def _read(self, memory: memoryview, at: int, go_on: Callable[[], bool]) -> int:
         done = 0
@@ -193,7 +193,7 @@ class LayerFile:
                 os.posix_fadvise(self._handle, at, done, os.POSIX_FADV_DONTNEED)
         return done
 
-    def rows(self, stored: Stored, numbers: list[int], row_bytes: int) -> NDArray[np.uint8]:
+    def rows(self, stored: StoredWeight, numbers: list[int], row_bytes: int) -> NDArray[np.uint8]:
         """Some rows of a plain weight, ``[numbers, row_bytes]``, by way of the page cache: rows that many prompts have
         stay there as long as there is room. Raises OSError."""
         out = np.empty((len(numbers), row_bytes), np.uint8)
@@ -202,19 +202,19 @@ class LayerFile:
                 raise OSError(f"{self.folder / WEIGHTS} ends before row {number} of the embedding")
         return out
 
-    def load(self, stored: Stored, memory: Tensor) -> None:
+    def load(self, stored: StoredWeight, memory: Tensor) -> None:
         """Reads one weight into ``memory``, uint8 of its padded size, and checks it. Raises LayerFileDamaged."""
         self._check(stored, lambda at, size: memory[at - stored.at :][:size])
 
-    def check(self, stored: Stored, scratch: Tensor) -> None:
+    def check(self, stored: StoredWeight, scratch: Tensor) -> None:
         """Reads one weight by way of ``scratch``, uint8 ``[CHECKED]``, to check it. Raises LayerFileDamaged."""
         self._check(stored, lambda at, size: scratch[:size])
 
-    def _check(self, stored: Stored, place: Callable[[int, int], Tensor]) -> None:
+    def _check(self, stored: StoredWeight, place: Callable[[int, int], Tensor]) -> None:
         digest, left = xxhash.xxh3_64(), stored.form.size_bytes
         try:
-            for at in range(stored.at, stored.end, CHECKED):
-                data = place(at, min(CHECKED, stored.end - at)).numpy().data
+            for at in range(stored.at, stored.end, CHECK_BYTES):
+                data = place(at, min(CHECK_BYTES, stored.end - at)).numpy().data
                 self.read(data, at)
                 digest.update(data[:left])
                 left -= min(left, len(data))
@@ -243,18 +243,18 @@ class LayerWriter:
         """Bytes that have a place."""
         return self._at
 
-    def region(self, form: Form) -> Region:
+    def region(self, form: WeightForm) -> WeightRegion:
         """The next weight's place."""
         self._at += padded(form.size_bytes)
-        return Region(self._out.fileno(), self._at - padded(form.size_bytes), form)
+        return WeightRegion(self._out.fileno(), self._at - padded(form.size_bytes), form)
 
-    def put(self, data: Tensor, form: Form) -> Stored:
+    def put(self, data: Tensor, form: WeightForm) -> StoredWeight:
         """A whole weight, uint8 ``[size_bytes]``."""
         region = self.region(form)
         region.add(data)
         return region.done()
 
-    def read_back(self, stored: Stored) -> Tensor:
+    def read_back(self, stored: StoredWeight) -> Tensor:
         """The bytes of a weight that was written."""
         memory = torch.empty(stored.form.size_bytes, dtype=torch.uint8)
         left, at = memory.numpy().data, stored.at
@@ -263,25 +263,27 @@ class LayerWriter:
             left, at = left[count:], at + count
         return memory
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Brings what was written to the disk and out of memory."""
         os.fdatasync(self._out)
         os.posix_fadvise(self._out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def finish(self, fused: bool, layers: list[dict[str, Stored]], embedding: Stored, head: Stored) -> None:
+    def finish(
+        self, fused: bool, layers: list[dict[str, StoredWeight]], embedding: StoredWeight, head: StoredWeight
+    ) -> None:
         """Writes the vectors and the index."""
         os.ftruncate(self._out.fileno(), self._at)
-        self.settle()
+        self.flush()
         save_file({name: vector.contiguous() for name, vector in self.vectors.items()}, self._folder / VECTORS)
         digest = _digest((self._folder / VECTORS).read_bytes())
-        index = Index(fused, layers, embedding, head, digest)
+        index = LayerIndex(fused, layers, embedding, head, digest)
         (self._folder / INDEX).write_text(index.as_text(), encoding="utf-8")
 
 
-class Region:
+class WeightRegion:
     """A weight that is being written from its beginning to its end."""
 
-    def __init__(self, handle: int, at: int, form: Form) -> None:
+    def __init__(self, handle: int, at: int, form: WeightForm) -> None:
         self._handle, self._first, self._at, self.form = handle, at, at, form
         self._digest = xxhash.xxh3_64()
 
@@ -293,11 +295,11 @@ class Region:
             count = os.pwrite(self._handle, left, self._at)
             left, self._at = left[count:], self._at + count
 
-    def done(self) -> Stored:
+    def done(self) -> StoredWeight:
         """The weight, which must be complete."""
         size = self._at - self._first
         assert size == self.form.size_bytes, f"{size} bytes of {self.form.size_bytes}"
-        return Stored(self._first, self._digest.hexdigest(), self.form)
+        return StoredWeight(self._first, self._digest.hexdigest(), self.form)
 
 
 def _digest(data: Any) -> str:

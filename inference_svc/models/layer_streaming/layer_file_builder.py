@@ -12,20 +12,20 @@ import structlog
 import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ModelUnsupported
-from kvsidecar.models.model_library import SOURCE, check_room
+from kvsidecar.models.model_library import SOURCE, check_disk_space
+from kvsidecar.process.malloc_tuning import trim_freed_memory
 from torch import Tensor, nn
 
 from inference_svc.model_runner import fused_layers
 from inference_svc.models.layer_streaming import onednn_weights
-from inference_svc.models.layer_streaming.layer_file import LayerWriter, Stored
-from inference_svc.models.layer_streaming.vocabulary_writer import EMBEDDING, HEAD, Vocabulary
-from inference_svc.models.layer_streaming.weight_form import Pointable, bytes_of, form_of
-from inference_svc.models.layer_streaming.weight_source import Materials
-from inference_svc.models.linear.dense_linear import fit_linears
+from inference_svc.models.layer_streaming.layer_file import LayerWriter, StoredWeight
+from inference_svc.models.layer_streaming.vocabulary_writer import EMBEDDING, HEAD, VocabularyWriter
+from inference_svc.models.layer_streaming.weight_form import StreamableLinear, bytes_of, form_of
+from inference_svc.models.layer_streaming.weight_source import WeightSource
+from inference_svc.models.linear.dense_linear import pack_linears
 from inference_svc.models.linear.quantized_linear import quantize_linear
-from inference_svc.models.meta_model import skeleton
-from inference_svc.models.progress_bar import shown
-from inference_svc.server.malloc_tuning import give_back_freed_memory
+from inference_svc.models.meta_model import build_meta_model
+from inference_svc.models.progress_bar import progress_bar
 
 log = structlog.get_logger("model")
 
@@ -40,19 +40,19 @@ def is_feed_forward(name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class LayerFileRecipe:
     """What a model's layers are made of, and how."""
 
     config: Any
     attention: str
     dtype: torch.dtype
     bits: int  # at which linear weights are kept that are not quantized already
-    materials: Callable[[], Materials]
+    weight_source: Callable[[], WeightSource]
     name: str
     source: str  # the file it was made of, or its name
 
-    def skeleton(self) -> tuple[Any, Any]:
-        return skeleton(self.config, self.dtype, self.attention)
+    def meta_model(self) -> tuple[Any, Any]:
+        return build_meta_model(self.config, self.dtype, self.attention)
 
     @property
     def packs(self) -> bool:
@@ -64,7 +64,7 @@ class Recipe:
         return bool(self.config.tie_word_embeddings)
 
 
-def build(folder: Path, recipe: Recipe, size: int) -> None:
+def build_layer_file(folder: Path, recipe: LayerFileRecipe, size: int) -> None:
     """Fills an empty folder with some ``size`` bytes. Of the model there is never more than one layer in memory, as it
     is kept and one weight of it as it comes, or its head where oneDNN packs it. Raises ModelUnsupported, and
     ConfigurationError where the disk is too small."""
@@ -73,40 +73,42 @@ def build(folder: Path, recipe: Recipe, size: int) -> None:
             f"torch {torch.__version__} makes no packed weights over memory of ours, which streaming bfloat16 needs; "
             "--weights 8, --weights 4 and --dtype float32 do without them"
         )
-    model, _ = recipe.skeleton()
-    check_room(f"writing the layers of {recipe.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
+    model, _ = recipe.meta_model()
+    check_disk_space(
+        f"writing the layers of {recipe.name} out", size, folder.parent, "; XDG_DATA_HOME names another place"
+    )
     log.info("writing layers out for streaming, once", model=recipe.name, size=format_size(size))
     about = {"path": recipe.source, "size": size}
     (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
     (folder / "config.json").write_text(json.dumps({"architectures": [type(model).__name__]}), encoding="utf-8")
-    with LayerWriter(folder) as out, shown("writing layers out") as progress:
-        _Build(model, recipe, out).run(lambda: progress(min(out.written, size), size))
-    give_back_freed_memory()
+    with LayerWriter(folder) as out, progress_bar("writing layers out") as progress:
+        _LayerFileBuilder(model, recipe, out).run(lambda: progress(min(out.written, size), size))
+    trim_freed_memory()
 
 
-class _Build:
-    def __init__(self, model: Any, recipe: Recipe, out: LayerWriter) -> None:
+class _LayerFileBuilder:
+    def __init__(self, model: Any, recipe: LayerFileRecipe, out: LayerWriter) -> None:
         self._model, self._recipe, self._out = model, recipe, out
-        self._materials = recipe.materials()
+        self._materials = recipe.weight_source()
         self._fused: bool | None = None
 
     def run(self, advanced: Any) -> None:
         model, recipe, out = self._model, self._recipe, self._out
         count = len(model.model.layers)
-        layers: list[dict[str, Stored]] = [{} for _ in range(count)]
+        layers: list[dict[str, StoredWeight]] = [{} for _ in range(count)]
         numbers = {_LAYER.format(i): i for i in range(count)}
-        head: Stored | None = None
-        embedding: Stored | None = None
-        vocabulary = Vocabulary(model, recipe.dtype, recipe.bits, self._materials, out)
+        head: StoredWeight | None = None
+        embedding: StoredWeight | None = None
+        vocabulary = VocabularyWriter(model, recipe.dtype, recipe.bits, self._materials, out)
         # Materials are asked for in the order of their names.
         for prefix in sorted([EMBEDDING, _NORM, *numbers, *([] if recipe.tied else [HEAD])]):
             if prefix in numbers:
                 i = numbers[prefix]
                 layers[i] = self._layer(model.model.layers[i], prefix)
                 model.model.layers[i] = nn.Identity()
-                out.settle()
+                out.flush()
                 # A layer does not fit into the pieces that the one before left free: kept, they grew to several layers.
-                give_back_freed_memory()
+                trim_freed_memory()
             elif prefix == _NORM:
                 self._materials.fill(model.model.norm, prefix)
                 self._vectors(model.model.norm, "norm.")
@@ -120,18 +122,18 @@ class _Build:
         assert head is not None
         out.finish(bool(self._fused), layers, embedding, head)
 
-    def _layer(self, layer: Any, prefix: str) -> dict[str, Stored]:
+    def _layer(self, layer: Any, prefix: str) -> dict[str, StoredWeight]:
         recipe = self._recipe
         if recipe.bits == 16:
             self._materials.fill(layer, prefix)
         else:
             self._fill_quantized(layer, prefix)
-        can = fused_layers.fits(layer, recipe.config)
+        can = fused_layers.can_fuse(layer, recipe.config)
         if self._fused not in (None, can):
             raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
         self._fused = can
         if can:
-            products, vectors = fused_layers.gathered(layer)
+            products, vectors = fused_layers.take_weights(layer)
         else:
             products, vectors = self._own(layer)
         start = prefix.removeprefix("model.")
@@ -149,17 +151,17 @@ class _Build:
                 self._materials.fill(module, f"{prefix}{name}.")
                 quantize_linear(layer, name, self._recipe.bits)
 
-    def _own(self, layer: nn.Module) -> tuple[dict[str, Pointable], dict[str, Tensor]]:
+    def _own(self, layer: nn.Module) -> tuple[dict[str, StreamableLinear], dict[str, Tensor]]:
         """The linear layers of a layer that computes by its own module, and its other parameters."""
-        fit_linears(layer)
-        products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(Pointable))}
+        pack_linears(layer)
+        products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(StreamableLinear))}
         vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}
         large = next((name for name, vector in vectors.items() if vector.dim() > 1), None)
         if large is not None:
             raise ModelUnsupported(f"{self._recipe.name} has a weight {large}, which is not streamed; --stream off")
         return products, vectors
 
-    def _put(self, product: nn.Module) -> Stored:
+    def _put(self, product: nn.Module) -> StoredWeight:
         return self._out.put(bytes_of(product), form_of(product))
 
     def _vectors(self, module: nn.Module, start: str) -> None:

@@ -7,16 +7,16 @@ from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Protocol
 
-from inference_svc.models.layer_streaming.read_ahead import Staging
-from inference_svc.models.layer_streaming.weight_form import Pointable, View
+from inference_svc.models.layer_streaming.read_ahead import ReadAhead
+from inference_svc.models.layer_streaming.weight_form import StreamableLinear, WeightView
 
-Held = AbstractContextManager[object]
+LayerLease = AbstractContextManager[object]
 
 
 class LayerSource(Protocol):
     """Layers in a forward's order. Uses may be nested."""
 
-    def holding(self, layer: int) -> Held:
+    def acquire_layer(self, layer: int) -> LayerLease:
         """A context in which the layer's weights may be read. Entering it waits until they are there, and raises
         WeightsUnreadable when they cannot be had."""
         ...
@@ -28,40 +28,40 @@ class ResidentLayers:
     def __init__(self) -> None:
         self._nothing = nullcontext()
 
-    def holding(self, layer: int) -> Held:
+    def acquire_layer(self, layer: int) -> LayerLease:
         return self._nothing
 
 
 RESIDENT = ResidentLayers()
 # For each slot, what the layers of a piece are pointed at when it lies there.
-Targets = Sequence[tuple[Pointable, Sequence[View]]]
+Targets = Sequence[tuple[StreamableLinear, Sequence[WeightView]]]
 
 
 class StreamedLayers:
     """Layers of which some are pieces of a file. ``pieces`` names the piece of a layer, ``targets`` what computes with
     it. One thread computes with them."""
 
-    def __init__(self, staging: Staging, pieces: Mapping[int, int], targets: Mapping[int, Targets]) -> None:
-        self.staging, self._pieces, self._targets = staging, pieces, targets
+    def __init__(self, staging: ReadAhead, pieces: Mapping[int, int], targets: Mapping[int, Targets]) -> None:
+        self.read_ahead, self._pieces, self._targets = staging, pieces, targets
         self._slots = dict.fromkeys(targets, -1)
         self._nothing = nullcontext()
-        self._held = {layer: _Held(self, piece) for layer, piece in pieces.items()}
+        self._held = {layer: _PieceLease(self, piece) for layer, piece in pieces.items()}
 
-    def holding(self, layer: int) -> Held:
+    def acquire_layer(self, layer: int) -> LayerLease:
         return self._held.get(layer, self._nothing)
 
     def acquire(self, piece: int) -> None:
-        slot = self.staging.acquire(piece)
+        slot = self.read_ahead.acquire(piece)
         if self._slots[piece] != slot:
             for module, views in self._targets[piece]:
-                module.point(views[slot])  # type: ignore[arg-type]  # of its own form
+                module.set_weight(views[slot])  # type: ignore[arg-type]  # of its own form
             self._slots[piece] = slot
 
     def release(self, piece: int) -> None:
-        self.staging.release(piece)
+        self.read_ahead.release(piece)
 
 
-class _Held:
+class _PieceLease:
     """The context of one piece; it has no state of its own, so that uses may be nested."""
 
     def __init__(self, layers: StreamedLayers, piece: int) -> None:

@@ -29,7 +29,7 @@ class WeightsUnreadable(KVSidecarError):
 
 
 @dataclass
-class StagingStats:
+class ReadAheadStats:
     """Counters since the start; uses within another use of the same piece do not count."""
 
     hits: int = 0  # pieces that were there when they were needed
@@ -56,7 +56,7 @@ class _Slot:
     error: Exception | None = None
 
 
-class Staging:
+class ReadAhead:
     """``pieces`` pieces in ``slots`` slots. ``acquire`` and ``release`` may be called from any thread; what is held at
     one time must leave a slot free. ``poison`` is told of a slot that nobody uses any more, and what it held is read
     again: with it, tests prove that nobody reads what was released."""
@@ -69,14 +69,14 @@ class Staging:
         self._at: dict[int, _Slot] = {}
         self._next = 0  # the piece that is needed now or next
         self._waited_for: list[int] = []
-        self._stats = StagingStats()
+        self._stats = ReadAheadStats()
         self._closed = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
         self._thread.start()
 
     @property
-    def stats(self) -> StagingStats:
+    def stats(self) -> ReadAheadStats:
         """A copy."""
         with self._changed:
             return replace(self._stats)
@@ -129,7 +129,7 @@ class Staging:
         began = time.perf_counter()
         self._waited_for.append(piece)
         self._changed.notify_all()
-        self._changed.wait_for(lambda: self._closed or self._settled(piece))
+        self._changed.wait_for(lambda: self._closed or self._is_loaded(piece))
         self._waited_for.remove(piece)
         self._stats.wait_seconds += time.perf_counter() - began
         slot = self._at.get(piece)
@@ -141,7 +141,7 @@ class Staging:
             raise WeightsUnreadable(f"weights could not be read from their file: {error}") from error
         return slot
 
-    def _settled(self, piece: int) -> bool:
+    def _is_loaded(self, piece: int) -> bool:
         slot = self._at.get(piece)
         return slot is not None and slot.state in (_State.READY, _State.FAILED)
 

@@ -11,17 +11,17 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 
 Mode = Literal["full_resident", "partial_resident", "ffn_only_stream", "full_stream"]
-Wish = Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"]
-_FEWEST_SLOTS = 2
+StreamingMode = Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"]
+_MIN_SLOTS = 2
 # Beside weights, slots and pool: activations of a batch, and what the process has yet to import and allocate.
 _SPARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
-class Asked:
+class StreamingOptions:
     """What the settings say, see ``ModelSettings``."""
 
-    wish: Wish = "off"
+    mode: StreamingMode = "off"
     keep_first: int = 0
     keep_last: int = 0
     slots: int = 3
@@ -30,13 +30,13 @@ class Asked:
     sequences: int = 0  # that are computed together at the most; 0 where nobody said
     beside_bytes: int = 0  # of what stays in memory beside the model: its adapters, and a copy of it
     copy_bits: int = 0  # of such a copy, whose bytes are still to be added; 0 where there is none
-    poisoned: bool = False  # slots are overwritten as soon as nobody uses them; for tests
+    poison_freed_slots: bool = False  # slots are overwritten as soon as nobody uses them; for tests
 
 
-OFF = Asked()
+OFF = StreamingOptions()
 
 
-class Part(enum.Enum):
+class StreamedPart(enum.Enum):
     """What is streamed of a layer."""
 
     NOTHING = "nothing"
@@ -45,11 +45,11 @@ class Part(enum.Enum):
 
     def streams(self, feed_forward: bool) -> bool:
         """Whether a product is streamed that belongs to the feed-forward part, or to attention."""
-        return self is Part.ALL or (self is Part.FEED_FORWARD and feed_forward)
+        return self is StreamedPart.ALL or (self is StreamedPart.FEED_FORWARD and feed_forward)
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WeightSizes:
     """Bytes in memory of a model's weights."""
 
     layers: Sequence[tuple[int, int]]  # of each: attention, feed-forward part
@@ -59,54 +59,62 @@ class Sizes:
     def all(self) -> int:
         return self.always + sum(map(sum, self.layers))
 
-    def streamed(self, layer: int, part: Part) -> int:
+    def streamed(self, layer: int, part: StreamedPart) -> int:
         attention, feed_forward = self.layers[layer]
-        return {Part.NOTHING: 0, Part.FEED_FORWARD: feed_forward, Part.ALL: attention + feed_forward}[part]
+        return {
+            StreamedPart.NOTHING: 0,
+            StreamedPart.FEED_FORWARD: feed_forward,
+            StreamedPart.ALL: attention + feed_forward,
+        }[part]
 
 
 @dataclass(frozen=True)
-class Residency:
+class ResidencyPlan:
     """A decision."""
 
     mode: Mode
-    parts: tuple[Part, ...]  # of each layer
+    parts: tuple[StreamedPart, ...]  # of each layer
     slots: int
     slot_bytes: int
     streamed_bytes: int  # by each forward
     resident_bytes: int  # weights that stay, and the slots
 
 
-def reserved(asked: Asked) -> int:
+def reserved_bytes(asked: StreamingOptions) -> int:
     """Memory that weights must leave free."""
     return asked.pool_bytes + asked.beside_bytes + _SPARE_BYTES
 
 
-def decide(sizes: Sizes, free: int, asked: Asked) -> Residency:
+def plan_residency(sizes: WeightSizes, free: int, asked: StreamingOptions) -> ResidencyPlan:
     """What ``asked`` comes to with ``free`` bytes. ``auto`` takes what streams the fewest bytes, ``partial_resident``
     keeps as many layers as fit where nobody said how many. Raises ConfigurationError when layers are asked for that are
     not there, and when a mode that is asked for by name, or every one, does not fit: under a limit the process would be
     killed, without a word.
     """
-    count, room = len(sizes.layers), free - reserved(asked)
+    count, room = len(sizes.layers), free - reserved_bytes(asked)
     if asked.keep_first + asked.keep_last > count:
         raise ConfigurationError(
             f"keep_first is {asked.keep_first} and keep_last is {asked.keep_last}; the model has {count} layers"
         )
-    full = _made("full_stream", sizes, (Part.ALL,) * count, asked.slots)
-    feed_forward = _made("ffn_only_stream", sizes, (Part.FEED_FORWARD,) * count, asked.slots)
+    full = _plan("full_stream", sizes, (StreamedPart.ALL,) * count, asked.slots)
+    feed_forward = _plan("ffn_only_stream", sizes, (StreamedPart.FEED_FORWARD,) * count, asked.slots)
     stated = bool(asked.keep_first or asked.keep_last)
-    partial = _kept(sizes, asked.keep_first, asked.keep_last, asked.slots) if stated else _most(sizes, room, asked)
+    partial = (
+        _plan_partial(sizes, asked.keep_first, asked.keep_last, asked.slots)
+        if stated
+        else _max_resident(sizes, room, asked)
+    )
     named = {"full_stream": full, "ffn_only_stream": feed_forward, "partial_resident": partial}
-    wanted = [named[asked.wish]] if asked.wish in named else [partial, feed_forward, full]
+    wanted = [named[asked.mode]] if asked.mode in named else [partial, feed_forward, full]
     fitting = [one for one in wanted if one.resident_bytes <= room]
     if not fitting:
         raise ConfigurationError(_too_large(wanted[-1], free, asked))
     return min(fitting, key=lambda one: one.streamed_bytes)
 
 
-def _too_large(residency: Residency, free: int, asked: Asked) -> str:
+def _too_large(residency: ResidencyPlan, free: int, asked: StreamingOptions) -> str:
     """Why it does not fit, with the numbers."""
-    how, advice = f"with --stream {asked.wish}", "; --stream auto takes what fits"
+    how, advice = f"with --stream {asked.mode}", "; --stream auto takes what fits"
     if residency.mode == "full_stream":
         how, advice = "even with every layer streamed", " or weights"
     beside = f", up to {format_size(asked.beside_bytes)} of adapters and draft" if asked.beside_bytes else ""
@@ -117,25 +125,25 @@ def _too_large(residency: Residency, free: int, asked: Asked) -> str:
     )
 
 
-def _most(sizes: Sizes, room: int, asked: Asked) -> Residency:
+def _max_resident(sizes: WeightSizes, room: int, asked: StreamingOptions) -> ResidencyPlan:
     """As many layers kept, from the first on, as there is room for."""
     count = len(sizes.layers)
     for first in range(count, 0, -1):
-        found = _kept(sizes, first, 0, asked.slots)
+        found = _plan_partial(sizes, first, 0, asked.slots)
         if found.resident_bytes <= room:
             return found
-    return _made("full_stream", sizes, (Part.ALL,) * count, asked.slots)
+    return _plan("full_stream", sizes, (StreamedPart.ALL,) * count, asked.slots)
 
 
-def _kept(sizes: Sizes, first: int, last: int, slots: int) -> Residency:
+def _plan_partial(sizes: WeightSizes, first: int, last: int, slots: int) -> ResidencyPlan:
     streamed = len(sizes.layers) - first - last
-    parts = (Part.NOTHING,) * first + (Part.ALL,) * streamed + (Part.NOTHING,) * last
-    return _made("partial_resident" if streamed else "full_resident", sizes, parts, slots)
+    parts = (StreamedPart.NOTHING,) * first + (StreamedPart.ALL,) * streamed + (StreamedPart.NOTHING,) * last
+    return _plan("partial_resident" if streamed else "full_resident", sizes, parts, slots)
 
 
-def _made(mode: Mode, sizes: Sizes, parts: tuple[Part, ...], slots: int) -> Residency:
+def _plan(mode: Mode, sizes: WeightSizes, parts: tuple[StreamedPart, ...], slots: int) -> ResidencyPlan:
     each = [sizes.streamed(i, part) for i, part in enumerate(parts)]
     pieces = sum(size > 0 for size in each)
     # More slots than pieces would hold nothing.
-    slots = min(slots, max(pieces, _FEWEST_SLOTS)) if pieces else 0
-    return Residency(mode, parts, slots, max(each), sum(each), sizes.all - sum(each) + slots * max(each))
+    slots = min(slots, max(pieces, _MIN_SLOTS)) if pieces else 0
+    return ResidencyPlan(mode, parts, slots, max(each), sum(each), sizes.all - sum(each) + slots * max(each))

@@ -13,18 +13,18 @@ from torch import nn
 
 from inference_svc.model_runner import fused_layers
 from inference_svc.models.layer_streaming.layer_file import padded
-from inference_svc.models.layer_streaming.layer_file_builder import Recipe, is_feed_forward
-from inference_svc.models.layer_streaming.residency_plan import Sizes
+from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe, is_feed_forward
+from inference_svc.models.layer_streaming.residency_plan import WeightSizes
 from inference_svc.models.layer_streaming.vocabulary_writer import EMBEDDING, HEAD
-from inference_svc.models.linear.quantized_linear import kept_at
+from inference_svc.models.linear.quantized_linear import quantization_of
 
 
 @dataclass(frozen=True)
-class Expected:
+class SizeEstimate:
     """Bytes of a model."""
 
     dense: int  # every weight in its dtype
-    sizes: Sizes  # as they are kept in memory, and as they are written out
+    sizes: WeightSizes  # as they are kept in memory, and as they are written out
     embedding: int  # of its rows; 0 where they are the head's
 
     @property
@@ -33,10 +33,10 @@ class Expected:
         return self.sizes.all + self.embedding
 
 
-def expected(recipe: Recipe) -> Expected:
+def estimate_sizes(recipe: LayerFileRecipe) -> SizeEstimate:
     """The sizes of a recipe's model. Exact but for what oneDNN pads, and for a weight of which the rows that were
     looked at are narrower than others. Raises ModelUnsupported when a weight is not there."""
-    model, _ = recipe.skeleton()
+    model, _ = recipe.meta_model()
     counting = _Counting(recipe)
     layers, vectors = [], sum(p.nbytes for p in model.model.norm.parameters())
     for i, layer in enumerate(model.model.layers):
@@ -46,23 +46,23 @@ def expected(recipe: Recipe) -> Expected:
     tied = f"{HEAD}weight" if recipe.tied else ""
     whole = {name: p.numel() for name, p in model.named_parameters() if name != tied}
     shared = recipe.tied and recipe.bits == 16 and not recipe.packs and not dense.serves(recipe.dtype)
-    return Expected(
+    return SizeEstimate(
         sum(whole.values()) * recipe.dtype.itemsize,
-        Sizes(layers, head + vectors),
+        WeightSizes(layers, head + vectors),
         0 if shared else embedding,
     )
 
 
 class _Counting:
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._materials = recipe, recipe.materials()
+    def __init__(self, recipe: LayerFileRecipe) -> None:
+        self._recipe, self._materials = recipe, recipe.weight_source()
 
     def layer(self, layer: nn.Module, prefix: str) -> tuple[int, int]:
         """Bytes of a layer's attention, and of its feed-forward part."""
         linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
         products = {name: [name] for name in linears}
-        if fused_layers.alike(layer, self._recipe.config):
-            products = {name: list(parts) for name, parts in fused_layers.TOGETHER.items()}
+        if fused_layers.has_fusable_structure(layer, self._recipe.config):
+            products = {name: list(parts) for name, parts in fused_layers.FUSED_LINEARS.items()}
         found = [0, 0]
         for name, parts in products.items():
             found[is_feed_forward(name)] += self._product([linears[part] for part in parts], prefix, parts)
@@ -84,7 +84,7 @@ class _Counting:
         groups = {materials.group(name) for name in full}
         if len(groups) == 1 and (group := groups.pop()):
             return padded(quantized_gemm.size_bytes(inputs, outputs, 4, group))
-        found = kept_at(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
+        found = quantization_of(names[0].rpartition(".")[2], inputs, linears[0].out_features, recipe.bits)
         if found is not None:
             return padded(quantized_gemm.size_bytes(inputs, outputs, *found))
         if recipe.packs or not dense.serves(recipe.dtype):

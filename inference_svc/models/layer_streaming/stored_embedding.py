@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from inference_svc.models.layer_streaming.layer_file import LayerFile, Stored
+from inference_svc.models.layer_streaming.layer_file import LayerFile, StoredWeight
 from inference_svc.models.layer_streaming.read_ahead import WeightsUnreadable
 
 
-class StoredRows(nn.Module):
+class StoredEmbedding(nn.Module):
     """Token ids ``[1, tokens]`` to ``[1, tokens, width]``, times ``scale`` if there is one. Raises
     WeightsUnreadable."""
 
-    def __init__(self, file: LayerFile, stored: Stored, dtype: torch.dtype, scale: float | None) -> None:
+    def __init__(self, file: LayerFile, stored: StoredWeight, dtype: torch.dtype, scale: float | None) -> None:
         super().__init__()
         self._file, self._stored, self._dtype, self._scale = file, stored, dtype, scale
 

@@ -16,33 +16,39 @@ import torch
 from kvkernels.cpu import cpu_library
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
 from inference_svc.model_runner import fused_layers as fused
-from inference_svc.model_runner.decoder_layer import Layer
+from inference_svc.model_runner.decoder_layer import FusedLayerWeights
 from inference_svc.models.attention_windows import windows_of
 from inference_svc.models.layer_streaming import onednn_weights
-from inference_svc.models.layer_streaming.aligned_memory import aligned
+from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.layer_file import (
-    CHECKED,
+    CHECK_BYTES,
     VERSION,
-    Index,
     LayerFile,
     LayerFileDamaged,
-    Stored,
+    LayerIndex,
+    StoredWeight,
     padded,
 )
-from inference_svc.models.layer_streaming.layer_file_builder import Recipe, build, is_feed_forward
+from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe, build_layer_file, is_feed_forward
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSource, StreamedLayers, Targets
-from inference_svc.models.layer_streaming.read_ahead import Staging, StagingStats
-from inference_svc.models.layer_streaming.residency_plan import Asked, Residency, Sizes, decide, reserved
-from inference_svc.models.layer_streaming.size_estimate import expected
-from inference_svc.models.layer_streaming.stored_embedding import StoredRows
-from inference_svc.models.layer_streaming.weight_form import Pointable, shell, view
-from inference_svc.models.layer_streaming.weight_source import put
-from inference_svc.models.progress_bar import shown
+from inference_svc.models.layer_streaming.read_ahead import ReadAhead, ReadAheadStats
+from inference_svc.models.layer_streaming.residency_plan import (
+    ResidencyPlan,
+    StreamingOptions,
+    WeightSizes,
+    plan_residency,
+    reserved_bytes,
+)
+from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
+from inference_svc.models.layer_streaming.stored_embedding import StoredEmbedding
+from inference_svc.models.layer_streaming.weight_form import StreamableLinear, empty_linear, weight_view
+from inference_svc.models.layer_streaming.weight_source import set_parameter
+from inference_svc.models.progress_bar import progress_bar
 
 log = structlog.get_logger("model")
 
@@ -50,42 +56,44 @@ _POISON = 0xFF  # NaN in every float, and in the scales of a quantized weight
 
 
 @dataclass(frozen=True)
-class Streamed:
+class StreamedModel:
     """How a model's layers come to a forward."""
 
     source: LayerSource
-    fused: list[Layer]  # empty where the model's own layers compute
+    fused: list[FusedLayerWeights]  # empty where the model's own layers compute
     windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer have
-    residency: Residency
+    residency: ResidencyPlan
     file: LayerFile
-    staging: Staging | None  # None where everything is resident
+    read_ahead: ReadAhead | None  # None where everything is resident
     products: torch.nn.ModuleList  # the first layer's, and the head
 
     @property
-    def stats(self) -> StagingStats:
-        return StagingStats() if self.staging is None else self.staging.stats
+    def stats(self) -> ReadAheadStats:
+        return ReadAheadStats() if self.read_ahead is None else self.read_ahead.stats
 
     def close(self) -> None:
         """Ends the reading; forwards fail from then on."""
-        if self.staging is not None:
-            self.staging.close()
+        if self.read_ahead is not None:
+            self.read_ahead.close()
 
 
-def load_streamed(recipe: Recipe, identity: bytes, asked: Asked, models: Library | None = None) -> tuple[Any, Streamed]:
+def load_streamed(
+    recipe: LayerFileRecipe, identity: bytes, asked: StreamingOptions, models: ModelLibrary | None = None
+) -> tuple[Any, StreamedModel]:
     """The model of a recipe, whose weights ``identity`` names. Its file is written first if it is not there, and again
     if it is damaged. Raises ModelUnsupported, ConfigurationError."""
-    models, asked = models or Library(), with_copy(recipe, asked)
-    check(recipe)
+    models, asked = models or ModelLibrary(), with_copy(recipe, asked)
+    check_streamable(recipe)
     target = _place(recipe, identity, models.root / "converted")
     for last in (False, True):
         with models.building(target) as folder:
             if folder is not None:
-                build(folder, recipe, expected(recipe).kept)
+                build_layer_file(folder, recipe, estimate_sizes(recipe).kept)
         found = _inode(target)
         try:
             file = LayerFile(target)
             check_layouts(file.index)
-            return _Assembly(recipe, file, asked).model()
+            return _ModelAssembly(recipe, file, asked).model()
         except LayerFileDamaged as error:
             if last:
                 raise ModelUnsupported(f"{target} was written anew, and is damaged again: {error}") from error
@@ -94,7 +102,7 @@ def load_streamed(recipe: Recipe, identity: bytes, asked: Asked, models: Library
     raise AssertionError("unreachable")
 
 
-def sizes_of(file: LayerFile) -> Sizes:
+def sizes_of(file: LayerFile) -> WeightSizes:
     """What a file's weights take in memory."""
     layers = []
     for layer in file.index.layers:
@@ -102,7 +110,7 @@ def sizes_of(file: LayerFile) -> Sizes:
         for name, stored in layer.items():
             parts[is_feed_forward(name)] += padded(stored.form.size_bytes)
         layers.append((parts[0], parts[1]))
-    return Sizes(layers, padded(file.index.head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values()))
+    return WeightSizes(layers, padded(file.index.head.form.size_bytes) + sum(v.nbytes for v in file.vectors.values()))
 
 
 def _inode(folder: Path) -> int:
@@ -112,7 +120,7 @@ def _inode(folder: Path) -> int:
         return 0
 
 
-def check_layouts(index: Index) -> None:
+def check_layouts(index: LayerIndex) -> None:
     """Raises LayerFileDamaged when oneDNN packs weights otherwise here than where a file was written."""
     forms = {s.form for s in index.stored if s.form.kind == "packed"}
     for form in forms:
@@ -123,9 +131,9 @@ def check_layouts(index: Index) -> None:
             raise LayerFileDamaged("it was written for another CPU or version of oneDNN")
 
 
-def check(recipe: Recipe) -> None:
+def check_streamable(recipe: LayerFileRecipe) -> None:
     """Raises ModelUnsupported for a model whose layers cannot be streamed."""
-    model, _ = recipe.skeleton()
+    model, _ = recipe.meta_model()
     large = next((name for name, p in model.model.layers.named_parameters() if p.dim() > 2), None)
     if large is not None:
         raise ModelUnsupported(
@@ -134,28 +142,28 @@ def check(recipe: Recipe) -> None:
         )
 
 
-def with_copy(recipe: Recipe, asked: Asked) -> Asked:
+def with_copy(recipe: LayerFileRecipe, asked: StreamingOptions) -> StreamingOptions:
     """What is asked for, with the bytes of the copy that is."""
     if not asked.copy_bits:
         return asked
-    size = expected(replace(recipe, bits=asked.copy_bits)).sizes.all
+    size = estimate_sizes(replace(recipe, bits=asked.copy_bits)).sizes.all
     return replace(asked, beside_bytes=asked.beside_bytes + size, copy_bits=0)
 
 
-def is_needed(recipe: Recipe, width: int, asked: Asked) -> bool:
+def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOptions) -> bool:
     """Whether loading the model into memory, its weights at ``width`` bits, would take more than there is. Where
     streaming would not help, a model whose weights fit is loaded: the pool's pages are taken as they are used. Raises
     ConfigurationError when they do not either, before anything is written."""
-    found, asked = expected(recipe), with_copy(recipe, asked)
+    found, asked = estimate_sizes(recipe), with_copy(recipe, asked)
     # Weights that are quantized here are all there first.
     most = max(found.kept, found.dense if recipe.bits == width else 0)
     free = free_bytes(asked.memory_bytes)
-    if most + reserved(asked) <= free:
+    if most + reserved_bytes(asked) <= free:
         return False
     try:
-        decide(found.sizes, free, asked)
+        plan_residency(found.sizes, free, asked)
     except ConfigurationError:
-        if most + reserved(replace(asked, pool_bytes=0)) > free:
+        if most + reserved_bytes(replace(asked, pool_bytes=0)) > free:
             raise
         log.warning(
             "memory is short: weights fit, but not with a full pool; a smaller pool_bytes is safer",
@@ -167,7 +175,7 @@ def is_needed(recipe: Recipe, width: int, asked: Asked) -> bool:
     return True
 
 
-def _place(recipe: Recipe, identity: bytes, parent: Path) -> Path:
+def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
     """Where a model's layers lie, or will: named by all that decides their bytes."""
     packed = recipe.dtype == torch.bfloat16 and recipe.bits == 16
     decides = {
@@ -191,37 +199,37 @@ class _Piece:
 
     at: int
     size: int
-    products: list[tuple[Pointable, Stored]] = field(default_factory=list)
+    products: list[tuple[StreamableLinear, StoredWeight]] = field(default_factory=list)
 
 
-class _Assembly:
+class _ModelAssembly:
     """Makes one model of one file."""
 
-    def __init__(self, recipe: Recipe, file: LayerFile, asked: Asked) -> None:
+    def __init__(self, recipe: LayerFileRecipe, file: LayerFile, asked: StreamingOptions) -> None:
         self._recipe, self._file, self._asked = recipe, file, asked
-        self.residency = decide(sizes_of(file), free_bytes(asked.memory_bytes), asked)
+        self.residency = plan_residency(sizes_of(file), free_bytes(asked.memory_bytes), asked)
 
-    def model(self) -> tuple[Any, Streamed]:
+    def model(self) -> tuple[Any, StreamedModel]:
         """Raises LayerFileDamaged."""
         recipe, index = self._recipe, self._file.index
-        model, rotary = recipe.skeleton()
+        model, rotary = recipe.meta_model()
         inner = model.model
         inner.rotary_emb = rotary
         windows = windows_of(model)
         products = [self._shells(i, layer) for i, layer in enumerate(index.layers)]
-        made: list[Layer] = []
+        made: list[FusedLayerWeights] = []
         for i, layer in enumerate(inner.layers):
             vectors = self._vectors(f"layers.{i}.")
             if index.fused:
-                made.append(fused.made(layer, products[i], vectors))
+                made.append(fused.make_layer(layer, products[i], vectors))
             else:
-                _furnish(layer, products[i], vectors)
+                _set_parameters(layer, products[i], vectors)
         if index.fused:
             inner.layers = torch.nn.ModuleList(torch.nn.Identity() for _ in made)
-        _furnish(inner.norm, {}, self._vectors("norm."))
-        head = shell(index.head.form, self._file.vectors.get("lm_head.bias"))
+        _set_parameters(inner.norm, {}, self._vectors("norm."))
+        head = empty_linear(index.head.form, self._file.vectors.get("lm_head.bias"))
         model.lm_head = head
-        resident: list[tuple[Pointable, Stored]] = [(head, index.head)]
+        resident: list[tuple[StreamableLinear, StoredWeight]] = [(head, index.head)]
         pieces: dict[int, _Piece] = {}
         for i, part in enumerate(self.residency.parts):
             streamed = [name for name in products[i] if part.streams(is_feed_forward(name))]
@@ -237,44 +245,46 @@ class _Assembly:
         staging, source = self._staging(pieces)
         self._say(staging)
         first = torch.nn.ModuleList([*products[0].values(), head])
-        return model, Streamed(source, made, windows, self.residency, self._file, staging, first)
+        return model, StreamedModel(source, made, windows, self.residency, self._file, staging, first)
 
-    def _shells(self, i: int, layer: Mapping[str, Stored]) -> dict[str, Pointable]:
+    def _shells(self, i: int, layer: Mapping[str, StoredWeight]) -> dict[str, StreamableLinear]:
         biases = self._file.vectors
-        return {name: shell(stored.form, biases.get(f"layers.{i}.{name}.bias")) for name, stored in layer.items()}
+        return {
+            name: empty_linear(stored.form, biases.get(f"layers.{i}.{name}.bias")) for name, stored in layer.items()
+        }
 
     def _vectors(self, start: str) -> dict[str, Tensor]:
         return {n.removeprefix(start): v for n, v in self._file.vectors.items() if n.startswith(start)}
 
-    def _read_all(self, resident: list[tuple[Pointable, Stored]]) -> None:
+    def _read_all(self, resident: list[tuple[StreamableLinear, StoredWeight]]) -> None:
         """Reads what stays, and checks the rest."""
         stays = {stored.at: product for product, stored in resident}
-        scratch = aligned(CHECKED)
+        scratch = aligned_memory(CHECK_BYTES)
         everything = self._file.index.stored
-        with shown("reading and checking layers") as progress:
+        with progress_bar("reading and checking layers") as progress:
             for stored in everything:
                 if stored.at in stays:
-                    memory = aligned(padded(stored.form.size_bytes))
+                    memory = aligned_memory(padded(stored.form.size_bytes))
                     self._file.load(stored, memory)
-                    stays[stored.at].point(view(stored.form, memory))  # type: ignore[arg-type]
+                    stays[stored.at].set_weight(weight_view(stored.form, memory))  # type: ignore[arg-type]
                     stays[stored.at].memory = memory  # a packed weight does not keep it
                 else:
                     self._file.check(stored, scratch)
                 progress(stored.end, everything[-1].end)
 
-    def _embedding(self, own: Any, head: Pointable) -> torch.nn.Module:
+    def _embedding(self, own: Any, head: StreamableLinear) -> torch.nn.Module:
         index, scale = self._file.index, getattr(own, "scalar_embed_scale", None)
         if index.head == index.embedding and scale is None:
             shared = torch.nn.Embedding(own.num_embeddings, own.embedding_dim, device="meta")
             shared.weight = torch.nn.Parameter(head.weight, requires_grad=False)  # type: ignore[arg-type]
             return shared
-        return StoredRows(self._file, index.embedding, self._recipe.dtype, scale)
+        return StoredEmbedding(self._file, index.embedding, self._recipe.dtype, scale)
 
-    def _staging(self, pieces: dict[int, _Piece]) -> tuple[Staging | None, LayerSource]:
+    def _staging(self, pieces: dict[int, _Piece]) -> tuple[ReadAhead | None, LayerSource]:
         if not pieces:
             return None, RESIDENT
         count, size = self.residency.slots, self.residency.slot_bytes
-        memory = aligned(count * size)
+        memory = aligned_memory(count * size)
         slots = [memory[i * size : (i + 1) * size] for i in range(count)]
         views = [slot.numpy().data for slot in slots]
         order, file = list(pieces.values()), self._file
@@ -288,7 +298,7 @@ class _Assembly:
 
         targets: dict[int, Targets] = {
             number: [
-                (product, [view(stored.form, slot[stored.at - piece.at :]) for slot in slots])
+                (product, [weight_view(stored.form, slot[stored.at - piece.at :]) for slot in slots])
                 for product, stored in piece.products
             ]
             for number, piece in enumerate(order)
@@ -296,10 +306,10 @@ class _Assembly:
         for target in targets.values():
             for product, _ in target:
                 product.memory = memory  # a packed weight does not keep it
-        staging = Staging(len(order), count, read, poison if self._asked.poisoned else None)
+        staging = ReadAhead(len(order), count, read, poison if self._asked.poison_freed_slots else None)
         return staging, StreamedLayers(staging, {layer: n for n, layer in enumerate(pieces)}, targets)
 
-    def _say(self, staging: Staging | None) -> None:
+    def _say(self, staging: ReadAhead | None) -> None:
         residency = self.residency
         log.info(
             "layers are streamed" if staging else "layers are resident",
@@ -311,10 +321,12 @@ class _Assembly:
         )
 
 
-def _furnish(module: torch.nn.Module, products: Mapping[str, Pointable], vectors: Mapping[str, Tensor]) -> None:
+def _set_parameters(
+    module: torch.nn.Module, products: Mapping[str, StreamableLinear], vectors: Mapping[str, Tensor]
+) -> None:
     """Gives a module on the meta device its linear layers and its other parameters."""
     for name, product in products.items():
         module.set_submodule(name, product)
     for name, _ in list(module.named_parameters()):
         if name in vectors:
-            put(module, name, vectors[name])
+            set_parameter(module, name, vectors[name])

@@ -8,29 +8,29 @@ import torch
 from kvkernels.cpu import f32_gemm, quantized_gemm
 from torch import Tensor, nn
 
-from inference_svc.models.layer_streaming.layer_file import LayerWriter, Region, Stored
-from inference_svc.models.layer_streaming.weight_form import Form, bytes_of, dense_form, form_of
-from inference_svc.models.layer_streaming.weight_source import Materials
+from inference_svc.models.layer_streaming.layer_file import LayerWriter, StoredWeight, WeightRegion
+from inference_svc.models.layer_streaming.weight_form import WeightForm, bytes_of, dense_form, form_of
+from inference_svc.models.layer_streaming.weight_source import WeightSource
 from inference_svc.models.linear.packed_linear import PackedLinear
-from inference_svc.models.linear.quantized_linear import kept_at
+from inference_svc.models.linear.quantized_linear import quantization_of
 
 EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
-class Vocabulary:
+class VocabularyWriter:
     """The two of a model on the meta device, in a dtype, linear weights at ``bits``. A head is quantized, packed or
     dense where other layers are; one that is neither, and is tied to the embedding, is the embedding."""
 
-    def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: Materials, out: LayerWriter) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: WeightSource, out: LayerWriter) -> None:
         self._dtype, self._materials, self._out = dtype, materials, out
         self._embedding, self._head = model.model.embed_tokens.weight.shape, model.lm_head
-        kept = kept_at(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
+        kept = quantization_of(HEAD.removesuffix("."), self._head.in_features, self._head.out_features, bits)
         self._kept = kept
         self._packs = kept is None and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self._dense = kept is None and f32_gemm.serves(dtype)
         self._narrow = f32_gemm.serves(dtype)
 
-    def embedding(self, tied: bool) -> tuple[Stored, Stored | None]:
+    def embedding(self, tied: bool) -> tuple[StoredWeight, StoredWeight | None]:
         """Writes the embedding, and the head if they are ``tied``."""
         name = f"{EMBEDDING}weight"
         kept = self._kept_as(name, self._embedding)
@@ -50,7 +50,7 @@ class Vocabulary:
             return embedding, embedding
         return embedding, self._packed(self._out.read_back(embedding).view(self._dtype).view(self._embedding))
 
-    def head(self) -> Stored:
+    def head(self) -> StoredWeight:
         """Writes a head of its own."""
         self._bias()
         name = f"{HEAD}weight"
@@ -76,22 +76,22 @@ class Vocabulary:
             return str(self._dtype).removeprefix("torch.")
         return self._materials.kept(name, shape, all_rows=True)
 
-    def _plain_region(self, kept: str) -> Region:
+    def _plain_region(self, kept: str) -> WeightRegion:
         (outputs, inputs), dtype = self._embedding, f32_gemm.number(kept)
         size = outputs * inputs * dtype.itemsize
-        return self._out.region(Form("plain", outputs, inputs, size, str(dtype).removeprefix("torch.")))
+        return self._out.region(WeightForm("plain", outputs, inputs, size, str(dtype).removeprefix("torch.")))
 
-    def _head_region(self, kept: str) -> Region:
+    def _head_region(self, kept: str) -> WeightRegion:
         outputs, inputs = self._embedding
         if self._kept is not None:
             bits, group = self._kept
             size = quantized_gemm.size_bytes(inputs, outputs, bits, group)
-            return self._out.region(Form("quantized", outputs, inputs, size, bits=bits, group=group))
+            return self._out.region(WeightForm("quantized", outputs, inputs, size, bits=bits, group=group))
         if self._dense:
             return self._out.region(dense_form(outputs, inputs, kept))
         return self._plain_region(kept)
 
-    def _made(self, rows: Tensor, form: Form) -> Tensor:
+    def _made(self, rows: Tensor, form: WeightForm) -> Tensor:
         """The bytes of some rows of the head."""
         if form.kind == "quantized":
             return quantized_gemm.quantize(rows, form.bits, form.group).data.view(-1)
@@ -99,7 +99,7 @@ class Vocabulary:
             return _bytes(f32_gemm.pack(rows, form.dtype).data)
         return _bytes(rows)
 
-    def _packed(self, weight: Tensor) -> Stored:
+    def _packed(self, weight: Tensor) -> StoredWeight:
         packed = PackedLinear(weight, None)
         return self._out.put(bytes_of(packed), form_of(packed))
 

@@ -16,14 +16,14 @@ from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 
-Pointable = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
+StreamableLinear = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
 # What such a layer is pointed at.
-View = Tensor | Quantized | f32_gemm.Dense
+WeightView = Tensor | Quantized | f32_gemm.Dense
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightForm:
     """The shape and the layout of one weight ``[outputs, inputs]``."""
 
     kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized_gemm, .dense), plain
@@ -39,26 +39,28 @@ class Form:
         return {name: value for name, value in asdict(self).items() if value}
 
 
-def form_of(module: nn.Module) -> Form:
+def form_of(module: nn.Module) -> WeightForm:
     """The form of a layer's weight. Raises TypeError for a layer of another kind."""
     if isinstance(module, PackedLinear):
         layout = onednn_weights.descriptor(module.packed).hex()
         size = onednn_weights.packed_bytes(module.packed).numel()
-        return Form("packed", module.out_features, module.in_features, size, layout=layout)
+        return WeightForm("packed", module.out_features, module.in_features, size, layout=layout)
     if isinstance(module, QuantizedLinear):
         w = module.quantized
-        return Form("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
+        return WeightForm("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
     if isinstance(module, DenseLinear):
         return dense_form(module.out_features, module.in_features, module.dense.kept)
     if isinstance(module, PlainLinear):
         outputs, inputs = module.weight.shape
-        return Form("plain", outputs, inputs, module.weight.nbytes, str(module.weight.dtype).removeprefix("torch."))
+        return WeightForm(
+            "plain", outputs, inputs, module.weight.nbytes, str(module.weight.dtype).removeprefix("torch.")
+        )
     raise TypeError(f"{type(module).__name__} has no weight that could be streamed")
 
 
-def dense_form(outputs: int, inputs: int, kept: str) -> Form:
+def dense_form(outputs: int, inputs: int, kept: str) -> WeightForm:
     """The form of a dense weight that is kept so."""
-    return Form("dense", outputs, inputs, f32_gemm.size_bytes(inputs, outputs, kept), kept)
+    return WeightForm("dense", outputs, inputs, f32_gemm.size_bytes(inputs, outputs, kept), kept)
 
 
 def bytes_of(module: nn.Module) -> Tensor:
@@ -73,7 +75,7 @@ def bytes_of(module: nn.Module) -> Tensor:
     return module.weight.contiguous().view(-1).view(torch.uint8)
 
 
-def view(form: Form, memory: Tensor) -> View:
+def weight_view(form: WeightForm, memory: Tensor) -> WeightView:
     """A weight of this form whose bytes are the first of ``memory``, which must outlive it."""
     memory = memory[: form.size_bytes]
     if form.kind == "packed":
@@ -85,9 +87,9 @@ def view(form: Form, memory: Tensor) -> View:
     return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)
 
 
-def shell(form: Form, bias: Tensor | None) -> Pointable:
+def empty_linear(form: WeightForm, bias: Tensor | None) -> StreamableLinear:
     """A layer of this form that has no weight until it is pointed at one."""
     kinds = {"packed": PackedLinear, "quantized": QuantizedLinear, "dense": DenseLinear, "plain": PlainLinear}
     kind: Any = kinds[form.kind]
-    made: Pointable = kind.shell(form.outputs, form.inputs, bias)
+    made: StreamableLinear = kind.empty(form.outputs, form.inputs, bias)
     return made

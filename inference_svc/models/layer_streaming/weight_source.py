@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from inference_svc.models import awq_checkpoint
 
 
-class Materials(Protocol):
+class WeightSource(Protocol):
     """Gives modules that have no weights theirs. They are asked for in the order of their names."""
 
     def fill(self, module: nn.Module, prefix: str) -> None:
@@ -40,7 +40,7 @@ class Materials(Protocol):
 # What of a weight is in memory at a time, where it comes by rows: those that are quantized at a time, or more.
 _ROWS, _ROWS_BYTES = 2048, 32 << 20
 # Rows by which it is told how a weight will be kept.
-_LOOKED_AT = 8
+_SAMPLED_ROWS = 8
 
 
 def _pieces(shape: torch.Size, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
@@ -48,19 +48,19 @@ def _pieces(shape: torch.Size, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     return ((first, min(first + step, shape[0])) for first in range(0, shape[0], step))
 
 
-def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+def set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
     """Makes a tensor the parameter of this name in a module."""
     parent, _, last = name.rpartition(".")
     module.get_submodule(parent)._parameters[last] = nn.Parameter(tensor, requires_grad=False)
 
 
-class Checkpoint:
+class CheckpointWeights:
     """A folder of safetensors, in one file or many, with AutoAWQ's 4-bit weights where it has some: those that ``keep``
     takes stay as they are."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, keep: awq_checkpoint.Keep | None) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, keep: awq_checkpoint.LinearFactory | None) -> None:
         self._folder, self._dtype, self._keep = folder, dtype, keep
-        self._where = awq_checkpoint.where_in(folder)
+        self._where = awq_checkpoint.tensor_files(folder)
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         for name in [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]:
@@ -69,7 +69,7 @@ class Checkpoint:
                 self._fill_quantized(module, name, full)
         for name, parameter in list(module.named_parameters()):
             if parameter.is_meta:
-                put(module, name, self._tensor(prefix + name, parameter.shape))
+                set_parameter(module, name, self._tensor(prefix + name, parameter.shape))
 
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
         self._check(name, shape)
@@ -85,7 +85,8 @@ class Checkpoint:
         if all_rows:
             return f32_gemm.kept_of(lambda: self.rows(name, shape))
         some = [
-            awq_checkpoint.rows_in(self._where, name, i, i + 1) for i in range(0, shape[0], -(-shape[0] // _LOOKED_AT))
+            awq_checkpoint.rows_in(self._where, name, i, i + 1)
+            for i in range(0, shape[0], -(-shape[0] // _SAMPLED_ROWS))
         ]
         # Of most weights the first row says that they have no codes.
         return f32_gemm.kept_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
@@ -110,12 +111,16 @@ class Checkpoint:
         parts = awq_checkpoint.parts_in(self._where, full)
         layer = self._keep and self._keep(parts, awq_checkpoint.bias_in(self._where, full))
         if layer is None:
-            put(module, f"{name}.weight".lstrip("."), reference_weight(*awq_checkpoint.wide(parts)).to(self._dtype))
+            set_parameter(
+                module,
+                f"{name}.weight".lstrip("."),
+                reference_weight(*awq_checkpoint.with_float32_scales(parts)).to(self._dtype),
+            )
         else:
             module.set_submodule(name, layer)
 
 
-class Drawn:
+class RandomWeights:
     """Random weights, those that a seed gives when all are drawn in the order of their names."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
@@ -124,14 +129,14 @@ class Drawn:
     def fill(self, module: nn.Module, prefix: str) -> None:
         for name, parameter in sorted(module.named_parameters()):
             tensor = torch.empty(parameter.shape, dtype=self._dtype)
-            draw(prefix + name, tensor, self._generator)
-            put(module, name, tensor)
+            fill_random(prefix + name, tensor, self._generator)
+            set_parameter(module, name, tensor)
 
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
         # Numbers are drawn 16 at a time: those of some rows are those that they have when all are drawn at once.
         for first, end in _pieces(shape, self._dtype):
             tensor = torch.empty(end - first, shape[1], dtype=self._dtype)
-            draw(name, tensor, self._generator)
+            fill_random(name, tensor, self._generator)
             yield tensor
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
@@ -141,7 +146,7 @@ class Drawn:
         return 0
 
 
-def draw(name: str, tensor: Tensor, generator: torch.Generator) -> None:
+def fill_random(name: str, tensor: Tensor, generator: torch.Generator) -> None:
     """Fills a parameter of a random model, with numbers of 16 bits, as models come."""
     if tensor.dim() == 1:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)

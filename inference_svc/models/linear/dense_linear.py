@@ -36,7 +36,7 @@ class DenseLinear(nn.Module):
         self.dense, self._bias = weight, None if bias is None else bias.detach()
 
     @classmethod
-    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> DenseLinear:
+    def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> DenseLinear:
         """One without a weight, until it is pointed at one."""
         return cls(f32_gemm.Dense(torch.empty(0), inputs, outputs, "float32"), bias)
 
@@ -44,7 +44,7 @@ class DenseLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def point(self, weight: f32_gemm.Dense) -> None:
+    def set_weight(self, weight: f32_gemm.Dense) -> None:
         """Computes with another weight of the same shape from now on, which is not copied."""
         self.dense = weight
 
@@ -68,7 +68,7 @@ class NarrowEmbedding(nn.Module):
         return F.embedding(tokens, self.weight).float()
 
 
-def product_of(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinear | PlainLinear:
+def linear_for(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinear | PlainLinear:
     """A layer over a weight ``[out, in]`` that is not quantized: packed, which copies it, where that is faster."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
@@ -76,12 +76,12 @@ def product_of(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinea
     return DenseLinear(f32_gemm.pack(weight), bias) if serves(weight) else PlainLinear(weight, bias)
 
 
-def fit_linears(model: nn.Module) -> None:
+def pack_linears(model: nn.Module) -> None:
     """Replaces the linear layers of a model by those of ``product_of``, and its float32 embeddings on a CPU where the
     kernel runs. What is quantized stays."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, product_of(child.weight.detach(), child.bias))
+                setattr(module, name, linear_for(child.weight.detach(), child.bias))
             elif type(child) is nn.Embedding and serves(child.weight):
                 setattr(module, name, NarrowEmbedding(child.weight))

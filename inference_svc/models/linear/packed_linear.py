@@ -27,7 +27,7 @@ class PackedLinear(nn.Module):
         self._tried = False
 
     @classmethod
-    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> PackedLinear:
+    def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> PackedLinear:
         """One without a weight, until it is pointed at one."""
         return cls(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), bias)
 
@@ -35,13 +35,13 @@ class PackedLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def point(self, packed: Tensor) -> None:
+    def set_weight(self, packed: Tensor) -> None:
         """Computes with another packed weight of the same shape from now on, which is not copied."""
         self.packed = packed
         if self._streamed is not None:
             self._streamed = self._streamed.over(packed)
 
-    def reconsider(self) -> None:
+    def reset_kernel(self) -> None:
         """Forgets what was found out about oneDNN's order: the next forward finds it out for its own thread."""
         self._tried, self._streamed = False, None
 

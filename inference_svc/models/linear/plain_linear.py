@@ -16,7 +16,7 @@ class PlainLinear(nn.Module):
         self.weight, self._bias = weight.detach(), None if bias is None else bias.detach()
 
     @classmethod
-    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> PlainLinear:
+    def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> PlainLinear:
         """One without a weight, until it is pointed at one."""
         return cls(torch.empty(outputs, inputs, device="meta"), bias)
 
@@ -24,7 +24,7 @@ class PlainLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def point(self, weight: Tensor) -> None:
+    def set_weight(self, weight: Tensor) -> None:
         """Computes with another weight ``[out, in]`` from now on, which is not copied."""
         self.weight = weight
 

@@ -36,7 +36,7 @@ class QuantizedLinear(nn.Module):
         self.quantized, self._bias = weight, None if bias is None else bias.detach()
 
     @classmethod
-    def shell(cls, outputs: int, inputs: int, bias: Tensor | None) -> QuantizedLinear:
+    def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> QuantizedLinear:
         """One without a weight, until it is pointed at one."""
         nothing = torch.empty(outputs // quantized_gemm.OUTPUTS, 0, dtype=torch.uint8)
         return cls(quantized_gemm.Quantized(nothing, inputs, 0, 0), bias)
@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Module):
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def point(self, weight: quantized_gemm.Quantized) -> None:
+    def set_weight(self, weight: quantized_gemm.Quantized) -> None:
         """Computes with another weight of the same shape from now on, which is not copied."""
         self.quantized = weight
 
@@ -58,18 +58,18 @@ class QuantizedLinear(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
 
-def fit_together(parts: Sequence[nn.Module]) -> bool:
+def can_join(parts: Sequence[nn.Module]) -> bool:
     """Whether layers over the same input can be one: all quantized alike, or none at all."""
     return len({(p.quantized.bits, p.quantized.group) if isinstance(p, QuantizedLinear) else None for p in parts}) == 1
 
 
-def joined(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
+def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
     """One layer for several that ``fit_together``."""
     biases = [p._bias for p in parts if p._bias is not None]
     return QuantizedLinear(quantized_gemm.joined([p.quantized for p in parts]), torch.cat(biases) if biases else None)
 
 
-def pick_width(wanted: str | int, stored: int, device: torch.device) -> int:
+def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> int:
     """Bits at which a checkpoint of ``stored`` bits is kept: ``auto`` is its own where kernels serve, else 16.
     Raises ConfigurationError for what cannot be had on the device."""
     if wanted == "auto":
@@ -102,14 +102,14 @@ def quantize_linear(model: nn.Module, path: str, bits: int) -> bool:
     name, linear = path.rpartition(".")[2], model.get_submodule(path)
     if type(linear) is not nn.Linear or name in _ROUTERS:
         return False
-    kept = kept_at(name, linear.in_features, linear.out_features, bits)
+    kept = quantization_of(name, linear.in_features, linear.out_features, bits)
     if kept is None:
         return False
     model.set_submodule(path, QuantizedLinear(quantized_gemm.quantize(linear.weight.detach(), *kept), linear.bias))
     return True
 
 
-def kept_at(name: str, inputs: int, outputs: int, bits: int) -> tuple[int, int] | None:
+def quantization_of(name: str, inputs: int, outputs: int, bits: int) -> tuple[int, int] | None:
     """Bits and group of a layer of this name in a model of so many bits; None for one that stays as it is."""
     group = next((g for g in _GROUPS if quantized_gemm.serves(inputs, outputs, g)), None)
     if bits == 16 or group is None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from cache_daemon.remote.backend import Item
 
 
-class MemoryEngine:
+class InMemoryBackend:
     """A ``RemoteEngine`` for tests. Several tiers may share one: they are nodes then."""
 
     name = "memory"

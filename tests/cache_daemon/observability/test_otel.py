@@ -18,7 +18,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub, add_CacheServiceServicer_to_server
-from kvsidecar.telemetry.otlp_export import providing, wanted
+from kvsidecar.telemetry.otlp_export import is_enabled, sdk_providers
 
 from benchmarks.node import Node, free_port
 from cache_daemon.auth.principal import OPERATOR
@@ -26,10 +26,10 @@ from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.observability import otel
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
-from cache_daemon.observability.stats_snapshot import Snapshots
+from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.rpc.cache_service import CacheService
-from cache_daemon.rpc.call_wrapper import Calls
-from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.rpc.call_wrapper import CallMetrics
+from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from tests.cache_daemon.conftest import Peer
@@ -65,17 +65,17 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
-    async with providing(otel.SERVICE_NAME, SimpleSpanProcessor(exporter), reader) as providers:
-        telling = otel.over(providers)
+    async with sdk_providers(otel.SERVICE_NAME, SimpleSpanProcessor(exporter), reader) as providers:
+        telling = otel.telemetry_for(providers)
         store = ChunkStore(
             MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
-            clock=FakeClock(), around=telling.work_span,
+            clock=FakeClock(), span=telling.work_span,
         )  # fmt: skip
         await store.start()
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
         bench.session.owner = OPERATOR
-        shared = Shared(store, 2000, Calls(telling.call_span))
-        telling.observe(Snapshots(shared, asyncio.get_running_loop()))
+        shared = ServiceState(store, 2000, CallMetrics(telling.call_span))
+        telling.observe(StatsSnapshots(shared, asyncio.get_running_loop()))
         server = grpc.aio.server()
         server.add_insecure_port(f"unix:{folder}/s")
         add_CacheServiceServicer_to_server(CacheService(shared, lambda _: OPERATOR, "m"), server)
@@ -119,7 +119,7 @@ async def test_copies_and_reads_are_spans_within_their_call(tmp_path: Path) -> N
         assert spans["copy"].parent.span_id == spans["Commit"].context.span_id
         await store.settle()
         chunk = store.probe(t.bench.root(), keys.token_bytes(FIRST))[0][0]
-        assert chunk.on_disk is Residency.PRESENT
+        assert chunk.disk_state is Residency.PRESENT
         store.tiers._free_slot(chunk)
         found = await t.stub.Match(pb.MatchRequest(session_id=session.id, token_ids=FIRST))
         assert found.promoted_tokens == len(FIRST)
@@ -195,10 +195,10 @@ def test_an_endpoint_without_a_scheme_is_refused(tmp_path: Path) -> None:
 
 
 def test_telemetry_is_off_unless_an_endpoint_is_set() -> None:
-    assert not wanted("", {})
-    assert wanted("http://there:4317", {})
-    assert wanted("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4317"})
-    assert not wanted("http://there:4317", {"OTEL_SDK_DISABLED": "true"})
+    assert not is_enabled("", {})
+    assert is_enabled("http://there:4317", {})
+    assert is_enabled("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4317"})
+    assert not is_enabled("http://there:4317", {"OTEL_SDK_DISABLED": "true"})
 
 
 def test_a_daemon_that_does_not_trace_does_not_load_opentelemetry() -> None:

@@ -12,14 +12,14 @@ from itertools import accumulate, pairwise
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-from cache_daemon.durable.encryption import NoSeal, Seal
-from cache_daemon.remote.backend import RemoteEngine, RemoteFailed
-from cache_daemon.remote.coordinator import Remote, RemoteSettings
-from cache_daemon.remote.fetch import Brought
-from cache_daemon.remote.key_schema import Names
+from cache_daemon.durable.encryption import Cipher, NullCipher
+from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
+from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
+from cache_daemon.remote.fetch import FetchResult
+from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import RemoteWrite
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.stores import Bench, opened
 
 # Dear enough that everything is worth bringing, and known.
@@ -44,7 +44,7 @@ class FleetNode:
     tier: RemoteTier
 
     @property
-    def remote(self) -> Remote:
+    def remote(self) -> RemoteCoordinator:
         assert self.bench.store.remote is not None
         return self.bench.store.remote
 
@@ -67,9 +67,9 @@ class FleetNode:
 
     async def ask(
         self, ids: list[int], salt: bytes = b"", price: float = PRICE, patience: float = 5.0
-    ) -> tuple[int, Brought]:
+    ) -> tuple[int, FetchResult]:
         """Looks a prompt up, checking every byte. Returns the tokens found, and what the remote tier did."""
-        brought = await self.remote.bring(
+        brought = await self.remote.fetch(
             self.bench.session, salt, keys.token_bytes(ids), cuts_of(ids), price, patience
         )  # fmt: skip
         return await self.bench.found(ids, salt), brought
@@ -86,21 +86,21 @@ class FleetNode:
 
 @asynccontextmanager
 async def node(
-    engine: RemoteEngine,
+    engine: RemoteBackend,
     *,
     write: RemoteWrite = "second-use",
     ttl_seconds: int | None = None,
-    seal: Seal | None = None,
+    cipher: Cipher | None = None,
     prefix: str = "t",
     clock: Callable[[], float] = time.time,
     arena_bytes: int = 400 * 4096,
     **store: object,
 ) -> AsyncIterator[FleetNode]:
     """A node that is connected."""
-    tier = RemoteTier(engine, Names(prefix), seal or NoSeal(), clock)
+    tier = RemoteTier(engine, KeySchema(prefix), cipher or NullCipher(), clock)
     settings = RemoteSettings(tier, write, ttl_seconds)
     async with opened(arena_bytes, remote=settings, **store) as bench:  # type: ignore[arg-type]
-        await until(lambda: tier.reads.allows and tier.writes.allows)
+        await until(lambda: tier.reads.allows_calls and tier.writes.allows_calls)
         yield FleetNode(bench, tier)
 
 
@@ -113,7 +113,7 @@ async def until(done: Callable[[], bool], seconds: float = 10.0) -> float:
     return time.monotonic() - began
 
 
-class Slow(MemoryEngine):
+class Slow(InMemoryBackend):
     """An engine that waits, hangs and fails on command, and counts reads."""
 
     def __init__(self, part_bytes: int = 1 << 20) -> None:
@@ -154,7 +154,7 @@ class Slow(MemoryEngine):
             yield page
 
 
-class Gated(MemoryEngine):
+class Gated(InMemoryBackend):
     """An engine whose payloads leave it at once, and arrive when told to."""
 
     def __init__(self) -> None:
@@ -178,6 +178,6 @@ def parent_of(a: FleetNode, ids: list[int], chunks: int) -> bytes:
     return parent
 
 
-def name_of(engine: MemoryEngine, key: bytes, what: str) -> str:
+def name_of(engine: InMemoryBackend, key: bytes, what: str) -> str:
     names = [n for n in engine.values if f"/{key.hex()}/" in n]
     return next(n for n in names if n.endswith("/head") == (what == "head"))

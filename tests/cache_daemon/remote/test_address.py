@@ -13,7 +13,7 @@ from kvsidecar.errors import ConfigurationError
 from pydantic import ValidationError
 
 from cache_daemon.config import DaemonConfig
-from cache_daemon.remote.address import Credentials, RemoteAddress, credentials_of, new_engine, parse_remote
+from cache_daemon.remote.address import Credentials, RemoteAddress, credentials_of, new_backend, parse_remote
 from tests.cache_daemon.operators import daemon_that_ends
 
 UNDERSTOOD = {
@@ -144,4 +144,4 @@ def test_a_client_that_is_not_installed_is_named(url: str, extra: str, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigurationError, match=rf"pip install 'kvsidecar\[{extra}\]'"):
-        new_engine(parse_remote(url), Credentials())
+        new_backend(parse_remote(url), Credentials())

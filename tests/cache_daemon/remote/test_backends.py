@@ -23,10 +23,10 @@ from benchmarks.remote_servers import (
     why_no_valkey,
 )
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.remote.address import Credentials, new_engine, parse_remote
-from cache_daemon.remote.backend import RemoteEngine, RemoteFailed
-from cache_daemon.remote.redis_backend import ValkeyEngine
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from cache_daemon.remote.address import Credentials, new_backend, parse_remote
+from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
+from cache_daemon.remote.redis_backend import RedisBackend
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until
 from tests.cache_daemon.stores import opened
 
@@ -61,18 +61,18 @@ def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 
 @pytest.fixture(params=KINDS)
-async def engine(request: pytest.FixtureRequest, urls: dict[str, str]) -> AsyncIterator[RemoteEngine]:
+async def engine(request: pytest.FixtureRequest, urls: dict[str, str]) -> AsyncIterator[RemoteBackend]:
     if request.param == "memory":
-        yield MemoryEngine()
+        yield InMemoryBackend()
         return
     url = urls[request.param]
-    found = new_engine(parse_remote(url), Credentials(SECRETS.get(request.param, "")))
+    found = new_backend(parse_remote(url), Credentials(SECRETS.get(request.param, "")))
     await found.connect()
     yield found
     await found.close()
 
 
-async def test_values_come_back_in_the_order_asked(engine: RemoteEngine) -> None:
+async def test_values_come_back_in_the_order_asked(engine: RemoteBackend) -> None:
     large = bytes(range(256)) * 4096
     await engine.put_many([("a/1", b"one"), ("a/2", memoryview(large)), ("b/1", b"")], None)
     for lane in range(engine.lanes):
@@ -80,7 +80,7 @@ async def test_values_come_back_in_the_order_asked(engine: RemoteEngine) -> None
     assert await engine.get_many([]) == []
 
 
-async def test_values_are_replaced_and_deleted(engine: RemoteEngine) -> None:
+async def test_values_are_replaced_and_deleted(engine: RemoteBackend) -> None:
     await engine.put_many([("c/1", b"old"), ("c/2", b"x")], None)
     await engine.put_many([("c/1", b"new")], 600)
     assert await engine.get_many(["c/1"]) == [b"new"]
@@ -89,14 +89,14 @@ async def test_values_are_replaced_and_deleted(engine: RemoteEngine) -> None:
     assert await engine.get_many(["c/1", "c/2"]) == [None, b"x"]
 
 
-async def test_what_is_not_there_leaves_nothing_else_there(engine: RemoteEngine) -> None:
+async def test_what_is_not_there_leaves_nothing_else_there(engine: RemoteBackend) -> None:
     names = [f"del/{i}" for i in range(40)]
     await engine.put_many([(name, b"x") for name in names], None)
     await engine.delete_many(["del/none", *names[:20], "del/neither", *names[20:]])
     assert await engine.get_many(names) == [None] * len(names)
 
 
-async def test_of_those_who_store_what_is_absent_one_wins(engine: RemoteEngine) -> None:
+async def test_of_those_who_store_what_is_absent_one_wins(engine: RemoteBackend) -> None:
     await asyncio.gather(*(engine.put_if_absent("i/mark", bytes([n])) for n in range(4)))
     (first,) = await engine.get_many(["i/mark"])
     assert first in {bytes([n]) for n in range(4)}
@@ -104,7 +104,7 @@ async def test_of_those_who_store_what_is_absent_one_wins(engine: RemoteEngine) 
     assert await engine.get_many(["i/mark"]) == [first]
 
 
-async def test_a_scan_finds_what_begins_so(engine: RemoteEngine) -> None:
+async def test_a_scan_finds_what_begins_so(engine: RemoteBackend) -> None:
     wanted = {f"d/{i}/head" for i in range(30)}
     await engine.put_many([(name, b"x") for name in [*wanted, "dd/1", "e/1"]], None)
     found = {name async for page in engine.scan("d/") for name in page}
@@ -115,27 +115,27 @@ async def test_a_scan_finds_what_begins_so(engine: RemoteEngine) -> None:
 @pytest.mark.parametrize("kind", ["valkey", "cluster"])
 async def test_names_that_cannot_be_ours_keep_nobody_from_deleting(kind: str, urls: dict[str, str]) -> None:
     """A server that others use, too: its names are any bytes."""
-    engine = new_engine(parse_remote(urls[kind].replace("prefix=e", "prefix=names")), Credentials(""))
-    assert isinstance(engine, ValkeyEngine)
+    engine = new_backend(parse_remote(urls[kind].replace("prefix=e", "prefix=names")), Credentials(""))
+    assert isinstance(engine, RedisBackend)
     async with node(engine, prefix="names") as a:
         await a.share(prompt(2))
-        begin = a.tier.names.tenant(a.bench.root()).encode()
+        begin = a.tier.key_schema.tenant_prefix(a.bench.root()).encode()
         strangers = [begin + b"\xff\xfe", begin + b"\xc3/head", begin + b" /head"]
         for name in strangers:
             await engine._client(0).set(name, b"x")
-        assert len(await a.tier.listed(a.bench.root())) == 2
-        await asyncio.wait_for(asyncio.shield(a.remote.forget(a.bench.root(), b"")), 20)
-        assert await a.tier.listed(a.bench.root()) == []
+        assert len(await a.tier.list_prefix_hashes(a.bench.root())) == 2
+        await asyncio.wait_for(asyncio.shield(a.remote.delete(a.bench.root(), b"")), 20)
+        assert await a.tier.list_prefix_hashes(a.bench.root()) == []
         await engine._client(0).unlink(strangers)
 
 
-async def test_many_large_values_at_once(engine: RemoteEngine) -> None:
+async def test_many_large_values_at_once(engine: RemoteBackend) -> None:
     values = {f"g/{i}": bytes([i]) * engine.part_bytes for i in range(4)}
     await engine.put_many(list(values.items()), 600)
     assert await engine.get_many(list(values)) == list(values.values())
 
 
-async def test_nodes_share_over_it(engine: RemoteEngine) -> None:
+async def test_nodes_share_over_it(engine: RemoteBackend) -> None:
     async with node(engine, ttl_seconds=600) as a, node(engine) as b:
         await a.share(prompt(4))
         assert (await b.ask(prompt(4), patience=20.0))[0] == 4 * CHUNK
@@ -147,7 +147,7 @@ async def test_nodes_share_over_it(engine: RemoteEngine) -> None:
 class Apart:
     """An engine that cannot be reached while it is ``away``."""
 
-    def __init__(self, engine: RemoteEngine) -> None:
+    def __init__(self, engine: RemoteBackend) -> None:
         self._engine, self.away = engine, False
 
     def __getattr__(self, name: str) -> Any:
@@ -160,7 +160,7 @@ class Apart:
 
 
 @pytest.mark.parametrize("away", [False, True])
-async def test_what_a_tenant_deleted_is_found_in_no_tier(engine: RemoteEngine, tmp_path: Path, away: bool) -> None:
+async def test_what_a_tenant_deleted_is_found_in_no_tier(engine: RemoteBackend, tmp_path: Path, away: bool) -> None:
     """Arena, disk and engine, here and by another node, over a restart; also where the engine is away meanwhile."""
     between, prefix = Apart(engine), f"forgotten-{away}"
     gone, other = b"who deletes", b"who does not"
@@ -195,7 +195,7 @@ def disk_in(folder: Path) -> LmdbTier:
 
 @pytest.mark.parametrize("kind", ["valkey", "cluster"])
 async def test_values_end_by_themselves(kind: str, urls: dict[str, str]) -> None:
-    engine = new_engine(parse_remote(urls[kind]), Credentials())
+    engine = new_backend(parse_remote(urls[kind]), Credentials())
     await engine.connect()
     await engine.put_many([("h/1", b"x")], 1)
     await engine.put_many([("h/2", b"x")], 100)
@@ -206,7 +206,7 @@ async def test_values_end_by_themselves(kind: str, urls: dict[str, str]) -> None
     await engine.close()
 
 
-async def asked(engine: RemoteEngine) -> list[bytes | None]:
+async def asked(engine: RemoteBackend) -> list[bytes | None]:
     """What a fresh engine says of a name."""
     await engine.connect()
     return await engine.get_many(["x"])
@@ -222,7 +222,7 @@ async def test_nobody_there_is_a_failure_and_says_so_soon(scheme: str) -> None:
         if scheme == "s3"
         else f"{scheme}://127.0.0.1:{free_port()}"
     )
-    engine = new_engine(parse_remote(where), Credentials("secret" if scheme == "s3" else ""))
+    engine = new_backend(parse_remote(where), Credentials("secret" if scheme == "s3" else ""))
     began = time.monotonic()
     with pytest.raises(RemoteFailed) as caught:
         await asked(engine)
@@ -252,7 +252,7 @@ async def test_connecting_leaves_the_event_loop_alone(scheme: str, where: str) -
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel accepts, nobody answers
         port = silent.getsockname()[1] if where == "silent" else free_port()
         host = "10.255.255.1:6379" if where == "unroutable" else f"127.0.0.1:{port}"
-        engine = new_engine(parse_remote(f"{scheme}://{host}"), Credentials())
+        engine = new_backend(parse_remote(f"{scheme}://{host}"), Credentials())
         turning = asyncio.create_task(turn())
         counting = threading.Thread(target=count)
         counting.start()
@@ -271,14 +271,14 @@ async def test_a_password_is_needed_and_never_told(tmp_path: Path) -> None:
     with RedisServer(tmp_path, ("--requirepass", "hush-hush")) as server:
         url = parse_remote(f"redis://127.0.0.1:{server.port}")
         for wrong in ("", "guess"):
-            engine = new_engine(url, Credentials(wrong))
+            engine = new_backend(url, Credentials(wrong))
             with pytest.raises(RemoteFailed) as caught:
                 await asked(engine)
             assert "guess" not in str(caught.value)
             await engine.close()
         credentials = Credentials("hush-hush")
         assert "hush" not in repr(credentials)
-        engine = new_engine(url, credentials)
+        engine = new_backend(url, credentials)
         assert await asked(engine) == [None]
         await engine.close()
 
@@ -290,7 +290,7 @@ async def test_a_user_needs_no_more_rights_than_security_says(tmp_path: Path) ->
     assert "+@read" in rights
     with RedisServer(tmp_path) as server:
         server.command("ACL", "SETUSER", "kvsidecar", "on", ">hush-hush", "~kvsidecar/*", *rights)
-        engine = new_engine(parse_remote(f"redis://kvsidecar@127.0.0.1:{server.port}"), Credentials("hush-hush"))
+        engine = new_backend(parse_remote(f"redis://kvsidecar@127.0.0.1:{server.port}"), Credentials("hush-hush"))
         async with node(engine, prefix="kvsidecar", ttl_seconds=60) as a, node(engine, prefix="kvsidecar") as b:
             await a.share(prompt(3))
             assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
@@ -304,7 +304,7 @@ async def test_a_user_needs_no_more_rights_than_security_says(tmp_path: Path) ->
 
 @pytest.mark.parametrize(("kind", "wrong"), [("s3", "guess"), ("azure", "Z3Vlc3M=")])
 async def test_a_key_that_is_not_taken_is_said_and_not_shown(kind: str, wrong: str, urls: dict[str, str]) -> None:
-    engine = new_engine(parse_remote(urls[kind]), Credentials(wrong))
+    engine = new_backend(parse_remote(urls[kind]), Credentials(wrong))
     with pytest.raises(RemoteFailed, match="the store does not take the key") as caught:
         await asked(engine)
     assert wrong not in str(caught.value)

@@ -15,9 +15,9 @@ from kvsidecar.errors import FailedPrecondition, InvalidRequest, Unavailable
 
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisServer, why_no_valkey
-from cache_daemon.remote.bulk_transfer import Carried
+from cache_daemon.remote.bulk_transfer import TransferProgress
 from tests.cache_daemon.conftest import Peer
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.operators import cache
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Gated, Slow, node, prompt, until
@@ -26,18 +26,18 @@ from tests.cache_daemon.stores import FakeClock
 SALT = b"one"
 
 
-async def pushed(a: FleetNode, salt: bytes = SALT) -> Carried:
-    chunks = [chunk async for chunk in a.bench.store.walks.all_of(a.bench.root(salt))]
-    return [now async for now in a.remote.carrying.push(chunks)][-1]
+async def pushed(a: FleetNode, salt: bytes = SALT) -> TransferProgress:
+    chunks = [chunk async for chunk in a.bench.store.bulk.iter_chunks(a.bench.root(salt))]
+    return [now async for now in a.remote.transfer.push(chunks)][-1]
 
 
-async def pulled(a: FleetNode, salt: bytes = SALT) -> Carried:
-    steps = a.remote.carrying.pull(a.bench.root(salt), keys.tenant_id(salt), a.bench.session.geometry)
+async def pulled(a: FleetNode, salt: bytes = SALT) -> TransferProgress:
+    steps = a.remote.transfer.pull(a.bench.root(salt), keys.tenant_id(salt), a.bench.session.geometry)
     return [now async for now in steps][-1]
 
 
 async def test_what_one_node_pushes_another_pulls_whatever_the_policy() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine, write="never") as a, node(engine, write="never") as b:
         await a.read(prompt(3), SALT)
         await a.read([*prompt(2), 7, 8], SALT)
@@ -58,7 +58,7 @@ async def test_what_one_node_pushes_another_pulls_whatever_the_policy() -> None:
 
 async def test_what_is_pulled_is_kept_no_longer_than_it_would_have_been_there() -> None:
     clock = FakeClock()
-    engine = MemoryEngine(clock=clock)
+    engine = InMemoryBackend(clock=clock)
     async with node(engine, write="never", clock=clock, ttl_seconds=600) as a:
         await a.read(prompt(2), SALT)
         await pushed(a)
@@ -66,13 +66,13 @@ async def test_what_is_pulled_is_kept_no_longer_than_it_would_have_been_there() 
     async with node(engine, write="never", clock=clock) as b:
         b.bench.clock.now = clock.now
         await pulled(b)
-        assert {chunk.kept_until - clock.now for chunk in b.bench.store.tiers.index} == {500}
+        assert {chunk.expires_at - clock.now for chunk in b.bench.store.tiers.index} == {500}
         assert await b.bench.found(prompt(2), SALT) == 2 * CHUNK
-        assert not any(chunk.kept_until < inf for chunk in b.bench.store.tiers.index), "a use asks anew"
+        assert not any(chunk.expires_at < inf for chunk in b.bench.store.tiers.index), "a use asks anew"
 
 
 async def test_more_than_the_arena_has_goes_through_it_to_the_disk_and_back() -> None:
-    engine, disk = MemoryEngine(), MemoryTier()
+    engine, disk = InMemoryBackend(), MemoryTier()
     ids = prompt(60)
     async with node(engine, write="never", arena_bytes=12 * 4096, tier=disk) as a:
         for at in range(0, 60, 4):
@@ -90,8 +90,8 @@ async def test_an_engine_that_fails_says_how_far_it_came_and_goes_on_from_there(
     engine = Slow()
     async with node(engine, write="never", arena_bytes=16 * 4096) as a:
         await a.read(prompt(10), SALT)
-        chunks = [chunk async for chunk in a.bench.store.walks.all_of(a.bench.root(SALT))]
-        steps = a.remote.carrying.push(chunks)
+        chunks = [chunk async for chunk in a.bench.store.bulk.iter_chunks(a.bench.root(SALT))]
+        steps = a.remote.transfer.push(chunks)
         before = await anext(steps)
         while not before.done:
             before = await anext(steps)
@@ -99,7 +99,7 @@ async def test_an_engine_that_fails_says_how_far_it_came_and_goes_on_from_there(
         with pytest.raises(Unavailable, match=f"told to; {before.done} of 10 chunks were done"):
             await anext(steps)
         engine.fails = False
-        await until(lambda: a.tier.writes.allows and a.tier.reads.allows)
+        await until(lambda: a.tier.writes.allows_calls and a.tier.reads.allows_calls)
         found = await pushed(a)
         assert (found.known, found.chunks) == (before.done, 10 - before.done)
         engine.fails = True
@@ -140,13 +140,13 @@ async def test_who_goes_away_leaves_nothing_held() -> None:
 
 
 async def test_chunks_of_another_shape_are_left_there() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine, write="never") as a, node(engine, write="never") as b:
         await a.read(prompt(2), SALT)
         await pushed(a)
         other = replace(b.bench.session.geometry, layers=b.bench.session.geometry.layers + 1)
-        steps = b.remote.carrying.pull(b.bench.root(SALT), keys.tenant_id(SALT), other)
-        assert [now async for now in steps][-1] == Carried()
+        steps = b.remote.transfer.pull(b.bench.root(SALT), keys.tenant_id(SALT), other)
+        assert [now async for now in steps][-1] == TransferProgress()
 
 
 @pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())

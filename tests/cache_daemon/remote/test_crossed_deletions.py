@@ -8,20 +8,20 @@ import pytest
 
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.backend import Item, RemoteFailed
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, Slow, node, prompt, until
 from tests.cache_daemon.remote.test_tombstone_sync import SOON, delete
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstone_sync, "_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(tombstone_sync, "_POLL_SECONDS", 0.05)
 
 
 @pytest.mark.parametrize("what", ["tenant", "chunk"])
 async def test_a_deletion_is_heard_while_one_of_the_same_tenant_waits_here(what: str) -> None:
     """The mark of the own one takes the place of the other one's."""
-    engine, of_b = MemoryEngine(), Slow()
+    engine, of_b = InMemoryBackend(), Slow()
     of_b.values = engine.values
     async with node(engine) as a, node(of_b) as b:
         await a.share(prompt(3))
@@ -34,7 +34,7 @@ async def test_a_deletion_is_heard_while_one_of_the_same_tenant_waits_here(what:
         await until(lambda: b.stats.remote_deletions == b.stats.chunks == 0, SOON)
 
 
-class Forgetful(MemoryEngine):
+class Forgetful(InMemoryBackend):
     """An engine that does what it is asked and whose answers are lost on command."""
 
     loses, lost = False, 0
@@ -55,16 +55,16 @@ async def test_a_deletion_whose_answer_was_lost_is_not_taken_for_another_nodes()
         await until(lambda: engine.lost > 0, SOON)
         await b.read(prompt(3))
         engine.loses = False
-        await until(lambda: b.stats.remote_deletions == 0 and not b.remote._elsewhere._todo, SOON)
+        await until(lambda: b.stats.remote_deletions == 0 and not b.remote._tombstones._unapplied, SOON)
         assert b.stats.chunks == 3
 
 
 async def test_a_tenants_marks_are_seen_as_soon_as_it_has_something_here() -> None:
     """A later deletion is news to a node that has never asked the engine for anything of the tenant."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine, write="never") as a, node(engine, write="never") as b:
-        await until(lambda: b.remote._elsewhere._looked is not None, SOON)
+        await until(lambda: b.remote._tombstones._last_poll is not None, SOON)
         await b.read(prompt(3))
-        await until(lambda: b.bench.root() in b.remote._marks, SOON)
+        await until(lambda: b.bench.root() in b.remote._epochs, SOON)
         await a.bench.store.delete(a.bench.root(), b"")
         await until(lambda: b.stats.chunks == b.stats.durable_chunks == 0, SOON)

@@ -12,9 +12,9 @@ from kvsidecar import keys
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import deletion_epochs as store_marks
 from cache_daemon.remote import tombstone_sync
-from cache_daemon.remote.deletion_epochs import News, TenantMarks
-from cache_daemon.remote.epoch_format import Marks, new_mark
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
+from cache_daemon.remote.epoch_format import TenantEpochs, new_epoch
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
 
 SOON = 60.0
@@ -24,7 +24,7 @@ IDS = prompt(4)
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstone_sync, "_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(tombstone_sync, "_POLL_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -44,21 +44,21 @@ async def delete(a: FleetNode, what: str) -> None:
     await until(lambda: a.stats.remote_deletions == 0, SOON)
 
 
-def fail_over(engine: MemoryEngine, values: dict[str, tuple[bytes, float | None]], *nodes: FleetNode) -> None:
+def fail_over(engine: InMemoryBackend, values: dict[str, tuple[bytes, float | None]], *nodes: FleetNode) -> None:
     """Gives the engine an earlier state; nodes that are named notice that they were connected anew."""
     engine.values = copy.deepcopy(values)
     for one in nodes:
-        one.tier.generation += 1
+        one.tier.backend_generation += 1
 
 
-def heads(engine: MemoryEngine) -> int:
+def heads(engine: InMemoryBackend) -> int:
     return sum(name.endswith("/head") for name in engine.values)
 
 
 @pytest.mark.parametrize("what", ["tenant", "chunk", "everything"])
 async def test_a_failover_brings_no_deleted_chunk_back(what: str) -> None:
     """Neither to the node that deleted it nor to the others, and to none that comes later."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(IDS, SALT)
         assert (await b.ask(IDS, SALT))[0] == len(IDS)
@@ -77,7 +77,7 @@ async def test_a_failover_brings_no_deleted_chunk_back(what: str) -> None:
 
 @pytest.mark.parametrize("what", ["tenant", "chunk", "everything"])
 async def test_a_deletion_is_remembered_over_a_restart(what: str, tmp_path: Path) -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine, tier=LmdbTier(tmp_path / "a", 1 << 20)) as a:
         await a.share(IDS, SALT)
         before = copy.deepcopy(engine.values)
@@ -94,7 +94,7 @@ async def test_a_deletion_is_remembered_over_a_restart(what: str, tmp_path: Path
 @pytest.mark.parametrize("what", ["tenant", "chunk", "everything"])
 async def test_a_node_that_was_down_hears_of_a_deletion_that_the_engine_lost(what: str, tmp_path: Path) -> None:
     """The engine restarts without its data before the node is back, which has the deleted chunks on its disk."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine, tier=LmdbTier(tmp_path / "b", 1 << 20)) as b:
         await b.share(IDS, SALT)
         await b.bench.store.settle()
@@ -110,7 +110,7 @@ async def test_a_node_that_was_down_hears_of_a_deletion_that_the_engine_lost(wha
 
 async def test_a_node_that_did_a_deletion_keeps_what_came_after_it() -> None:
     """The mark that comes back is the one that it knows."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(IDS, SALT)
         await b.ask(IDS, SALT)
@@ -132,46 +132,54 @@ async def test_a_node_that_did_a_deletion_keeps_what_came_after_it() -> None:
 def test_nodes_that_disagree_which_deletion_is_later_end_by_a_new_one() -> None:
     """Each knows the other's mark as an earlier one; a mark that neither knows is believed by both."""
     root = b"r" * 32
-    first, second, third = (new_mark(deletion=True) for _ in range(3))
-    one, other = TenantMarks(lambda *_: None), TenantMarks(lambda *_: None)
+    first, second, third = (new_epoch(deletion=True) for _ in range(3))
+    one, other = DeletionEpochs(lambda *_: None), DeletionEpochs(lambda *_: None)
     for marks, order in ((one, (first, second)), (other, (second, first))):
         for mark in order:
-            marks.seen(root, Marks(None, mark, None))
-    assert one.seen(root, Marks(None, first, None)) is other.seen(root, Marks(None, second, None)) is News.REVERTED
-    assert one.lost(root, Marks(None, first, None)) == {root: second}
-    assert one.seen(root, Marks(None, third, None)) is other.seen(root, Marks(None, third, None)) is News.TENANT
+            marks.observe(root, TenantEpochs(None, mark, None))
+    assert (
+        one.observe(root, TenantEpochs(None, first, None))
+        is other.observe(root, TenantEpochs(None, second, None))
+        is EpochChange.DELETION_LOST
+    )
+    assert one.lost_deletions(root, TenantEpochs(None, first, None)) == {root: second}
+    assert (
+        one.observe(root, TenantEpochs(None, third, None))
+        is other.observe(root, TenantEpochs(None, third, None))
+        is EpochChange.TENANT_DELETED
+    )
 
 
 def test_notes_of_marks_survive_a_restart() -> None:
     notes: dict[bytes, bytes | None] = {}
-    root, plain = b"r" * 32, new_mark(deletion=False)
-    everything, tenant = new_mark(deletion=True), new_mark(deletion=True)
-    marks = TenantMarks(notes.__setitem__)
-    marks.seen(root, Marks(None, plain, None))
-    marks.made_here(b"", everything, None)
-    marks.seen(root, Marks(everything, plain, None))
-    marks.made_here(root, tenant, plain)
-    chunks = new_mark(deletion=True)
-    marks.seen(root, Marks(everything, tenant, chunks))
-    marks.left_here(root, {b"h" * 32 + b"i" * 8})
-    marks.acted_on(root, marks.heard_at(root))
-    again = TenantMarks(notes.__setitem__)
+    root, plain = b"r" * 32, new_epoch(deletion=False)
+    everything, tenant = new_epoch(deletion=True), new_epoch(deletion=True)
+    marks = DeletionEpochs(notes.__setitem__)
+    marks.observe(root, TenantEpochs(None, plain, None))
+    marks.record_own_deletion(b"", everything, None)
+    marks.observe(root, TenantEpochs(everything, plain, None))
+    marks.record_own_deletion(root, tenant, plain)
+    chunks = new_epoch(deletion=True)
+    marks.observe(root, TenantEpochs(everything, tenant, chunks))
+    marks.record_own_tombstones(root, {b"h" * 32 + b"i" * 8})
+    marks.mark_applied(root, marks.observed_at(root))
+    again = DeletionEpochs(notes.__setitem__)
     for name, value in list(notes.items()):
         assert value is not None
         again.restore(name, value)
-    assert again.seen(root, Marks(everything, tenant, chunks)) is News.NOTHING
-    assert again.seen(root, Marks(everything, tenant, None)) is News.REVERTED
-    assert again.seen(root, Marks(everything, plain, None)) is News.REVERTED
-    assert again.seen(root, Marks(None, plain, None)) is News.REVERTED
-    assert again.lost(root, Marks(None, plain, None)) == {b"": everything, root: tenant}
-    assert again.missing(root, set()) == {b"h" * 32 + b"i" * 8}
+    assert again.observe(root, TenantEpochs(everything, tenant, chunks)) is EpochChange.NONE
+    assert again.observe(root, TenantEpochs(everything, tenant, None)) is EpochChange.DELETION_LOST
+    assert again.observe(root, TenantEpochs(everything, plain, None)) is EpochChange.DELETION_LOST
+    assert again.observe(root, TenantEpochs(None, plain, None)) is EpochChange.DELETION_LOST
+    assert again.lost_deletions(root, TenantEpochs(None, plain, None)) == {b"": everything, root: tenant}
+    assert again.missing_tombstones(root, set()) == {b"h" * 32 + b"i" * 8}
     again.forget(root)
-    assert again.with_deletions() == [root], "of whom a deletion is known is not forgotten"
+    assert again.tenants_with_deletions() == [root], "of whom a deletion is known is not forgotten"
 
 
 @pytest.mark.usefixtures("no_grace")
 async def test_an_engine_that_restarts_empty_is_filled_by_use() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a:
         await a.share(IDS)
         assert heads(engine) == 4
@@ -186,7 +194,7 @@ async def test_an_engine_that_restarts_empty_is_filled_by_use() -> None:
 
 async def test_an_engine_that_restarts_empty_is_filled_by_command_at_once() -> None:
     """While the nodes' own use of a chunk does not offer it yet, which is counted."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a:
         await a.share(IDS)
         fail_over(engine, {}, a)
@@ -195,8 +203,8 @@ async def test_an_engine_that_restarts_empty_is_filled_by_command_at_once() -> N
             await a.sent()
         assert heads(engine) == 0
         assert a.stats.remote_withheld >= 4
-        chunks = [chunk async for chunk in a.bench.store.walks.all_of(a.bench.root())]
-        async for carried in a.remote.carrying.push(chunks):
+        chunks = [chunk async for chunk in a.bench.store.bulk.iter_chunks(a.bench.root())]
+        async for carried in a.remote.transfer.push(chunks):
             last = carried
         assert (last.chunks, last.lost, heads(engine)) == (4, 0, 4)
         assert a.bench.store.stats().remote_dropped <= 4

@@ -7,25 +7,25 @@ from dataclasses import replace
 import pytest
 from kvsidecar import keys
 
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.backend import Item
-from cache_daemon.remote.key_schema import Names
-from cache_daemon.remote.remote_record import Unfit, encode_record, unpacked
-from cache_daemon.remote.remote_tier import Outgoing, RemoteTier
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from cache_daemon.remote.key_schema import KeySchema
+from cache_daemon.remote.remote_record import InvalidRecord, decode_payload, encode_record
+from cache_daemon.remote.remote_tier import EncodedChunk, RemoteTier
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.test_remote_record import chunk, stored
 
 
 def test_a_sound_payload_of_another_chunk_is_not_believed() -> None:
     """The record names the payload's checksum, so that it is sound; it is another than the chunk's header has."""
-    entry, payload, _, place = stored(NoSeal(), compressible=False, compress=False)
+    entry, payload, _, place = stored(NullCipher(), compressible=False, compress=False)
     other = bytes(reversed(payload))
     lying = replace(entry, stored_checksum=keys.checksum(other))
-    with pytest.raises(Unfit, match="another chunk's"):
-        unpacked(NoSeal(), lying, [other], place)
+    with pytest.raises(InvalidRecord, match="another chunk's"):
+        decode_payload(NullCipher(), lying, [other], place)
 
 
-class Forgetless(MemoryEngine):
+class Forgetless(InMemoryBackend):
     """Keeps what has ended, as S3 does until its rules are applied."""
 
     async def put_many(self, items: list[Item], ttl_seconds: int | None) -> None:  # type: ignore[override]
@@ -34,52 +34,54 @@ class Forgetless(MemoryEngine):
 
 async def tier_with_a_chunk(now: list[float], ttl_seconds: int | None) -> tuple[RemoteTier, bytes, bytes]:
     """A tier that has one chunk of a tenant; its root and its hash."""
-    tier = RemoteTier(Forgetless(), Names("p"), NoSeal(), clock=lambda: now[0])
-    await tier.try_reading(1)
+    tier = RemoteTier(Forgetless(), KeySchema("p"), NullCipher(), clock=lambda: now[0])
+    await tier.probe_read(1)
     for breaker in (tier.reads, tier.writes):
-        breaker.answered()
+        breaker.half_open()
         for _ in range(3):
-            breaker.succeeded()
+            breaker.record_success()
     header = chunk()[0].header
-    await tier.mark(header.root)
-    mark = (await tier.marks([header.root]))[0].value
+    await tier.create_tenant_epoch(header.root)
+    mark = (await tier.read_epochs([header.root]))[0].record_epoch
     assert mark is not None
     payload = memoryview(bytes(header.payload_bytes))
-    await tier.store([Outgoing(header, 0, payload, keys.checksum(payload), ttl_seconds, mark)])
+    await tier.store([EncodedChunk(header, 0, payload, keys.checksum(payload), ttl_seconds, mark)])
     return tier, header.root, header.prefix_hash
 
 
 async def test_an_entry_is_missing_when_its_time_is_over_though_the_engine_has_it() -> None:
     now = [1000.0]
     tier, root, key = await tier_with_a_chunk(now, 60)
-    assert (await tier.find(root, [key], 1)).entries[0] is not None
+    assert (await tier.find(root, [key], 1)).records[0] is not None
     now[0] += 61
-    assert (await tier.find(root, [key], 1)).entries == [None]
+    assert (await tier.find(root, [key], 1)).records == [None]
 
 
 async def test_a_record_of_another_tenant_under_a_tenants_name_is_rejected() -> None:
     """Somebody who may write to the engine puts its own record there, its digest made for that name."""
     tier, root, key = await tier_with_a_chunk([1000.0], None)
-    found = (await tier.find(root, [key], 1)).entries[0]
+    found = (await tier.find(root, [key], 1)).records[0]
     assert found is not None
     other = keys.tenant_root(b"n" * 32, b"another")
-    name = tier.names.head(other, key)
-    await tier.mark(other)
-    mark = (await tier.marks([other]))[0].value
+    name = tier.key_schema.record_key(other, key)
+    await tier.create_tenant_epoch(other)
+    mark = (await tier.read_epochs([other]))[0].record_epoch
     assert mark is not None
-    await tier.write([(name, encode_record(NoSeal(), name, replace(found, mark=mark)))], None)
-    assert (await tier.find(other, [key], 1)).entries == [None]
-    assert tier.counts.rejected == 1
+    await tier.write([(name, encode_record(NullCipher(), name, replace(found, epoch=mark)))], None)
+    assert (await tier.find(other, [key], 1)).records == [None]
+    assert tier.counters.rejected == 1
 
 
 async def test_all_payloads_of_a_batch_are_there_before_any_record() -> None:
     """A node that finds a record finds its payload, whenever the writer dies."""
     tier, root, key = await tier_with_a_chunk([1000.0], None)
-    engine = tier.engine
+    engine = tier.backend
     assert isinstance(engine, Forgetless)
     names = list(engine.values)
-    head = names.index(tier.names.head(root, key))
-    found = (await tier.find(root, [key], 1)).entries[0]
+    head = names.index(tier.key_schema.record_key(root, key))
+    found = (await tier.find(root, [key], 1)).records[0]
     assert found is not None
-    parts = [names.index(name) for name in tier.names.parts(root, key, found.stored_checksum, found.parts)]
+    parts = [
+        names.index(name) for name in tier.key_schema.payload_keys(root, key, found.stored_checksum, found.num_parts)
+    ]
     assert max(parts) < head

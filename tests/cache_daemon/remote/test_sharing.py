@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 from kvsidecar import keys
 
-from cache_daemon.remote.fetch_insert import Placing
+from cache_daemon.remote.fetch_insert import RemoteChunkInserter
 from cache_daemon.tenant_limits import TenantLimits
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt, until
 from tests.cache_daemon.stores import opened
 
 
 async def test_what_one_node_has_used_twice_another_finds() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         ids = prompt(5)
         await a.share(ids)
@@ -52,7 +52,7 @@ async def test_what_is_here_is_not_asked_for() -> None:
     ("write", "uses", "written"), [("second-use", 1, 0), ("second-use", 2, 3), ("all", 1, 3), ("never", 3, 0)]
 )
 async def test_the_policy_says_what_is_written(write: str, uses: int, written: int) -> None:
-    async with node(MemoryEngine(), write=write) as a:  # type: ignore[arg-type]
+    async with node(InMemoryBackend(), write=write) as a:  # type: ignore[arg-type]
         await a.read(prompt(3))
         for _ in range(uses - 1):
             await a.bench.found(prompt(3))
@@ -61,7 +61,7 @@ async def test_the_policy_says_what_is_written(write: str, uses: int, written: i
 
 
 async def test_what_another_node_has_written_is_not_written_again() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3))
         await b.share(prompt(3))
@@ -69,7 +69,7 @@ async def test_what_another_node_has_written_is_not_written_again() -> None:
 
 
 async def test_tenants_never_meet() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3), salt=b"one")
         assert (await b.ask(prompt(3), salt=b"two"))[0] == 0
@@ -115,24 +115,24 @@ async def test_what_is_quicker_computed_is_not_asked_for() -> None:
 
 
 async def test_what_would_come_too_slowly_is_left() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(4))
-        b.tier.figures.bytes_per_second, b.tier.figures.moved_at = 10.0, float("inf")
+        b.tier.latency.bytes_per_second, b.tier.latency.bandwidth_measured_at = 10.0, float("inf")
         assert (await b.ask(prompt(4), price=0.01))[0] == 0
         assert (b.stats.remote_bypassed, b.stats.remote_read_bytes) == (1, 0)
-        b.tier.figures.bytes_per_second = 1e9
+        b.tier.latency.bytes_per_second = 1e9
         assert (await b.ask(prompt(4), price=0.01))[0] == 4 * CHUNK
 
 
 async def test_a_link_that_was_too_slow_is_measured_while_nobody_waits() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(4))
-        b.tier.figures.bytes_per_second = 10.0
+        b.tier.latency.bytes_per_second = 10.0
         assert (await b.ask(prompt(4), price=0.01))[0] == 0
-        await until(lambda: b.tier.counts.read_bytes > 0)
-        b.tier.figures.bytes_per_second = 1e9
+        await until(lambda: b.tier.counters.read_bytes > 0)
+        b.tier.latency.bytes_per_second = 1e9
         assert (await b.ask(prompt(4), price=0.01))[0] == 4 * CHUNK
 
 
@@ -152,7 +152,7 @@ async def test_what_has_come_in_time_is_used() -> None:
     async with node(engine) as a, node(engine) as b:
         ids = prompt(8)
         await a.share(ids)
-        b.tier.groups = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
+        b.tier.group_by_call = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
         engine.hangs_at = 5  # the look-up, and the first four payloads at the most
         found, _ = await b.ask(ids, price=2.0 / len(ids))
         assert 0 < found < len(ids)
@@ -167,13 +167,13 @@ async def test_who_goes_away_leaves_nothing_behind(at: int) -> None:
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(6))
         engine.hangs_at = at
-        b.tier.groups = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
+        b.tier.group_by_call = lambda entries: [[e] for e in entries]  # type: ignore[method-assign]
         asking = asyncio.create_task(b.ask(prompt(6)))
         await until(lambda: engine.hanging > 0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        assert not b.bench.store.tiers.promised
+        assert not b.bench.store.tiers.pending_slots
         b.bench.store.check_integrity()
         engine.hangs_at = 0
         assert (await b.ask(prompt(6)))[0] == 6 * CHUNK
@@ -184,16 +184,16 @@ async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_togeth
 ) -> None:
     monkeypatch.setattr("cache_daemon.remote.remote_tier._CALL_BYTES", 1)  # a chunk a call, as with chunks of megabytes
     engine, placed, ahead = Gated(), 0, 0
-    place = Placing.place
+    place = RemoteChunkInserter.insert
 
-    async def slowly(self: Placing, *rest: Any, **options: Any) -> bool:
+    async def slowly(self: RemoteChunkInserter, *rest: Any, **options: Any) -> bool:
         nonlocal placed, ahead
         await asyncio.sleep(0.002)
         ahead = max(ahead, engine.downloaded - placed)
         placed += 1
         return await place(self, *rest, **options)
 
-    monkeypatch.setattr(Placing, "place", slowly)
+    monkeypatch.setattr(RemoteChunkInserter, "insert", slowly)
     async with node(engine, write="all") as a, node(engine) as b:
         prompts = [prompt(20, first) for first in range(3)]
         for ids in prompts:
@@ -206,8 +206,8 @@ async def test_what_has_come_and_is_not_placed_is_bounded_for_all_prompts_togeth
 
 
 async def test_what_has_come_is_written_when_nobody_waits_for_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 60.0)
-    engine = MemoryEngine()
+    monkeypatch.setattr("cache_daemon.store.persistence._DELAY_SECONDS", 60.0)
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(6))
         found, _ = await b.ask(prompt(6))
@@ -217,7 +217,7 @@ async def test_what_has_come_is_written_when_nobody_waits_for_more(monkeypatch: 
         # Who waits until all is durable, as for a stop, does not wait for that.
         await asyncio.wait_for(b.bench.store.settle(), 10)
         assert (b.stats.durable_chunks, b.stats.pending_writes) == (6, 0)
-        monkeypatch.setattr("cache_daemon.store.persistence._LATER_SECONDS", 0.05)
+        monkeypatch.setattr("cache_daemon.store.persistence._DELAY_SECONDS", 0.05)
         await a.share(prompt(4, first=1))
         await b.ask(prompt(4, first=1))
         await until(lambda: b.stats.durable_chunks == 10)
@@ -225,7 +225,7 @@ async def test_what_has_come_is_written_when_nobody_waits_for_more(monkeypatch: 
 
 
 async def test_of_a_group_with_a_damaged_payload_comes_what_is_before_it() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(6))
         name = name_of(engine, parent_of(a, prompt(6), 4), "part")
@@ -238,7 +238,7 @@ async def test_of_a_group_with_a_damaged_payload_comes_what_is_before_it() -> No
 
 
 async def test_a_full_arena_takes_what_fits() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine, arena_bytes=3 * 4096, budget_bytes=0) as b:
         await a.share(prompt(6))
         found, _ = await b.ask(prompt(6))
@@ -247,7 +247,7 @@ async def test_a_full_arena_takes_what_fits() -> None:
 
 
 async def test_a_tenant_at_its_quota_brings_no_more() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     limits = {b"t": TenantLimits(arena_bytes=2 * 4096)}
     async with node(engine) as a, node(engine, limits=limits) as b:
         await a.share(prompt(6), salt=b"t")
@@ -260,7 +260,7 @@ async def test_a_tenant_at_its_quota_brings_no_more() -> None:
 
 
 async def test_a_full_queue_drops_and_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.remote.write_behind.MOST_QUEUED", 4)
+    monkeypatch.setattr("cache_daemon.remote.write_behind.MAX_QUEUED_CHUNKS", 4)
     engine = Slow()
     async with node(engine) as a:
         a.tier.writes.state = a.tier.writes.state.OPEN
@@ -277,7 +277,7 @@ async def test_what_waited_is_sent_when_the_engine_is_back() -> None:
         engine.fails = True
         for first in (1, 2, 3):
             await a.ask(prompt(1, first))
-        assert not a.tier.reads.allows
+        assert not a.tier.reads.allows_calls
         await a.read(prompt(5))
         await a.bench.found(prompt(5))
         assert (a.stats.remote_pending, a.stats.remote_failing) == (5, "told to")
@@ -293,7 +293,7 @@ async def test_what_waited_is_sent_when_the_engine_is_back() -> None:
 @pytest.mark.parametrize("what", ["head", "part"])
 @pytest.mark.parametrize("how", ["garbage", "cut", "empty", "flipped", "another"])
 async def test_what_fails_its_checks_is_a_miss_and_goes(what: str, how: str) -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         ids = prompt(4)
         await a.share(ids)
@@ -314,12 +314,12 @@ async def test_what_fails_its_checks_is_a_miss_and_goes(what: str, how: str) -> 
         assert (await b.ask(ids))[0] <= CHUNK
         assert b.stats.remote_rejected == 1
         await b.sent()
-        assert a.tier.names.head(root, second) not in engine.values, "nobody comes across it again"
+        assert a.tier.key_schema.record_key(root, second) not in engine.values, "nobody comes across it again"
         b.bench.store.check_integrity()
 
 
 async def test_a_part_that_the_engine_pushed_out_is_a_miss_and_no_reason_to_worry() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         ids = prompt(4)
         await a.share(ids)
@@ -328,17 +328,17 @@ async def test_a_part_that_the_engine_pushed_out_is_a_miss_and_no_reason_to_worr
         assert (await b.ask(ids))[0] == 2 * CHUNK
         assert b.stats.remote_rejected == 0
         await b.sent()
-        assert a.tier.names.head(a.bench.root(), third) not in engine.values, "it can be written again"
+        assert a.tier.key_schema.record_key(a.bench.root(), third) not in engine.values, "it can be written again"
 
 
 async def test_another_model_under_the_same_name_is_not_used() -> None:
     """A writer that lies about what its chunk is: every hash holds, the geometry is another."""
     from kvsidecar.chunk_layout import Geometry, new_header
 
-    from cache_daemon.remote.remote_record import Entry, encode_record, mark_of
+    from cache_daemon.remote.remote_record import RemoteRecord, encode_record, record_epoch_of
     from tests.cache_daemon.conftest import GEOMETRY
 
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as b:
         ids, root = prompt(1), b.bench.root()
         other = Geometry(GEOMETRY.layers * 2, GEOMETRY.kv_heads, GEOMETRY.head_dim, GEOMETRY.dtype, GEOMETRY.bits)
@@ -347,11 +347,11 @@ async def test_another_model_under_the_same_name_is_not_used() -> None:
         header.prefix_hash, header.content_hash = keys.prefix_hash(root, ids), keys.content_hash(root, ids)
         payload = b"\1" * header.payload_bytes
         header.checksum = keys.checksum(payload)
-        entry = Entry(header, 0, 1, len(payload), keys.checksum(payload), 0, mark_of(None, b"m") or b"")
-        engine.values[b.tier.names.tenant_mark(root)] = b"m", None
-        name = b.tier.names.head(root, header.prefix_hash)
-        engine.values[name] = encode_record(b.tier.seal, name, entry), None
-        for part in b.tier.names.parts(root, header.prefix_hash, entry.stored_checksum, 1):
+        entry = RemoteRecord(header, 0, 1, len(payload), keys.checksum(payload), 0, record_epoch_of(None, b"m") or b"")
+        engine.values[b.tier.key_schema.tenant_epoch_key(root)] = b"m", None
+        name = b.tier.key_schema.record_key(root, header.prefix_hash)
+        engine.values[name] = encode_record(b.tier.cipher, name, entry), None
+        for part in b.tier.key_schema.payload_keys(root, header.prefix_hash, entry.stored_checksum, 1):
             engine.values[part] = payload, None
         assert (await b.ask(ids))[0] == 0
 

@@ -11,11 +11,11 @@ from kvsidecar.errors import ConfigurationError
 from benchmarks.authority import Authority
 from benchmarks.node import free_port
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
-from cache_daemon.durable.encryption import NoSeal
-from cache_daemon.remote.address import Credentials, credentials_of, new_engine, parse_remote
+from cache_daemon.durable.encryption import NullCipher
+from cache_daemon.remote.address import Credentials, credentials_of, new_backend, parse_remote
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.coordinator import RemoteSettings
-from cache_daemon.remote.key_schema import Names
+from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
 from tests.cache_daemon.stores import opened
@@ -58,7 +58,7 @@ def store(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
 async def test_values_go_through_tls(port: int, authority: Authority, scheme: str) -> None:
     credentials = Credentials(PASSWORD, authority.ca.read_bytes())
-    engine = new_engine(parse_remote(f"{scheme}://localhost:{port}"), credentials)
+    engine = new_backend(parse_remote(f"{scheme}://localhost:{port}"), credentials)
     await engine.connect()
     try:
         large = bytes(range(256)) * 4096
@@ -74,7 +74,7 @@ async def test_who_is_not_vouched_for_and_who_does_not_speak_it_are_not_used(
     port: int, tmp_path: Path, scheme: str
 ) -> None:
     stranger = Authority(tmp_path, "stranger").ca.read_bytes() if scheme == "rediss" else b""
-    engine = new_engine(parse_remote(f"{scheme}://localhost:{port}"), Credentials(PASSWORD, stranger))
+    engine = new_backend(parse_remote(f"{scheme}://localhost:{port}"), Credentials(PASSWORD, stranger))
     with pytest.raises(RemoteFailed) as caught:
         await engine.connect()
     assert PASSWORD not in str(caught.value)
@@ -86,7 +86,7 @@ async def test_who_is_not_vouched_for_and_who_does_not_speak_it_are_not_used(
 @needs_s3
 async def test_nodes_share_over_a_store_with_a_certificate(store: S3Server, authority: Authority) -> None:
     credentials = credentials_of(S3Server.secret, None, authority.ca)
-    engine = new_engine(parse_remote(store.url), credentials)
+    engine = new_backend(parse_remote(store.url), credentials)
     async with node(engine, prefix="t", ttl_seconds=600) as a, node(engine, prefix="t") as b:
         await a.share(prompt(3))
         assert (await b.ask(prompt(3), patience=20.0))[0] == 3 * CHUNK
@@ -104,8 +104,8 @@ async def test_a_store_that_is_not_vouched_for_costs_nothing_but_the_sharing(
         url, why = url.replace("127.0.0.1", "localhost"), "is not for the name or address by which it is called"
     elif wrong == "plain":
         url, why = url.replace("https:", "http:"), "it speaks TLS; write its endpoint with https://"
-    engine = new_engine(parse_remote(url), credentials_of(S3Server.secret, None, None if wrong == "nobody" else ca))
-    tier = RemoteTier(engine, Names("t"), NoSeal())
+    engine = new_backend(parse_remote(url), credentials_of(S3Server.secret, None, None if wrong == "nobody" else ca))
+    tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     async with opened(remote=RemoteSettings(tier, "all")) as bench:
         alone = FleetNode(bench, tier)
         await until(lambda: why in alone.stats.remote_failing)

@@ -16,17 +16,17 @@ from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from benchmarks.peer import Peer
 from benchmarks.remote_servers import RedisServer, why_no_valkey
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import tombstone_sync, tombstones
-from cache_daemon.remote.address import Credentials, new_engine, parse_remote
-from cache_daemon.remote.backend import RemoteEngine
+from cache_daemon.remote.address import Credentials, new_backend, parse_remote
+from cache_daemon.remote.backend import RemoteBackend
 from cache_daemon.remote.coordinator import RemoteSettings
-from cache_daemon.remote.deletion_epochs import News, TenantMarks
-from cache_daemon.remote.epoch_format import Marks, digest, new_mark
-from cache_daemon.remote.key_schema import Names
+from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
+from cache_daemon.remote.epoch_format import TenantEpochs, epoch_digest, new_epoch
+from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, Slow, node, prompt, until
 from tests.cache_daemon.remote.test_faults import Fleet
@@ -37,17 +37,17 @@ SOON = 60.0
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstone_sync, "_EVERY_SECONDS", 0.05)
+    monkeypatch.setattr(tombstone_sync, "_POLL_SECONDS", 0.05)
 
 
 class Shared:
     """An engine that stays when a node ends; ``fresh`` is a connection of another node's."""
 
     def __init__(self, url: str = "") -> None:
-        self._url, self._one = url, MemoryEngine()
+        self._url, self._one = url, InMemoryBackend()
 
-    def fresh(self) -> RemoteEngine:
-        return new_engine(parse_remote(self._url), Credentials()) if self._url else self._one
+    def fresh(self) -> RemoteBackend:
+        return new_backend(parse_remote(self._url), Credentials()) if self._url else self._one
 
 
 @pytest.fixture(params=["memory", "valkey"])
@@ -113,14 +113,14 @@ async def test_what_was_deleted_while_a_node_was_down_is_found_by_nobody(
 
 async def test_a_node_that_comes_back_writes_nothing_of_before_a_deletion(tmp_path: Path) -> None:
     """Whatever it is asked for first, and before it has looked what was deleted."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine, tier=disk(tmp_path)) as b:
         await b.share(prompt(3))
         await b.bench.store.settle()
     async with node(engine) as a:
         await delete(a, "tenant", prompt(3))
     async with node(engine, tier=disk(tmp_path)) as b:
-        b.remote._elsewhere._looked = None
+        b.remote._tombstones._last_poll = None
         await b.bench.found(prompt(3))
         await b.sent()
         async with node(engine) as c:
@@ -129,7 +129,7 @@ async def test_a_node_that_comes_back_writes_nothing_of_before_a_deletion(tmp_pa
 
 async def test_what_is_read_after_a_deletion_outlives_restarts(tmp_path: Path) -> None:
     """Whoever deleted, and whatever clocks say: only marks that were not seen yet count."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     for what in ("tenant", "chunk", "everything"):
         a_disk, b_disk = LmdbTier(tmp_path / f"a-{what}", 1 << 20), LmdbTier(tmp_path / f"b-{what}", 1 << 20)
         async with node(engine, tier=a_disk) as a, node(engine, tier=b_disk) as b:
@@ -143,8 +143,8 @@ async def test_what_is_read_after_a_deletion_outlives_restarts(tmp_path: Path) -
             await b.bench.store.settle()
         for folder, first in ((f"a-{what}", 7), (f"b-{what}", 8)):
             async with node(engine, tier=LmdbTier(tmp_path / folder, 1 << 20)) as again:
-                await until(lambda of=again: of.remote._elsewhere._looked is not None, SOON)
-                assert not again.remote._elsewhere._todo
+                await until(lambda of=again: of.remote._tombstones._last_poll is not None, SOON)
+                assert not again.remote._tombstones._unapplied
                 assert await again.bench.found(prompt(2, first)) == 2 * CHUNK
         async with node(engine) as a:
             await delete(a, "everything", [0] * CHUNK)
@@ -158,7 +158,7 @@ async def test_an_engine_that_is_away_at_the_start_is_heard_when_it_comes(tmp_pa
     async with node(engine) as a:
         await delete(a, "tenant", prompt(3))
     engine.fails = True
-    tier = RemoteTier(engine, Names("t"), NoSeal())
+    tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     async with opened(400 * 4096, tier=disk(tmp_path), remote=RemoteSettings(tier)) as bench:
         assert await bench.found(prompt(3)) == 3 * CHUNK, "nobody knows better"
         engine.fails = False
@@ -167,7 +167,7 @@ async def test_an_engine_that_is_away_at_the_start_is_heard_when_it_comes(tmp_pa
 
 async def test_an_engine_that_lost_everything_costs_no_node_what_it_has(tmp_path: Path) -> None:
     """But what is of before is not written again, nor after a restart: a deletion may have been lost as well."""
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine, tier=disk(tmp_path)) as b, node(engine) as a:
         await b.share(prompt(3))
         await b.bench.store.settle()
@@ -183,15 +183,15 @@ async def test_an_engine_that_lost_everything_costs_no_node_what_it_has(tmp_path
 
 
 async def test_a_tenant_with_many_deleted_chunks_is_deleted_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tombstones, "MOST_GONE", 4)
-    engine = MemoryEngine()
+    monkeypatch.setattr(tombstones, "MAX_TOMBSTONES", 4)
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         for first in range(5):
             await a.share(prompt(1, first))
             await b.ask(prompt(1, first))
             await delete(a, "chunk", prompt(1, first))
         await until(lambda: b.stats.chunks == a.stats.chunks == 0, SOON)
-        assert len(await tombstones.gone(a.tier, a.bench.root())) <= 4
+        assert len(await tombstones.read_tombstones(a.tier, a.bench.root())) <= 4
         for first in range(9, 30):  # what it reads before it hears of it goes as well
             await b.share(prompt(2, first), deleted=True)
             if (await a.ask(prompt(2, first)))[0] == 2 * CHUNK:
@@ -200,34 +200,34 @@ async def test_a_tenant_with_many_deleted_chunks_is_deleted_as_a_whole(monkeypat
 
 
 async def test_many_tenants_are_looked_at_when_one_is_deleted() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     salts = [b"%d" % n for n in range(300)]
     async with node(engine) as a, node(engine, arena_bytes=4096 * 4096) as b:
         for salt in salts:
             await b.read(prompt(1), salt=salt)
-        await until(lambda: len(list(b.remote._marks)) == 300 or not _looks_again(b), SOON)
+        await until(lambda: len(list(b.remote._epochs)) == 300 or not _looks_again(b), SOON)
         await a.bench.store.delete(a.bench.root(salts[0]), b"")
-        await until(lambda: len(list(b.remote._marks)) >= 300, SOON)
+        await until(lambda: len(list(b.remote._epochs)) >= 300, SOON)
         await a.bench.store.delete(a.bench.root(salts[150]), b"")
-        await until(lambda: b.bench.store.tiers.index.of_root(b.bench.root(salts[150]), b"", 1) == [], SOON)
+        await until(lambda: b.bench.store.tiers.index.page_of_root(b.bench.root(salts[150]), b"", 1) == [], SOON)
         assert b.stats.chunks >= 298
 
 
 def _looks_again(b: FleetNode) -> bool:
-    return b.remote._elsewhere._looked is None
+    return b.remote._tombstones._last_poll is None
 
 
 def test_garbage_in_the_place_of_marks_deletes_nothing() -> None:
     """Whoever may write there can say that something was deleted; a value that was cut short cannot."""
     notes: dict[bytes, bytes | None] = {}
-    marks, root = TenantMarks(notes.__setitem__), b"r" * 32
-    first = new_mark(deletion=False)
-    assert marks.seen(root, Marks(None, first, None)) is News.NOTHING
-    assert marks.seen(root, Marks(None, b"", None)) is News.LOST
-    assert marks.seen(root, Marks(None, new_mark(deletion=True)[:5], None)) is News.LOST
-    assert marks.seen(root, Marks(None, b"x" * (1 << 20), None)) is News.LOST
-    assert marks.seen(root, Marks(None, new_mark(deletion=True), None)) is News.TENANT
-    again = TenantMarks(notes.__setitem__)
+    marks, root = DeletionEpochs(notes.__setitem__), b"r" * 32
+    first = new_epoch(deletion=False)
+    assert marks.observe(root, TenantEpochs(None, first, None)) is EpochChange.NONE
+    assert marks.observe(root, TenantEpochs(None, b"", None)) is EpochChange.EPOCH_LOST
+    assert marks.observe(root, TenantEpochs(None, new_epoch(deletion=True)[:5], None)) is EpochChange.EPOCH_LOST
+    assert marks.observe(root, TenantEpochs(None, b"x" * (1 << 20), None)) is EpochChange.EPOCH_LOST
+    assert marks.observe(root, TenantEpochs(None, new_epoch(deletion=True), None)) is EpochChange.TENANT_DELETED
+    again = DeletionEpochs(notes.__setitem__)
     for name in [b"remote-mark:", b"remote-mark:short", b"remote-mark:" + root]:
         for value in (b"", b"x", b"x" * 47, b"x" * 50):
             again.restore(name, value)
@@ -237,38 +237,42 @@ def test_garbage_in_the_place_of_marks_deletes_nothing() -> None:
 
 def test_news_behind_other_news_are_heard_as_well() -> None:
     notes: dict[bytes, bytes | None] = {}
-    marks, root = TenantMarks(notes.__setitem__), b"r" * 32
-    marks.seen(root, Marks(None, new_mark(deletion=False), None))
-    lost = Marks(None, new_mark(deletion=False), new_mark(deletion=True))
-    assert [marks.seen(root, lost) for _ in range(3)] == [News.LOST, News.CHUNKS, News.NOTHING]
-    marks.acted_on(root, marks.heard_at(root), set())
-    everything = Marks(new_mark(deletion=True), lost.tenant, lost.chunks)
-    assert [marks.seen(root, everything) for _ in range(2)] == [News.EVERYTHING, News.NOTHING]
-    marks.acted_on(b"", marks.heard_at(b""))
-    again = TenantMarks(notes.__setitem__)
+    marks, root = DeletionEpochs(notes.__setitem__), b"r" * 32
+    marks.observe(root, TenantEpochs(None, new_epoch(deletion=False), None))
+    lost = TenantEpochs(None, new_epoch(deletion=False), new_epoch(deletion=True))
+    assert [marks.observe(root, lost) for _ in range(3)] == [
+        EpochChange.EPOCH_LOST,
+        EpochChange.CHUNKS_DELETED,
+        EpochChange.NONE,
+    ]
+    marks.mark_applied(root, marks.observed_at(root), set())
+    everything = TenantEpochs(new_epoch(deletion=True), lost.tenant_epoch, lost.chunks_epoch)
+    assert [marks.observe(root, everything) for _ in range(2)] == [EpochChange.ALL_DELETED, EpochChange.NONE]
+    marks.mark_applied(b"", marks.observed_at(b""))
+    again = DeletionEpochs(notes.__setitem__)
     for name, value in list(notes.items()):
         assert value is not None
         again.restore(name, value)
-    assert again.seen(root, everything) is News.NOTHING, "all of it was written down"
+    assert again.observe(root, everything) is EpochChange.NONE, "all of it was written down"
 
 
 def test_marks_of_more_tenants_than_are_remembered_say_too_much_and_not_too_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("cache_daemon.remote.deletion_epochs._MOST", 2)
-    marks = TenantMarks(lambda name, value: None)
+    monkeypatch.setattr("cache_daemon.remote.deletion_epochs._MAX_TENANTS", 2)
+    marks = DeletionEpochs(lambda name, value: None)
     roots = [bytes([n]) * 32 for n in range(4)]
-    old = new_mark(deletion=False)
-    marks.seen(roots[0], Marks(None, old, None))
-    assert marks.seen(roots[0], Marks(None, new_mark(deletion=True), None)) is News.TENANT
+    old = new_epoch(deletion=False)
+    marks.observe(roots[0], TenantEpochs(None, old, None))
+    assert marks.observe(roots[0], TenantEpochs(None, new_epoch(deletion=True), None)) is EpochChange.TENANT_DELETED
     for root in roots[1:]:
-        marks.seen(root, Marks(None, old, None))
+        marks.observe(root, TenantEpochs(None, old, None))
     assert list(marks) == roots[2:]
-    assert marks._unknown_since > time.monotonic() - SOON
+    assert marks._forgotten_deleted_at > time.monotonic() - SOON
 
 
 async def test_notes_of_tenants_that_have_nothing_here_go() -> None:
-    engine, disk_of_b = MemoryEngine(), MemoryTier()
+    engine, disk_of_b = InMemoryBackend(), MemoryTier()
     async with node(engine, tier=disk_of_b) as b:
         await b.share(prompt(2), salt=b"stays")
         await b.ask(prompt(2), salt=b"only asked")
@@ -282,12 +286,12 @@ async def test_notes_of_tenants_that_have_nothing_here_go() -> None:
 async def test_a_mark_is_written_down_behind_what_it_says_was_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sudden end in between does it again; also where the disk fails, and takes little at a time."""
     monkeypatch.setattr("cache_daemon.durable.group_commit_writer._GROUP_REMOVALS", 1)
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await b.share(prompt(6))
         await b.bench.store.settle()
         faulty, name = b.bench.tier, b"remote-mark:" + b.bench.root()
-        mark = digest(engine.values[b.tier.names.tenant_mark(b.bench.root())][0])
+        mark = epoch_digest(engine.values[b.tier.key_schema.tenant_epoch_key(b.bench.root())][0])
         await until(lambda: mark in faulty.notes().get(name, b""), SOON)
         before, since = faulty.notes()[name], len(faulty.groups)
         faulty.fail_applies(2)
@@ -301,8 +305,8 @@ async def test_a_mark_is_written_down_behind_what_it_says_was_deleted(monkeypatc
 
 
 async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.bulk_ops._WRITTEN_SECONDS", SOON)
-    async with node(MemoryEngine()) as a:
+    monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", SOON)
+    async with node(InMemoryBackend()) as a:
         await a.read(prompt(3))
         await a.bench.store.settle()
         a.bench.tier.hold()
@@ -317,8 +321,8 @@ async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.Mon
 async def test_a_deletion_waits_for_a_disk_that_has_much_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it goes on: here it takes longer than what a disk that hangs is given."""
     monkeypatch.setattr("cache_daemon.durable.group_commit_writer._GROUP_REMOVALS", 1)
-    monkeypatch.setattr("cache_daemon.store.bulk_ops._WRITTEN_SECONDS", 3.0)
-    async with node(MemoryEngine()) as a:
+    monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", 3.0)
+    async with node(InMemoryBackend()) as a:
         await a.read(prompt(12))
         await a.bench.store.settle()
         a.bench.tier.slow_seconds = 0.35
@@ -327,7 +331,7 @@ async def test_a_deletion_waits_for_a_disk_that_has_much_to_remove(monkeypatch: 
 
 
 async def test_a_deletion_that_the_disk_does_not_take_says_so_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.bulk_ops._WRITTEN_SECONDS", 0.2)
+    monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", 0.2)
     async with opened() as bench:
         key, _ = await bench.put([1, 2])
         await bench.store.settle()
@@ -337,7 +341,7 @@ async def test_a_deletion_that_the_disk_does_not_take_says_so_until_it_has(monke
                 await bench.store.delete(bench.root(), key)
         assert await bench.found([1, 2]) == 0
         assert len(list(bench.tier.inner.load())) == 1
-        monkeypatch.setattr("cache_daemon.store.bulk_ops._WRITTEN_SECONDS", SOON)
+        monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", SOON)
         bench.tier._apply_errors.clear()
         with pytest.raises(ChunkNotFound):
             await bench.store.delete(bench.root(), key)

@@ -10,15 +10,15 @@ from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, LimitExceeded
 
 from cache_daemon.remote.backend import RemoteFailed
-from cache_daemon.remote.fetch import Bringing, Wanted
+from cache_daemon.remote.fetch import FetchRequest, RemotePrefetcher
 from cache_daemon.tenant_limits import TenantLimits
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until
 
 
 async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3), salt=b"one")
         await a.share(prompt(3), salt=b"two")
@@ -31,7 +31,7 @@ async def test_what_a_tenant_deleted_is_found_by_nobody() -> None:
 
 
 async def test_a_chunk_is_deleted_with_what_continues_it() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         ids = prompt(5)
         await a.share(ids)
@@ -45,7 +45,7 @@ async def test_a_chunk_is_deleted_with_what_continues_it() -> None:
 
 
 async def test_a_chunk_that_only_the_engine_has_is_deleted_there() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         ids = prompt(3)
         await a.share(ids)
@@ -56,7 +56,7 @@ async def test_a_chunk_that_only_the_engine_has_is_deleted_there() -> None:
 
 
 async def test_everything_is_deleted() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3), salt=b"one")
         await a.share(prompt(3))
@@ -106,20 +106,20 @@ async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> Non
 
 
 async def test_the_same_deletion_waits_once_and_a_tenant_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.remote.deletion_queue.MOST_OF_A_TENANT", 8)
+    monkeypatch.setattr("cache_daemon.remote.deletion_queue.MAX_PER_TENANT", 8)
     engine = Slow()
     async with node(engine) as a:
         await a.share(prompt(3))
         engine.fails = True
         store, root = a.bench.store, a.bench.root()
-        futures = {a.remote.forget(root, b"") for _ in range(50)}
+        futures = {a.remote.delete(root, b"") for _ in range(50)}
         assert (a.stats.remote_deletions, len(futures)) == (1, 1)
         for number in range(7):
-            a.remote.forget(root, bytes([number]) * 32)
+            a.remote.delete(root, bytes([number]) * 32)
         with pytest.raises(LimitExceeded, match="8 deletions of this tenant"):
             await store.delete(root, keys.prefix_hash(root, prompt(1)))
         assert a.stats.chunks == 3, "nothing was deleted"
-        a.remote.forget(a.bench.root(b"other"), b"x" * 32)
+        a.remote.delete(a.bench.root(b"other"), b"x" * 32)
         engine.fails = False
         await until(lambda: a.stats.remote_deletions == 0)
         assert all(done.done() for done in futures)
@@ -129,9 +129,9 @@ async def test_a_deletion_that_runs_does_not_serve_who_asks_after_it_began() -> 
     engine = Slow()
     async with node(engine) as a:
         engine.put_gate.clear()
-        first = a.remote.forget(a.bench.root(), b"")
+        first = a.remote.delete(a.bench.root(), b"")
         await until(lambda: engine.putting > 0)
-        second = a.remote.forget(a.bench.root(), b"")
+        second = a.remote.delete(a.bench.root(), b"")
         assert second is not first
         engine.put_gate.set()
         await asyncio.wait_for(asyncio.gather(first, second), 10)
@@ -149,23 +149,23 @@ async def test_a_hash_that_nobody_knows_is_looked_up_and_not_searched_for() -> N
 
 
 async def test_a_chunk_goes_with_the_parts_of_every_payload_that_it_had() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a:
         ids = prompt(2)
         await a.share(ids)
         root = a.bench.root()
         first = keys.prefix_hash(root, ids[:CHUNK])
-        (other,) = a.tier.names.parts(root, first, 0x1234, 1)
+        (other,) = a.tier.key_schema.payload_keys(root, first, 0x1234, 1)
         engine.values[other] = b"another writer's", None
         assert await a.bench.store.delete(root, first) == 2
-        names = a.tier.names
-        left = [name for name in engine.values if root.hex() in name and names.name_of_gone(root, name) is None]
-        assert sorted(left) == sorted([names.tenant_mark(root), names.chunks_mark(root)])
+        names = a.tier.key_schema
+        left = [name for name in engine.values if root.hex() in name and names.parse_tombstone_key(root, name) is None]
+        assert sorted(left) == sorted([names.tenant_epoch_key(root), names.chunks_epoch_key(root)])
 
 
 @pytest.mark.parametrize("what", ["tenant", "everything"])
 async def test_a_mark_that_the_engine_pushed_out_brings_nothing_back(what: str) -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3))
         late = {name: value for name, value in engine.values.items() if not name.endswith("/mark")}
@@ -182,7 +182,7 @@ async def test_a_mark_that_the_engine_pushed_out_brings_nothing_back(what: str) 
 
 
 async def test_what_a_node_has_from_before_a_deletion_elsewhere_is_not_written_back() -> None:
-    engine = MemoryEngine()
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3))
         assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
@@ -194,8 +194,8 @@ async def test_what_a_node_has_from_before_a_deletion_elsewhere_is_not_written_b
 
 
 async def test_what_was_deleted_elsewhere_is_remembered_among_many_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.remote.deletion_epochs._MOST", 2)
-    engine = MemoryEngine()
+    monkeypatch.setattr("cache_daemon.remote.deletion_epochs._MAX_TENANTS", 2)
+    engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3))
         assert (await b.ask(prompt(3)))[0] == 3 * CHUNK
@@ -232,12 +232,12 @@ async def test_however_often_removing_fails_a_mark_is_made_anew_once(what: str) 
     engine = Unlisted()
     async with node(engine) as a:
         await a.share(prompt(3))
-        deletion = a.remote.forget(a.bench.root() if what == "tenant" else b"", b"")
+        deletion = a.remote.delete(a.bench.root() if what == "tenant" else b"", b"")
         assert engine.marks == 0, "the first one is made where there is none"
         await until(deletion.done)
         assert (engine.refused, engine.marks) == (0, 1)
         assert (await a.ask(prompt(3, 5)))[0] == 0
-        await asyncio.wait_for(asyncio.shield(a.remote.forget(a.bench.root(), b"")), 10)
+        await asyncio.wait_for(asyncio.shield(a.remote.delete(a.bench.root(), b"")), 10)
         assert engine.marks == 2, "asked for again, it is made again"
 
 
@@ -263,14 +263,14 @@ async def test_who_asks_as_a_deletion_begins_brings_nothing(monkeypatch: pytest.
     engine = Slow()
     async with node(engine) as a, node(engine) as b:
         await a.share(prompt(3))
-        missing = Bringing._missing
+        missing = RemotePrefetcher._missing_chunks
 
-        async def and_deleted(self: Bringing, wanted: Wanted) -> Any:
+        async def and_deleted(self: RemotePrefetcher, wanted: FetchRequest) -> Any:
             engine.put_gate.clear()
-            b.remote.forget(b.bench.root(), b"")
+            b.remote.delete(b.bench.root(), b"")
             return await missing(self, wanted)
 
-        monkeypatch.setattr(Bringing, "_missing", and_deleted)
+        monkeypatch.setattr(RemotePrefetcher, "_missing_chunks", and_deleted)
         assert (await b.ask(prompt(3)))[0] == 0
         engine.put_gate.set()
         await until(lambda: b.stats.remote_deletions == 0)
@@ -279,7 +279,7 @@ async def test_who_asks_as_a_deletion_begins_brings_nothing(monkeypatch: pytest.
 
 async def test_values_end_with_the_tier_or_with_their_tenant() -> None:
     now = [1000.0]
-    engine = MemoryEngine(clock=lambda: 0.0)  # one that keeps everything
+    engine = InMemoryBackend(clock=lambda: 0.0)  # one that keeps everything
     limits = {b"short": TenantLimits(ttl_seconds=10)}
     async with node(engine, ttl_seconds=100, limits=limits, clock=lambda: now[0]) as a:
         await a.share(prompt(2))

@@ -11,17 +11,17 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks.eviction_policies import POLICIES
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.memory.arena import Arena
 from cache_daemon.remote import deletion_epochs, write_behind
 from cache_daemon.remote.coordinator import RemoteSettings
-from cache_daemon.remote.key_schema import Names
+from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
-from cache_daemon.store.bloom_filter import SummaryWriter
-from cache_daemon.store.chunk import Chunk, ChunkState, Residency
+from cache_daemon.store.bloom_filter import CountingBloomFilter
+from cache_daemon.store.chunk import Chunk, ChunkSnapshot, Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
-from cache_daemon.store.tenant_usage import Accounts
+from cache_daemon.store.tenant_usage import TenantAccounts
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena
@@ -71,13 +71,14 @@ class Daemon:
             self.store = ChunkStore(
                 self._arena(), self.tier if world.settings.durable else None, scene.DURABLE_BYTES,
                 POLICIES[world.settings.policy], staging_bytes=scene.STAGING_BYTES,
-                accounts=Accounts(lambda tenant: scene.BY_TENANT[tenant]), summary=SummaryWriter(self.bits),
+                accounts=TenantAccounts(lambda tenant: scene.BY_TENANT[tenant]),
+                bloom_filter=CountingBloomFilter(self.bits),
                 clock=self.clock, remote=self._remote(),
             )  # fmt: skip
             self.corrupt, self.listed, known = 0, {}, self.listed
             append, life = self.store.events.append, self.life
 
-            def heard(kind: Any, state: ChunkState) -> None:
+            def heard(kind: Any, state: ChunkSnapshot) -> None:
                 append(kind, state)
                 if not life.is_over:  # timers outlive a crash
                     self._heard(kind, state)
@@ -100,7 +101,7 @@ class Daemon:
     def _remote(self) -> RemoteSettings | None:
         if self.connection is None:
             return None
-        tier = RemoteTier(self.connection, Names("s"), NoSeal(), clock=self.clock)
+        tier = RemoteTier(self.connection, KeySchema("s"), NullCipher(), clock=self.clock)
         return RemoteSettings(tier, self.world.settings.remote_write, None, compress=False)
 
     def clock(self) -> float:
@@ -129,7 +130,7 @@ class Daemon:
         for call in self.calls:
             self.world.loop.until(call.task.done, f"{call.name} of {self.name}")
         self.reap()
-        self.complete(self.store._writing.idle(), "a commit that nobody waits for")
+        self.complete(self.store._commit.wait_idle(), "a commit that nobody waits for")
 
     def close(self) -> None:
         self.complete(self.store.close(), "the end")
@@ -200,7 +201,7 @@ class Daemon:
 
     # ---- what the events tell -------------------------------------------------------------------------------
 
-    def _heard(self, kind: int, state: ChunkState) -> None:
+    def _heard(self, kind: int, state: ChunkSnapshot) -> None:
         world, key = self.world, state.header.prefix_hash
         path, what = world.paths[key], _KINDS[kind]
         world.happened += 1
@@ -231,7 +232,7 @@ class Daemon:
 
     def _check_author(self, key: bytes, path: Path) -> None:
         """Notes when a worker last stored a chunk, and whether what it reserved was deleted since."""
-        found = self.store._writing._in_progress.get(key)
+        found = self.store._commit._open_reservations.get(key)
         if found is None:
             return
         self.world.written[key] = self.world.happened
@@ -249,7 +250,7 @@ class Daemon:
         """A path ends only for a reason."""
         if what == "EVICTED" or (path.root, path.tokens) not in self.alive:
             return
-        corrupt = self.store.counts.corrupt_chunks > self.corrupt
+        corrupt = self.store.counters.corrupt_chunks > self.corrupt
         named = any(root in (b"", path.root) and (not k or k in path.chain) for root, k in self.deleting)
         elsewhere = any(d.covers(path) for d in self.world.deleted)
         self.world.expect(
@@ -276,29 +277,29 @@ class Daemon:
 
     def _ends_durably(self, root: bytes, tokens: tuple[int, ...]) -> bool:
         found = self.store.tiers.index.match(root, keys.token_bytes(tokens))
-        return sum(n for _, n in found) == len(tokens) and all(c.on_disk is Residency.PRESENT for c, _ in found)
+        return sum(n for _, n in found) == len(tokens) and all(c.disk_state is Residency.PRESENT for c, _ in found)
 
     def knows(self, root: bytes) -> bool:
         """Whether it has seen a tenant's marks in the engine."""
         if not self.is_up:
             return deletion_epochs.NOTE_PREFIX + root in self.disk.notes()
         remote = self.store.remote
-        return remote is not None and (not root or root in remote._marks._known)
+        return remote is not None and (not root or root in remote._epochs._tenants)
 
     def has_to_delete(self, root: bytes) -> bool:
         """Whether a deletion of a tenant of its own waits for the engine."""
         if not self.is_up:
             return any(name.startswith(write_behind.NOTE_PREFIX) for name in self.disk.notes())
-        return self.store.remote is not None and self.store.remote._sending.closed(root)
+        return self.store.remote is not None and self.store.remote._write_behind.is_deleting(root)
 
     def durably_pinned(self) -> set[bytes]:
         """The keys that pins keep whose own chunk is durable: such a pin is there after the next start."""
-        index, pins = self.store.tiers.index, self.store._pins._on
-        return {c.key for chunk in pins if chunk.on_disk is Residency.PRESENT for c in index.path(chunk)}
+        index, pins = self.store.tiers.index, self.store._pins._pins_of
+        return {c.key for chunk in pins if chunk.disk_state is Residency.PRESENT for c in index.path(chunk)}
 
     @property
     def durable(self) -> list[Chunk]:
-        return [c for c in self.store.tiers.index if c.on_disk is Residency.PRESENT]
+        return [c for c in self.store.tiers.index if c.disk_state is Residency.PRESENT]
 
     # ---- what always holds ----------------------------------------------------------------------------------
 
@@ -320,29 +321,33 @@ class Daemon:
             assert self._is_found(path), f"{tokens} is not found to its end in {self.name}"
         for _, key in self.pinned:
             assert self._is_found(self.world.paths[key]), f"{self.world.paths[key].tokens} is pinned and not found"
-        self.corrupt = store.counts.corrupt_chunks
+        self.corrupt = store.counters.corrupt_chunks
 
     def _check_holders(self) -> None:
         stats = self.store.stats()
-        chunks = [*self.store.tiers.index, *self.store.tiers.detached]
+        chunks = [*self.store.tiers.index, *self.store.tiers.zombies]
         kept, held = sum(c.leases for c in chunks), sum(len(h.seen) for h in self.held)
         assert kept >= held, "a chunk is leased and not kept"
         if not self.calls:
             assert stats.leases == len(self.held), "leases that nobody holds"
             assert stats.reservations == len(self.open), "reservations that nobody holds"
-            if self.connection is None and not self.store._writing._running:
+            if self.connection is None and not self.store._commit._running:
                 assert kept == held, "chunks that nobody keeps are kept"
 
     def _check_quotas(self) -> None:
         tiers = self.store.tiers
-        if tiers.cold is not None:
-            assert tiers.cold.used_bytes <= scene.DURABLE_BYTES, "the durable budget is exceeded"
+        if tiers.disk_ledger is not None:
+            assert tiers.disk_ledger.used_bytes <= scene.DURABLE_BYTES, "the durable budget is exceeded"
         for salt, limits in scene.LIMITS.items():
-            account = self.store.accounts.of(keys.tenant_id(salt))
+            account = self.store.accounts.account_of(keys.tenant_id(salt))
             if limits.arena_bytes is not None:
-                assert tiers.hot.used_by(account) <= limits.arena_bytes, "a tenant's quota of the arena is exceeded"
-            if limits.store_bytes is not None and tiers.cold is not None:
-                assert tiers.cold.used_by(account) <= limits.store_bytes, "a tenant's quota of the disk is exceeded"
+                assert tiers.arena_ledger.usage_of(account) <= limits.arena_bytes, (
+                    "a tenant's quota of the arena is exceeded"
+                )
+            if limits.store_bytes is not None and tiers.disk_ledger is not None:
+                assert tiers.disk_ledger.usage_of(account) <= limits.store_bytes, (
+                    "a tenant's quota of the disk is exceeded"
+                )
             assert limits.entries is None or account.entries <= limits.entries, "a tenant has too many chunks"
             if self.world.settings.promises.pins_within_quota and limits.pin_bytes is not None:
                 assert account.pinned_bytes <= limits.pin_bytes, "a tenant has too much pinned"

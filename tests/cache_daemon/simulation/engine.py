@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from cache_daemon.remote.backend import Item, RemoteFailed
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 
 
 class Network:
@@ -22,7 +22,7 @@ class Connection:
 
     name, lanes = "simulated", 1
 
-    def __init__(self, engine: MemoryEngine, network: Network) -> None:
+    def __init__(self, engine: InMemoryBackend, network: Network) -> None:
         self._engine, self._network = engine, network
         self.part_bytes = engine.part_bytes
         self.is_cut = False

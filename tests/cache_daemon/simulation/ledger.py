@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from kvsidecar import keys
 
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.commit import Reserved
+from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import MatchResult
 from cache_daemon.store.sessions import Session
 
@@ -50,7 +50,7 @@ class Open:
 
     session: Session
     key: bytes
-    got: Reserved
+    got: ReserveResult
 
 
 @dataclass(eq=False)

@@ -11,8 +11,8 @@ from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, QuotaExceeded, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, ReadResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
-from cache_daemon.remote.circuit_breaker import Circuit
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
+from cache_daemon.remote.circuit_breaker import CircuitState
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
 from tests.cache_daemon.simulation.plan import Catalogue, Step, integers, one_of, step
@@ -153,10 +153,10 @@ class Machine(Traffic):
             daemon.check_disk()
 
     @staticmethod
-    async def _all_removed(writer: DurableWriter) -> bool:
+    async def _all_removed(writer: GroupCommitWriter) -> bool:
         while True:
             heard = asyncio.get_running_loop().create_future()
-            writer.written(heard.set_result)
+            writer.flush(heard.set_result)
             if (await heard).outcome is not PutOutcome.STORED:
                 return False
             # A retried write that found no room may have made the store give up more meanwhile.
@@ -177,7 +177,9 @@ class Machine(Traffic):
             remote = one.store.remote
             assert remote is not None
             reads, writes = remote._tier.reads, remote._tier.writes
-            assert (reads.state, writes.state) != (Circuit.OPEN, Circuit.OPEN), "the network works, and nobody uses it"
+            assert (reads.state, writes.state) != (CircuitState.OPEN, CircuitState.OPEN), (
+                "the network works, and nobody uses it"
+            )
             for key, since in one.listed.items():
                 path, stored = self.world.paths[key], self.world.written.get(key, 0)
                 if not self.world.settings.promises.nothing_comes_back:
@@ -195,7 +197,7 @@ class Machine(Traffic):
         daemon.quiet()
         daemon.close()
         pinned = daemon.durably_pinned()
-        before = {c.key: (c.used_at, c.key in pinned) for c in daemon.durable}
+        before = {c.key: (c.last_used_at, c.key in pinned) for c in daemon.durable}
         daemon.keep_durable()
         self.world.say(f"{daemon.name} ENDED")
         daemon.before = before
@@ -206,7 +208,7 @@ class Machine(Traffic):
     def crash(self, at: int, stay: bool) -> None:
         """A sudden end: what was told durable is found, with whatever the disk was doing."""
         daemon = self._at(at)
-        durable = [chunk for chunk in daemon.durable if not chunk.superseded]
+        durable = [chunk for chunk in daemon.durable if not chunk.superseder_count]
         daemon.keep_durable()
         daemon.crash()
         self.world.may_forget(daemon)
@@ -230,7 +232,9 @@ class Machine(Traffic):
         for key, (used_at, pinned) in before.items():
             tokens = self.world.paths[key].tokens
             assert key in after, f"{tokens} was durable before an orderly end of {daemon.name}, and is lost"
-            assert abs(after[key].used_at - used_at) < 0.01, f"{tokens}: used at {used_at}, now {after[key].used_at}"
+            assert abs(after[key].last_used_at - used_at) < 0.01, (
+                f"{tokens}: used at {used_at}, now {after[key].last_used_at}"
+            )
             assert (after[key].pins > 0) == pinned, f"a pin of {tokens} is forgotten, or made up"
         for chunk in told:
             # When a chunk was used last is written down now and then: one with a time to live may end early.
@@ -270,7 +274,7 @@ class Machine(Traffic):
         daemon.complete(daemon.store.settle(), "the last settling")
         self.world.check()
         store = daemon.store
-        assert not store.tiers.detached, "a chunk that nobody uses was kept"
+        assert not store.tiers.zombies, "a chunk that nobody uses was kept"
         assert store.arena.used_bytes == 0, "a slot leaked"
         assert not any(daemon.bits), "the summary holds what is deleted"
         stats = store.stats()

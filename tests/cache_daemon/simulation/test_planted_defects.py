@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 
-from cache_daemon.store.commit import Writing
+from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.lookup import Lookup
-from cache_daemon.store.tier_manager import Tiers
+from cache_daemon.store.tier_manager import TierManager
 from tests.cache_daemon.simulation.search import failure_of
 from tests.cache_daemon.simulation.world import settings_of
 
@@ -20,13 +20,14 @@ PLANTED = {
         Lookup, "_match", "if session.closed:", "if False:", "has ended was answered", 8,
     ),
     "a pin does not keep a chunk in the durable tier": (
-        Tiers, "reconsider", "self.cold.keep(chunk, chunk.pins > 0 or ", "self.cold.keep(chunk, ", "is pinned, and", 12,
+        TierManager, "update_evictable", "chunk, chunk.pins > 0 or (needed", "chunk, (needed", "is pinned, and", 12,
     ),
     "a Commit checks what the worker wrote, not its own copy": (
-        Writing, "_copied", "keys.checksum(arena.read(copy.slot))", "keys.checksum(view)", "shows other bytes", 6,
+        TwoPhaseCommit, "_copy_and_verify", "keys.checksum(arena.read(copy.slot))", "keys.checksum(view)",
+        "shows other bytes", 6,
     ),
     "a Match that is cancelled keeps its chunks": (
-        Lookup, "_match", "            hold.give_back()\n            raise\n", "            raise\n", "", 12,
+        Lookup, "_match", "            hold.release()\n            raise\n", "            raise\n", "", 12,
     ),
 }  # fmt: skip
 

@@ -63,7 +63,7 @@ class Traffic:
             headers.append(header)
             paths.append(Path(root, tuple(ids[:end]), begin, chain))
             begin = end
-        until = daemon.store.terms.until(ttl)
+        until = daemon.store.ttl.deadline_of(ttl)
         for path, got in zip(paths, daemon.store.reserve(session, salt, headers, until), strict=True):
             self.world.say(f"{daemon.name} {path.tokens} {pb.ReserveOutcome.Name(got.outcome)}")
             if got.staged is not None:
@@ -142,7 +142,9 @@ class Traffic:
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         halves = [(0, len(ids)), (len(ids) // 2, len(ids) - len(ids) // 2)] if elsewhere else []
-        asked = daemon.store.match(session, salt, keys.token_bytes(ids), halves, until=daemon.store.terms.until(ttl))
+        asked = daemon.store.match(
+            session, salt, keys.token_bytes(ids), halves, expires_at=daemon.store.ttl.deadline_of(ttl)
+        )
 
         def done(found: MatchResult) -> None:
             self._matched(daemon, session, root, ids, found)
@@ -196,7 +198,7 @@ class Traffic:
         chunk = found[-1][0]
 
         async def work() -> None:
-            async with daemon.store.reading(chunk) as payload:
+            async with daemon.store.open_chunk(chunk) as payload:
                 assert bytes(payload) == scene.payload_of(chunk.key, chunk.size_bytes)
 
         daemon.call("stream", None, chunk.root, work())
@@ -209,11 +211,11 @@ class Traffic:
         remote = daemon.store.remote
         if remote is None or session.closed:
             return
-        in_progress = any(r.header.root == root for _, r in daemon.store._writing._in_progress.values())
+        in_progress = any(r.header.root == root for _, r in daemon.store._commit._open_reservations.values())
         if in_progress and not self.world.settings.promises.listed_once:
             return
         ends = sorted({min(cut, len(ids)), len(ids)})
-        call = daemon.call("bring", session, root, remote.bring(session, salt, keys.token_bytes(ids), ends, 0.0, 5.0))
+        call = daemon.call("bring", session, root, remote.fetch(session, salt, keys.token_bytes(ids), ends, 0.0, 5.0))
         self._await(daemon, call, wait)
 
     # ---- calls that overlap ---------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import cache_daemon.remote.fetch as bringing
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.simulation.loop import Order, SimulatedLoop
 from tests.cache_daemon.simulation.substitution import Substitution
 from tests.cache_daemon.simulation.thread import OWNER
@@ -38,8 +38,8 @@ class Promises:
     pins_within_quota: bool = True
     """A pin that moves to a longer chunk does not take its tenant beyond ``pin_bytes``."""
     strangers_deleted: bool = False
-    """A daemon hears of the deletion of a tenant whose marks it had never seen. A limit, see docs/decisions.md: it
-    looks as soon as it has something of the tenant."""
+    """A daemon hears of the deletion of a tenant whose marks it had never seen. A limit, see
+    docs/adr/079-deletions-on-every-node.md: it looks as soon as it has something of the tenant."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class World:
         self.deleted: list[Deleted] = []
         self.written: dict[bytes, int] = {}  # when a worker last stored a chunk, anywhere
         self.reserved: dict[int, int] = {}  # when a reservation was made, by its identity
-        self.engine = MemoryEngine(part_bytes=6 * 4096, clock=self.loop.time)
+        self.engine = InMemoryBackend(part_bytes=6 * 4096, clock=self.loop.time)
         self.daemons = [Daemon(self, name) for name in "AB"[: settings.daemons]]
 
     def say(self, text: str) -> None:
@@ -99,7 +99,7 @@ class World:
     @contextmanager
     def running(self) -> Iterator[World]:
         """The world while it is used."""
-        before, bringing._LEAST_TOKENS = bringing._LEAST_TOKENS, 1  # prompts are short
+        before, bringing._MIN_TOKENS = bringing._MIN_TOKENS, 1  # prompts are short
         self._substitution.begin()
         self.loop.enter()
         try:
@@ -112,7 +112,7 @@ class World:
                 daemon.life.is_over = True
             self.loop.cancel()
             self._substitution.end()
-            bringing._LEAST_TOKENS = before
+            bringing._MIN_TOKENS = before
             self.loop.end()
 
     @contextmanager

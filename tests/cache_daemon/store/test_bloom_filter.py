@@ -15,15 +15,15 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.kv_transfer.mapped_memory import SUMMARY, map_summary, receive_descriptor
 
 from benchmarks.node import Node
-from cache_daemon.store.bloom_filter import SUMMARY_BYTES, SummaryWriter
+from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.prefix_index import PrefixIndex
-from cache_daemon.store.tenant_usage import Tenant
+from cache_daemon.store.tenant_usage import TenantAccount
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import Peer, code_of
 
 ROOT = b"r" * 32
-TENANT = Tenant(b"t", TenantLimits())
+TENANT = TenantAccount(b"t", TenantLimits())
 few = st.integers(0, 1)
 paths = st.lists(st.lists(st.lists(few, min_size=1, max_size=10), min_size=1, max_size=3), max_size=8)
 
@@ -44,7 +44,7 @@ def test_what_can_be_matched_is_in_the_summary(
     stored: list[list[list[int]]], rng: random.Random, query: list[int]
 ) -> None:
     memory = memoryview(bytearray(32))
-    index, summary = PrefixIndex(SummaryWriter(memory)), BloomFilter(memory)
+    index, summary = PrefixIndex(CountingBloomFilter(memory)), BloomFilter(memory)
     for path in stored:
         parent = ROOT
         for ids in path:
@@ -71,7 +71,7 @@ def test_what_can_be_matched_is_in_the_summary(
 
 def test_a_hundred_thousand_chunks_leave_it_sharp() -> None:
     memory = memoryview(bytearray(SUMMARY_BYTES))
-    writer, summary, rng = SummaryWriter(memory), BloomFilter(memory), random.Random(3)
+    writer, summary, rng = CountingBloomFilter(memory), BloomFilter(memory), random.Random(3)
     for i in range(100_000):
         header = ChunkHeader(content_hash=rng.randbytes(32), root=ROOT, parent_prefix_hash=ROOT if i % 8 == 0 else b"p")
         ids = keys.token_bytes([rng.randrange(50_000) for _ in range(HEAD_TOKENS)])
@@ -82,7 +82,7 @@ def test_a_hundred_thousand_chunks_leave_it_sharp() -> None:
 
 def test_a_bit_that_was_counted_to_the_end_stays() -> None:
     memory = memoryview(bytearray(8))
-    writer, chunk = SummaryWriter(memory), chunk_of(ROOT, [1, 2, 3])
+    writer, chunk = CountingBloomFilter(memory), chunk_of(ROOT, [1, 2, 3])
     for _ in range(70_000):
         writer.add(chunk)
     set_bits = bytes(memory)

@@ -223,7 +223,7 @@ async def test_everything_durable_is_there_after_a_restart_with_recency_and_pins
         await bench.found([5])  # the last thing before the end, of which the tiers have not heard
     async with opened(tier=inner, clock=bench.clock) as again:
         assert again.store.stats().chunks == 2
-        assert {c.tokens: round(again.clock.now - c.used_at) for c in again.store.tiers.index} == {1: 0, 2: 50}
+        assert {c.tokens: round(again.clock.now - c.last_used_at) for c in again.store.tiers.index} == {1: 0, 2: 50}
         assert [c.tokens for c in again.store.tiers.index if c.pins] == [2]
         assert again.store.unpin(again.root(), keep) == 1
         with pytest.raises(ChunkNotFound):
@@ -238,7 +238,7 @@ async def test_a_clock_that_was_set_between_two_lives_loses_nothing() -> None:
     for days in (-400, 1):
         clock = FakeClock(bench.clock.now + days * 86_400)
         async with opened(tier=inner, limits=limits, clock=clock) as again:
-            assert [c.used_at <= clock.now for c in again.store.tiers.index] == [True, True]
+            assert [c.last_used_at <= clock.now for c in again.store.tiers.index] == [True, True]
             await again.store.sweep()
             assert await again.found([1]) == 1
             assert await again.found([2], salt=b"brief") == (days < 0), "a day is more than its time to live"
@@ -262,7 +262,7 @@ async def test_a_deleted_chunk_does_not_unregister_its_successor() -> None:
         await bench.put([1])
         bench.store.release(bench.session, [held.lease_id])
         successor = bench.store.find(bench.root(), key)
-        assert successor in bench.store.tiers.hot, "it can be evicted like any other"
+        assert successor in bench.store.tiers.arena_ledger, "it can be evicted like any other"
         for i in range(20):
             assert (await bench.put([50 + i]))[1] == pb.COMMIT_OUTCOME_COMMITTED
 
@@ -299,7 +299,7 @@ async def test_a_pinned_chunk_stays_beside_a_longer_one_that_is_beyond_the_budge
             bench.store.pin(bench.root(b"a"), short)
         await bench.put([1] * 100, salt=b"a")
         await bench.store.settle()
-        account = bench.store.accounts.of(keys.tenant_id(b"a"))
+        account = bench.store.accounts.account_of(keys.tenant_id(b"a"))
         assert account.pinned_bytes <= SLOT
         assert {(c.tokens, c.pins) for c in bench.store.tiers.index} == {(100, 0)} | ({(4, 1)} if is_pinned else set())
         assert await bench.found([1] * 100, salt=b"a") == 100
@@ -337,7 +337,7 @@ async def test_a_flood_does_not_evict_a_tenant_below_its_quota() -> None:
         await bench.store.settle()
         mine = [c for c in bench.store.tiers.index if c.root == bench.root(b"a")]
         assert len(mine) == 3
-        assert all(c.in_arena is Residency.PRESENT and c.on_disk is Residency.PRESENT for c in mine)
+        assert all(c.arena_state is Residency.PRESENT and c.disk_state is Residency.PRESENT for c in mine)
 
 
 async def test_a_tenant_over_its_quota_evicts_its_own() -> None:
@@ -349,7 +349,7 @@ async def test_a_tenant_over_its_quota_evicts_its_own() -> None:
             await bench.put([i], salt=b"a")
             await bench.store.settle()
         root = bench.root(b"a")
-        resident = [c for c in bench.store.tiers.index if c.root == root and c.in_arena is Residency.PRESENT]
+        resident = [c for c in bench.store.tiers.index if c.root == root and c.arena_state is Residency.PRESENT]
         durable = sum(c.stored_bytes for c in bench.store.tiers.index if c.root == root)
         assert len(resident) <= 3
         assert durable <= 20 * SLOT
@@ -376,5 +376,5 @@ async def test_low_priority_goes_first_and_pushes_nobody_above_it_out() -> None:
         for i in range(50):
             await bench.put([100 + i], salt=b"low")
             await bench.store.settle()
-        resident = [c for c in bench.store.tiers.index if c.in_arena is Residency.PRESENT]
+        resident = [c for c in bench.store.tiers.index if c.arena_state is Residency.PRESENT]
         assert sum(c.root == bench.root(b"high") for c in resident) == 4

@@ -10,7 +10,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from cache_daemon.durable.durable_tier import PutResult, TierFailed, WriteGroup
 from cache_daemon.store.chunk import Residency
-from cache_daemon.store.commit import Reserved
+from cache_daemon.store.commit import ReserveResult
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import until
 from tests.cache_daemon.stores import Bench, opened
@@ -18,11 +18,11 @@ from tests.cache_daemon.stores import Bench, opened
 GRANTED, IN_PROGRESS = pb.RESERVE_OUTCOME_GRANTED, pb.RESERVE_OUTCOME_IN_PROGRESS
 
 
-def reserved(bench: Bench, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"") -> Reserved:
+def reserved(bench: Bench, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"") -> ReserveResult:
     return bench.store.reserve(bench.session, salt, [bench.header(ids, start, parent)])[0]
 
 
-async def outcome_of(bench: Bench, one: Reserved, ids: list[int]) -> str:
+async def outcome_of(bench: Bench, one: ReserveResult, ids: list[int]) -> str:
     outcomes = await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(one, ids)])
     return pb.CommitOutcome.Name(outcomes[0]).removeprefix("COMMIT_OUTCOME_")
 
@@ -42,7 +42,7 @@ async def test_a_superseded_chunk_that_is_written_again_meanwhile_leaves_the_dis
         assert await asyncio.to_thread(bench.tier.wait_until_held)
         bench.store.tiers.evict_from_disk(old)
         assert await bench.found([*short, 5]) == 16
-        assert old.on_disk is Residency.ARRIVING
+        assert old.disk_state is Residency.IN_FLIGHT
         bench.tier.let_go()
         await bench.store.settle()
         await bench.store.delete(b"", b"")

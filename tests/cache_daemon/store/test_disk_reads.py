@@ -20,7 +20,7 @@ async def cool(bench: Bench, ids: list[int]) -> None:
     """Leaves a durable chunk on disk only."""
     await bench.store.settle()
     chunk = bench.store.probe(bench.root(), keys.token_bytes(ids))[0][0]
-    assert chunk.on_disk is Residency.PRESENT
+    assert chunk.disk_state is Residency.PRESENT
     bench.store.tiers._free_slot(chunk)
 
 
@@ -110,17 +110,17 @@ async def test_a_window_before_what_is_damaged_is_read_instead() -> None:
 async def test_a_match_that_fails_at_the_end_leaves_no_lease() -> None:
     async with opened() as bench:
         await bench.put(list(range(16)))
-        bench.store.counts.matches = None  # type: ignore[assignment] # what cannot be counted
+        bench.store.counters.matches = None  # type: ignore[assignment] # what cannot be counted
         with pytest.raises(TypeError):
             await bench.found(list(range(16)))
-        bench.store.counts.matches = 0
+        bench.store.counters.matches = 0
         assert not bench.session.leases
         assert [chunk.leases for chunk in bench.store.tiers.index] == [0]
 
 
 async def test_counters_beyond_64_bits_go_on() -> None:
     async with opened() as bench:
-        bench.store.counts.requested_tokens = (1 << 64) - 3
+        bench.store.counters.requested_tokens = (1 << 64) - 3
         assert await bench.found(list(range(16))) == 0
         assert bench.store.stats().requested_tokens == 13
 
@@ -141,7 +141,7 @@ async def test_chunks_of_another_layout_than_their_namespace_are_dropped() -> No
     async with opened(tier=tier) as bench:
         assert len(bench.store.tiers.index) == 1
         assert await bench.found(list(range(16))) == 0
-        assert (len(bench.store.tiers.index), bench.store.counts.corrupt_chunks) == (0, 1)
+        assert (len(bench.store.tiers.index), bench.store.counters.corrupt_chunks) == (0, 1)
         _, outcome = await bench.put(list(range(16)))
         assert outcome == COMMIT_OUTCOME_COMMITTED
         assert await bench.found(list(range(16))) == 16

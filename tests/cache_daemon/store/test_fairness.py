@@ -12,7 +12,7 @@ from kvsidecar.errors import QuotaExceeded
 
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.store.chunk import Residency
-from cache_daemon.store.persistence import _EVICTED_AT_ONCE
+from cache_daemon.store.persistence import _MAX_EXTRA_EVICTIONS
 from tests.cache_daemon.stores import Bench, opened
 
 PAGE = 4096
@@ -49,7 +49,7 @@ async def test_no_more_than_half_of_the_arena_is_pinned_where_nothing_is_durable
         pinned = [c for c in bench.store.tiers.index if c.pins]
         assert refused
         assert len(pinned) == 4, "each takes a page"
-        assert all(c.in_arena is Residency.PRESENT for c in pinned)
+        assert all(c.arena_state is Residency.PRESENT for c in pinned)
 
 
 async def test_a_prefix_that_is_not_durable_yet_takes_at_most_half_of_the_arena() -> None:
@@ -129,9 +129,9 @@ async def test_a_full_budget_evicts_a_bounded_number_of_chunks_at_once() -> None
         persistence, before = bench.store._persistence, bench.store.stats().durable_evictions
         assert persistence is not None
         persistence.budget_bytes = bench.store.stats().durable_bytes
-        persistence._ceiling = float(persistence.budget_bytes // 2)
-        persistence._shrink_to = persistence._ceiling
+        persistence._max_bytes = float(persistence.budget_bytes // 2)
+        persistence._target_bytes = persistence._max_bytes
         persistence._shrink_some()
-        assert bench.store.stats().durable_evictions - before == _EVICTED_AT_ONCE
-        while bench.store.stats().durable_bytes > persistence._ceiling:  # noqa: ASYNC110
+        assert bench.store.stats().durable_evictions - before == _MAX_EXTRA_EVICTIONS
+        while bench.store.stats().durable_bytes > persistence._max_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -12,8 +12,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.durable_tier import Put, WriteGroup
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.commit import Reserved
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from cache_daemon.store.commit import ReserveResult
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, cuts_of, node, prompt
 from tests.cache_daemon.stores import Bench, opened
@@ -21,7 +21,7 @@ from tests.cache_daemon.stores import Bench, opened
 PAGE = 4096
 
 
-def reserve(bench: Bench, ids: list[int]) -> list[tuple[Reserved, list[int]]]:
+def reserve(bench: Bench, ids: list[int]) -> list[tuple[ReserveResult, list[int]]]:
     """Reserves all chunks of a prompt at once, as a worker does."""
     headers, parent, parts = [], b"", []
     for start, end in pairwise([0, *cuts_of(ids)]):
@@ -31,14 +31,14 @@ def reserve(bench: Bench, ids: list[int]) -> list[tuple[Reserved, list[int]]]:
     return list(zip(bench.store.reserve(bench.session, b"", headers), parts, strict=True))
 
 
-async def commit(bench: Bench, reserved: list[tuple[Reserved, list[int]]]) -> Counter[str]:
+async def commit(bench: Bench, reserved: list[tuple[ReserveResult, list[int]]]) -> Counter[str]:
     items = [bench.fill(r, part) for r, part in reserved]
     outcomes = await bench.store.commit(bench.session, bench.store.epoch, items)
     return Counter(pb.CommitOutcome.Name(outcome).removeprefix("COMMIT_OUTCOME_") for outcome in outcomes)
 
 
 async def test_a_commit_of_what_a_remote_fetch_has_listed_meanwhile_lists_nothing_twice() -> None:
-    engine, ids = MemoryEngine(), prompt(4)
+    engine, ids = InMemoryBackend(), prompt(4)
     async with node(engine) as a, node(engine) as b:
         reserved = reserve(b.bench, ids)
         await a.share(ids)
@@ -53,7 +53,7 @@ async def test_a_commit_of_what_a_remote_fetch_has_listed_meanwhile_lists_nothin
 
 
 async def test_a_fetch_of_what_a_commit_lists_meanwhile_lists_nothing_twice() -> None:
-    engine, ids = MemoryEngine(), prompt(4)
+    engine, ids = InMemoryBackend(), prompt(4)
     async with node(engine) as a, node(engine) as b:
         await a.share(ids)
         reserved = reserve(b.bench, ids)
@@ -74,7 +74,7 @@ async def test_the_index_refuses_a_key_that_it_has() -> None:
     async with opened() as bench:
         key, _ = await bench.put([1, 2])
         there = bench.store.find(bench.root(), key)
-        twin = Chunk(there.header, there.ids, there.tenant, in_arena=Residency.ABSENT)
+        twin = Chunk(there.header, there.ids, there.tenant, arena_state=Residency.ABSENT)
         with pytest.raises(KeyError, match=key.hex()):
             bench.store.tiers.index.add(twin)
         bench.store.check_integrity()

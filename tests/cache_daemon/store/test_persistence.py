@@ -27,7 +27,7 @@ async def test_what_failed_is_tried_again_while_other_chunks_are_written() -> No
         await bench.put([3])
         assert await asyncio.to_thread(bench.tier.wait_until_held)
         persistence.retry()
-        assert bench.store.find(bench.root(), failed).on_disk is Residency.ARRIVING
+        assert bench.store.find(bench.root(), failed).disk_state is Residency.IN_FLIGHT
         bench.tier.let_go()
         await bench.store.settle()
         assert bench.store.stats().durable_chunks == 3

@@ -8,11 +8,11 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.prefix_index import PrefixIndex
-from cache_daemon.store.tenant_usage import Tenant
+from cache_daemon.store.tenant_usage import TenantAccount
 from cache_daemon.tenant_limits import TenantLimits
 
 ROOT = b"r" * 32
-TENANT = Tenant(b"t", TenantLimits())
+TENANT = TenantAccount(b"t", TenantLimits())
 tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
 
@@ -98,7 +98,7 @@ def test_a_content_hash_alone_is_not_trusted() -> None:
     index = PrefixIndex()
     key = put(index, ROOT, [1, 2])
     shared = b""  # as all headers of this file have it
-    found = index.find_content(shared, keys.token_bytes([1, 2]))
+    found = index.find_by_content(shared, keys.token_bytes([1, 2]))
     assert found is not None
     assert found.key == key
-    assert index.find_content(shared, keys.token_bytes([2, 1])) is None
+    assert index.find_by_content(shared, keys.token_bytes([2, 1])) is None

@@ -11,7 +11,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Residency
 from cache_daemon.tenant_limits import TenantLimits
@@ -29,8 +29,8 @@ async def test_chunks_that_arrive_together_keep_the_quota_together() -> None:
         reserved = bench.store.reserve(bench.session, b"", [bench.header([n]) for n in range(4)])
         items = [bench.fill(r, [n]) for n, r in enumerate(reserved)]
         await bench.store.commit(bench.session, bench.store.epoch, items)
-        account = bench.store.accounts.of(keys.tenant_id(b""))
-        assert bench.store.tiers.hot.used_by(account) <= 2 * PAGE
+        account = bench.store.accounts.account_of(keys.tenant_id(b""))
+        assert bench.store.tiers.arena_ledger.usage_of(account) <= 2 * PAGE
 
 
 async def test_an_account_lives_as_long_as_a_reservation_on_it() -> None:
@@ -62,7 +62,7 @@ async def test_a_deleted_successor_takes_nothing_durable_along() -> None:
         await bench.store.settle()
         await asyncio.sleep(0.01)
         chunk = bench.store.find(bench.root(), key)
-        assert chunk.on_disk is Residency.PRESENT
+        assert chunk.disk_state is Residency.PRESENT
         assert {found.header.prefix_hash for found in bench.tier.inner.load()} == {key}
 
 
@@ -96,7 +96,7 @@ async def test_a_use_counts_that_comes_while_the_chunk_is_being_written() -> Non
         bench.clock.now += 60
         assert await bench.found([1]) == 1
         assert bench.store._persistence is not None
-        bench.store._lookup.touch_all()
+        bench.store._lookup.apply_all_touches()
         bench.store._persistence.write_recency()
         bench.tier.let_go()
         await until(lambda: [found.last_use for found in bench.tier.inner.load()] == [int(bench.clock.now * 1000)])
@@ -146,19 +146,19 @@ def test_what_cannot_be_decoded_is_the_callers_error(peer: Peer) -> None:
 
 async def test_what_was_written_last_has_its_time_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """An orderly end waits until the store has heard of what is written, and not only until it is written."""
-    deliver = DurableWriter._deliver
+    deliver = GroupCommitWriter._deliver
 
-    def late(writer: DurableWriter) -> None:
+    def late(writer: GroupCommitWriter) -> None:
         time.sleep(0.1)
         deliver(writer)
 
     inner = MemoryTier()
     async with opened(tier=inner) as bench:
-        monkeypatch.setattr(DurableWriter, "_deliver", late)
+        monkeypatch.setattr(GroupCommitWriter, "_deliver", late)
         await bench.put([1])
     bench.clock.now += 60
     async with opened(tier=inner, clock=bench.clock) as again:
-        assert [round(again.clock.now - c.used_at) for c in again.store.tiers.index] == [60]
+        assert [round(again.clock.now - c.last_used_at) for c in again.store.tiers.index] == [60]
 
 
 async def test_what_counts_at_commit_is_the_daemons_own_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ SLOT = 4096
 
 async def put_until(bench: Bench, ids: list[int], ttl: int) -> bytes:
     """Stores a chunk with a time to live. Returns its hash."""
-    until = bench.store.terms.until(ttl)
+    until = bench.store.ttl.deadline_of(ttl)
     reserved = bench.store.reserve(bench.session, b"", [bench.header(ids)], until)[0]
     await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
     return reserved.prefix_hash
@@ -33,7 +33,9 @@ async def test_what_a_request_lets_expire_is_not_found_by_content() -> None:
         prompt, stretch = keys.token_bytes([9, 1, 2, 3, 4]), [(1, 4)]
 
         async def placed() -> int:
-            found = await bench.store.match(bench.session, b"", prompt, stretch, until=bench.store.terms.until(1))
+            found = await bench.store.match(
+                bench.session, b"", prompt, stretch, expires_at=bench.store.ttl.deadline_of(1)
+            )
             bench.store.release(bench.session, [found.lease_id])
             return sum(m.tokens for _, m in found.contents)
 
@@ -65,7 +67,7 @@ async def test_a_pinned_chunk_stays_on_disk_when_others_must_go() -> None:
         assert bench.store.stats().durable_evictions > 20
         chunk = bench.store.tiers.index.get(pinned)
         assert chunk is not None
-        assert chunk.on_disk is Residency.PRESENT
+        assert chunk.disk_state is Residency.PRESENT
 
 
 async def test_a_match_whose_session_ends_meanwhile_leases_nothing() -> None:

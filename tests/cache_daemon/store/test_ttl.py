@@ -16,7 +16,7 @@ from benchmarks.node import Node
 from benchmarks.peer import payload_of
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import Peer
-from tests.cache_daemon.doubles.memory_engine import MemoryEngine
+from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt
 from tests.cache_daemon.stores import Bench, FakeClock, opened
@@ -27,7 +27,7 @@ FOREVER = 0
 async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: bytes = b"", salt: bytes = b"") -> bytes:
     """Stores a chunk that is to be kept so long. Returns its hash."""
     reserved = bench.store.reserve(
-        bench.session, salt, [bench.header(ids, start, parent)], bench.store.terms.until(ttl)
+        bench.session, salt, [bench.header(ids, start, parent)], bench.store.ttl.deadline_of(ttl)
     )[0]  # fmt: skip
     if reserved.reservation_id:
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
@@ -37,7 +37,7 @@ async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: by
 async def ask(bench: Bench, ids: list[int], ttl: int = FOREVER, salt: bytes = b"") -> int:
     """Uses a prompt, which is to be kept so long. Returns the tokens found."""
     found = await bench.store.match(
-        bench.session, salt, keys.token_bytes(ids), until=bench.store.terms.until(ttl)
+        bench.session, salt, keys.token_bytes(ids), expires_at=bench.store.ttl.deadline_of(ttl)
     )  # fmt: skip
     bench.store.release(bench.session, [found.lease_id])
     return sum(m.tokens for m in found.matches)
@@ -95,8 +95,8 @@ async def test_writing_what_is_there_or_on_its_way_asks_too() -> None:
     async with opened() as bench:
         await put(bench, [1], 10)
         await put(bench, [1], 100)
-        reserved = bench.store.reserve(bench.session, b"", [bench.header([2])], bench.store.terms.until(10))[0]
-        other = bench.store.reserve(bench.open(), b"", [bench.header([2])], bench.store.terms.until(100))[0]
+        reserved = bench.store.reserve(bench.session, b"", [bench.header([2])], bench.store.ttl.deadline_of(10))[0]
+        other = bench.store.reserve(bench.open(), b"", [bench.header([2])], bench.store.ttl.deadline_of(100))[0]
         assert other.outcome == pb.RESERVE_OUTCOME_IN_PROGRESS
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, [2])])
         bench.clock.now += 90
@@ -170,14 +170,14 @@ def test_nobody_loses_what_was_promised(steps: list[tuple[int, int, int]]) -> No
         async with opened(40 * 4096) as bench:
             for which, ttl, passes in steps:
                 path = [[0], [which % 2], [which]][: 1 + which % 3]
-                parent, at, until = b"", 0, bench.store.terms.until(ttl)
+                parent, at, until = b"", 0, bench.store.ttl.deadline_of(ttl)
                 for ids in path:
                     parent = await put(bench, ids, ttl, at, parent)
                     promised[parent] = max(until, promised.get(parent, 0.0))
                     at += len(ids)
                 bench.clock.now += passes
                 await bench.store.sweep()
-                bench.store.terms.check_integrity()
+                bench.store.ttl.check_integrity()
                 there = {chunk.key for chunk in bench.store.tiers.index}
                 assert there == {key for key, end in promised.items() if end >= bench.clock.now}
                 promised = {key: end for key, end in promised.items() if key in there}
@@ -187,7 +187,7 @@ def test_nobody_loses_what_was_promised(steps: list[tuple[int, int, int]]) -> No
 
 async def test_the_engine_is_told_and_written_to_again_when_it_is_to_be_kept_for_longer() -> None:
     now = [1000.0]
-    engine, clock = MemoryEngine(clock=lambda: now[0]), lambda: now[0]
+    engine, clock = InMemoryBackend(clock=lambda: now[0]), lambda: now[0]
     async with node(engine, write="all", ttl_seconds=10_000, clock=clock) as a, node(engine, clock=clock) as b:
         ids = prompt(2)
         parent, start = b"", 0

@@ -5,15 +5,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.context_reuse.chunking import Boundary, Chunker, ContentDefined, Document, Fixed, Marks, new_chunker
+from inference_svc.context_reuse.chunking import (
+    Chunker,
+    ContentDefinedChunker,
+    DocumentChunker,
+    DocumentMarks,
+    FixedChunker,
+    SentenceChunker,
+    new_chunker,
+)
 
 CHUNKERS = {
-    "fixed": Fixed(128),
-    "boundary": Boundary(128, frozenset(range(0, 4000, 50)), 32),
-    "document": Document((7, 8), 512),
-    "content_defined": ContentDefined(48, 512),
+    "fixed": FixedChunker(128),
+    "boundary": SentenceChunker(128, frozenset(range(0, 4000, 50)), 32),
+    "document": DocumentChunker((7, 8), 512),
+    "content_defined": ContentDefinedChunker(48, 512),
 }
-NO_MARKS = Marks()
+NO_MARKS = DocumentMarks()
 TOKENS = st.lists(st.integers(0, 300), max_size=900)
 
 
@@ -22,7 +30,7 @@ def words(seed: int, count: int) -> list[int]:
     return [rng.randrange(4000) for _ in range(count)]
 
 
-def chunks(chunker: Chunker, tokens: list[int], marks: Marks = NO_MARKS) -> list[tuple[int, ...]]:
+def chunks(chunker: Chunker, tokens: list[int], marks: DocumentMarks = NO_MARKS) -> list[tuple[int, ...]]:
     return [tuple(tokens[a:b]) for a, b in pairwise([0, *chunker.ends(tokens, marks)])]
 
 
@@ -51,25 +59,25 @@ def found_again(chunker: Chunker, seed: int) -> float:
 
 
 def test_content_defined_finds_a_moved_document_and_fixed_does_not() -> None:
-    moved = [found_again(ContentDefined(48, 512), seed) for seed in range(50)]
+    moved = [found_again(ContentDefinedChunker(48, 512), seed) for seed in range(50)]
     assert sum(moved) / 50 >= 0.9
     assert min(moved) > 0.75
-    assert sum(found_again(Fixed(128), seed) for seed in range(50)) / 50 < 0.05
+    assert sum(found_again(FixedChunker(128), seed) for seed in range(50)) / 50 < 0.05
 
 
 def test_documents_are_cut_at_separators_and_marks() -> None:
     a, b, c = words(1, 100), words(2, 700), words(3, 50)
-    separated = Document((5000, 5001), 512)
+    separated = DocumentChunker((5000, 5001), 512)
     assert [len(x) for x in chunks(separated, [*a, 5000, 5001, *b, 5000, 5001, *c])] == [100, 512, 190, 52]
-    assert [len(x) for x in chunks(separated, a + b + c, Marks(segment_ends=(100, 800)))] == [100, 512, 188, 50]
-    assert [len(x) for x in chunks(separated, [*a, 9, *c], Marks(separator=(9,)))] == [100, 51]
+    assert [len(x) for x in chunks(separated, a + b + c, DocumentMarks(segment_ends=(100, 800)))] == [100, 512, 188, 50]
+    assert [len(x) for x in chunks(separated, [*a, 9, *c], DocumentMarks(separator=(9,)))] == [100, 51]
 
 
 def test_boundary_moves_back_to_the_end_of_a_sentence() -> None:
     tokens = words(1, 300)
     tokens[120] = 4001
-    assert Boundary(128, frozenset({4001}), 32).ends(tokens) == [121, 249, 300]
-    assert Boundary(128, frozenset({4001}), 4).ends(tokens) == [128, 256, 300]
+    assert SentenceChunker(128, frozenset({4001}), 32).ends(tokens) == [121, 249, 300]
+    assert SentenceChunker(128, frozenset({4001}), 4).ends(tokens) == [128, 256, 300]
 
 
 @pytest.mark.parametrize("strategy", ["fixed", "boundary", "document", "content_defined"])

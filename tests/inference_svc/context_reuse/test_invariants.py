@@ -18,14 +18,14 @@ from kvsidecar.chunk_layout import new_header
 from kvsidecar.errors import ModelUnsupported
 
 from benchmarks.repair_strategies import STRATEGIES, FirstK
-from inference_svc.context_reuse.reuse_lab import Laboratory
-from inference_svc.context_reuse.reuse_plan import Plan, Stretch
-from inference_svc.context_reuse.rope_shift import refusal, rotary_of
+from inference_svc.context_reuse.reuse_lab import ReuseLab
+from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
+from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import Repairing
+from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.supported_architectures import SUPPORTED
 from tests.inference_svc.models import test_architectures
@@ -52,7 +52,7 @@ def random_model(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LoadedMode
 
 
 def prefill(decoder: Decoder, pool: KVPool, ids: list[int], table: BlockTable) -> None:
-    decoder(forward_batch.build([forward_batch.Span(ids, 0, table, False)], pool, torch.device("cpu")))
+    decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids, 0, table, False)], pool, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -60,11 +60,11 @@ def prefill(decoder: Decoder, pool: KVPool, ids: list[int], table: BlockTable) -
 def test_turning_stored_keys_equals_encoding_elsewhere(name: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All layers, against the eager model with shifted positions."""
     loaded, eager, pool = random_model(name, monkeypatch)
-    if refusal(loaded.config):
+    if why_not_shiftable(loaded.config):
         with pytest.raises(ModelUnsupported, match="cannot be moved"):
-            rotary_of(loaded.model)
+            key_rotation_of(loaded.model)
         return
-    decoder, rotary = Decoder(loaded), rotary_of(loaded.model)
+    decoder, rotary = Decoder(loaded), key_rotation_of(loaded.model)
     ids = torch.randint(1, 500, (24,)).tolist()
     table, moved = pool.allocate(24), pool.allocate(24)
     assert table is not None
@@ -106,15 +106,15 @@ def _turn(keys: torch.Tensor, rotation: Any) -> torch.Tensor:
 @pytest.mark.parametrize(("kind", "why"), [("dynamic", "changes? with the length"), ("longrope", "longer than")])
 def test_frequencies_that_depend_on_length_are_refused(kind: str, why: str) -> None:
     config = SimpleNamespace(rope_parameters={"rope_type": kind})
-    assert refusal(config)
+    assert why_not_shiftable(config)
     with pytest.raises(ModelUnsupported, match=why):
-        rotary_of(SimpleNamespace(config=config))
+        key_rotation_of(SimpleNamespace(config=config))
 
 
 @cache
-def laboratory(name: str) -> Laboratory:
+def laboratory(name: str) -> ReuseLab:
     assert name in CASES
-    return Laboratory(build(name)[0], 1024)
+    return ReuseLab(build(name)[0], 1024)
 
 
 @settings(max_examples=12, deadline=None)
@@ -125,7 +125,7 @@ def test_a_prefix_hit_has_the_logits_of_a_prefill(name: str, sizes: list[int], d
     ids = data.draw(st.lists(st.integers(1, 499), min_size=sum(sizes) + 5, max_size=sum(sizes) + 5))
     ends = np.cumsum(sizes).tolist()
     at = np.arange(ends[-1], len(ids))
-    want = lab.full(ids, at)
+    want = lab.full_prefill(ids, at)
     used = data.draw(st.integers(1, len(ends)))
     chunks = lab.store(ids[: ends[-1]], ends, 16)
     got = lab.reuse(ids, chunks[:used], [], STRATEGIES["none"], 0.0, at)
@@ -152,7 +152,7 @@ def test_everything_computed_again_is_a_prefill(name: str, strategy: str, sizes:
     placed = [(start, chunks[i]) for i, start in enumerate(starts[:-1])]
     got = lab.reuse(ids, [], placed, STRATEGIES[strategy], 1.0, at)
     assert got.recomputed_ratio == 1.0
-    torch.testing.assert_close(got.logits, lab.full(ids, at).logits, atol=3e-4, rtol=1e-3)
+    torch.testing.assert_close(got.logits, lab.full_prefill(ids, at).logits, atol=3e-4, rtol=1e-3)
 
 
 @settings(max_examples=15, deadline=None)
@@ -163,9 +163,9 @@ def test_what_comes_later_changes_nothing_before(sizes: list[int], seed: int, ra
     decoder, rng = _decoder(), np.random.default_rng(seed)
     ids = rng.integers(1, 500, sum(sizes) + 6).tolist()
     ends = np.cumsum(sizes).tolist()
-    stretches = tuple(Stretch(a, b) for a, b in pairwise([1, *ends]))
+    stretches = tuple(RelocatedSpan(a, b) for a, b in pairwise([1, *ends]))
     assert len(stretches) == len(sizes)
-    plan = Plan(len(ids), 1, stretches)
+    plan = ReusePlan(len(ids), 1, stretches)
     start = stretches[-1].start
     found = []
     for perturbed in (False, True):
@@ -179,7 +179,7 @@ def test_what_comes_later_changes_nothing_before(sizes: list[int], seed: int, ra
                 stored[:, :, start:] += 1.0
             tensor.index_copy_(2, slots, stored)
         tokens = ids[:start] + [(i * 7 + 3) % 499 + 1 for i in ids[start:]] if perturbed else ids
-        work = Repairing(decoder, pool, tokens, table, plan, FirstK(), ratio)
+        work = SelectiveRecompute(decoder, pool, tokens, table, plan, FirstK(), ratio)
         for _ in work.steps():
             pass
         found.append([t_.index_select(2, slots[:start]).clone() for t_ in (pool.keys, pool.values)])

@@ -9,7 +9,7 @@ from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.context_reuse.selectors import STRATEGIES
+from inference_svc.context_reuse.selectors import SELECTORS
 
 ROTARY: Any = object()
 
@@ -17,7 +17,7 @@ ROTARY: Any = object()
 def policy(
     repair: str = "auto", mode: Any = "verified", rotary: Any = ROTARY, ratio: float | None = 0.15
 ) -> ReusePolicy:
-    return ReusePolicy(new_chunker("fixed", 64, (), frozenset()), rotary, STRATEGIES.get(repair), ratio, mode)
+    return ReusePolicy(new_chunker("fixed", 64, (), frozenset()), rotary, SELECTORS.get(repair), ratio, mode)
 
 
 def verdict(strategy: str = "guided_4", ratio: float = 0.15, passed: bool = True) -> ReuseVerdict:
@@ -44,15 +44,15 @@ def verdict(strategy: str = "guided_4", ratio: float = 0.15, passed: bool = True
 def test_the_repair_follows_from_setting_and_verdict(
     chosen: ReusePolicy, given: ReuseVerdict | None, expected: str | None
 ) -> None:
-    found = chosen.repair_for(given)
-    assert (found.repair.name if found else None) == expected
+    found = chosen.recompute_setting(given)
+    assert (found.selector.name if found else None) == expected
     assert found is None or found.ratio == 0.15
 
 
 def test_without_a_setting_the_share_is_the_verified_one() -> None:
-    found = policy(ratio=None).repair_for(verdict("salient", ratio=0.3))
+    found = policy(ratio=None).recompute_setting(verdict("salient", ratio=0.3))
     assert found is not None
-    assert (found.repair.name, found.ratio) == ("salient", 0.3)
-    insisted = policy(mode="always", ratio=None).repair_for(None)
+    assert (found.selector.name, found.ratio) == ("salient", 0.3)
+    insisted = policy(mode="always", ratio=None).recompute_setting(None)
     assert insisted is not None
     assert insisted.ratio == 0.15

@@ -15,11 +15,11 @@ import pytest
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
-from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failing
-from inference_svc.context_reuse.selectors import AUTO
+from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failure_reason
+from inference_svc.context_reuse.selectors import AUTO_SELECTORS
 from inference_svc.context_reuse.verify import BUILT_IN, Candidate, Question, Verifier, _Divergence, read_questions
-from inference_svc.context_reuse.verify_command import main
 from inference_svc.server.python_api import Engine
+from inference_svc.server.verify_command import main
 from tests.inference_svc.context_reuse.test_approximate import documents, joined
 from tests.inference_svc.engine.test_exactness import prompt
 
@@ -52,7 +52,7 @@ def finding(strategy: str, kl: float, agreement: float = 1.0, control: float = 0
 def report_of(repair: Finding, none: Finding, prompts: int = 12) -> Report:
     limits = Thresholds()
     exact, none, repair = (
-        replace(f, arm=f.arm if i else EXACT, why=failing(f, none, limits))
+        replace(f, arm=f.arm if i else EXACT, why=failure_reason(f, none, limits))
         for i, f in enumerate((finding("none", 0.0), none, repair))
     )
     return Report("a model", prompts, 0.0, (exact, repair, none), repair, limits)
@@ -62,9 +62,9 @@ def test_an_agreement_at_the_limit_is_not_given_up() -> None:
     """0.95 of 20 is 19, whatever 1 - 0.95 is in binary."""
     found = seen(0.0)
     found.same[0] = False
-    assert not found.hopeless(Thresholds(), 20)
+    assert not found.must_fail(Thresholds(), 20)
     found.same.append(False)
-    assert found.hopeless(Thresholds(), 20)
+    assert found.must_fail(Thresholds(), 20)
 
 
 def seen(kl: float) -> _Divergence:
@@ -84,7 +84,7 @@ def test_what_is_compared_is_measured_until_it_is_decided() -> None:
         ((lost, lost, lost), set()),
     ):
         arms = {c: seen(of) for c, of in zip((repair, none, other), kl, strict=True)}
-        assert set(verifier._open(arms, none, 30)) == going
+        assert set(verifier._undecided_arms(arms, none, 30)) == going
 
 
 LOSES = finding("none", 0.2, 0.8)
@@ -178,11 +178,11 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
         findings = inconclusive["findings"]
         assert all(f["prompts"] == len(QUESTIONS) for f in findings)
         kl = {(f["strategy"], f["ratio"]): f["kl_mean"] for f in findings if f["arm"] != EXACT}
-        best, none = min(v for (name, _), v in kl.items() if name in AUTO), kl["none", 0.0]
+        best, none = min(v for (name, _), v in kl.items() if name in AUTO_SELECTORS), kl["none", 0.0]
         assert main([*common, *few, "--max-kl", str((best + none) / 2)]) == 0
         report = printed()
         chosen = report["chosen"]
-        cheaper = [f for f in report["findings"] if f["passed"] and f["strategy"] in AUTO]
+        cheaper = [f for f in report["findings"] if f["passed"] and f["strategy"] in AUTO_SELECTORS]
         assert chosen["cost"] == pytest.approx(min(f["cost"] for f in cheaper), abs=0.01), "the cheapest that passes"
         assert follows(True, 100)
         node.restart_daemon()
@@ -195,7 +195,7 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
 # Whether a first line came before anything was imported that takes time.
 _FIRST_LINE = """
 import os, sys
-from inference_svc.verify_command import main
+from inference_svc.server.verify_command import main
 class First:
     def write(self, text):
         os.write(1, f"{'torch' in sys.modules} {text}".encode())

@@ -15,8 +15,8 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import AutoTokenizer
 
 from benchmarks.node import Node
-from inference_svc.context_reuse.reuse_plan import Plan, Stretch
-from inference_svc.context_reuse.token_provenance import Reading, parts_of
+from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
+from inference_svc.context_reuse.token_provenance import Provenance, provenance_spans
 from inference_svc.engine.detokenizer import split_text
 from inference_svc.models.loader import DEMO_MODEL
 from tests.inference_svc.engine.test_exactness import prompt
@@ -135,15 +135,15 @@ def test_parts_cover_a_prompt_in_order(tokens: int, data: st.DataObject) -> None
     exact = data.draw(st.integers(0, tokens - 1))
     start = data.draw(st.integers(exact, tokens - 1))
     end = data.draw(st.integers(start, tokens - 1))
-    stretches = (Stretch(start, end),) if end > start else ()
+    stretches = (RelocatedSpan(start, end),) if end > start else ()
     repaired = np.array(sorted(data.draw(st.sets(st.integers(start, end - 1)))) if stretches else [], np.int64)
-    found = parts_of(tokens, exact, Plan(tokens, exact, stretches), repaired)
+    found = provenance_spans(tokens, exact, ReusePlan(tokens, exact, stretches), repaired)
     assert [p.start for p in found] == [0, *(p.end for p in found[:-1])]
     assert found[-1].end == tokens
-    assert all(a.reading is not b.reading for a, b in pairwise(found))
-    of = {t: p.reading for p in found for t in range(p.start, p.end)}
-    assert all((of[t] is Reading.EXACT) == (t < exact) for t in of)
-    assert {t for t in of if of[t] is Reading.REPAIRED} == set(repaired.tolist())
+    assert all(a.provenance is not b.provenance for a, b in pairwise(found))
+    of = {t: p.provenance for p in found for t in range(p.start, p.end)}
+    assert all((of[t] is Provenance.EXACT) == (t < exact) for t in of)
+    assert {t for t in of if of[t] is Provenance.RECOMPUTED} == set(repaired.tolist())
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=40), st.data())

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from inference_svc.lora import peft_config
-from inference_svc.lora.adapter_dir import open_folder
+from inference_svc.lora.adapter_dir import open_adapter_dir
 from inference_svc.lora.adapter_weights import AdapterWeights, Linears, read_weights
 from inference_svc.models.loader import LoadedModel
-from inference_svc.models.preflight import open_adapters, settled
 from inference_svc.node.supervisor import _flags
+from inference_svc.server.preflight import checked_settings, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.lora.random_adapters import linears, tensors, write
 from tests.inference_svc.models.test_architectures import build
@@ -38,7 +38,7 @@ def layers() -> Linears:
 
 
 def read(folder: Path, layers: Linears, name: str = "law") -> AdapterWeights:
-    return read_weights(open_folder(name, folder), layers, "tiny")
+    return read_weights(open_adapter_dir(name, folder), layers, "tiny")
 
 
 def without(name: str) -> Callable[[Weights], Weights]:
@@ -119,7 +119,7 @@ BACKTRACKS = r"(.?){40}.{40}Z|(?:(.)|(.)|(.))*\1\2Q"
 def test_a_pattern_that_backtracks_for_ever_is_refused_and_stops_no_other_thread(
     settings: dict[str, Any], layers: Linears, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peft_config, "_MATCH_SECONDS", 0.5)
+    monkeypatch.setattr(peft_config, "_MAX_MATCH_SECONDS", 0.5)
     write(tmp_path, tensors(layers, 1), **settings)
     ended, longest = threading.Event(), 0.0
 
@@ -199,7 +199,7 @@ def test_the_setting(layers: Linears, tmp_path: Path) -> None:
     assert config == WorkerConfig(lora=dict.fromkeys(config.adapters, place))  # type: ignore[arg-type]
     assert list(config.adapters) == ["law", "med", "x"]
     assert [folder.name for folder in open_adapters(config)] == ["law", "med", "x"]
-    assert open_adapters(config)[0].most_bytes == 12 * sum(t.numel() for t in tensors(layers, 1).values())
+    assert open_adapters(config)[0].max_bytes == 12 * sum(t.numel() for t in tensors(layers, 1).values())
     assert _flags({"lora": config.lora, "port": 1}) == [
         *(f"--lora={name}={place}" for name in config.adapters),
         "--port=1",
@@ -214,8 +214,8 @@ def test_the_setting(layers: Linears, tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=sentence):
             read_settings(WorkerConfig, {"lora": given}, None)
     with pytest.raises(ConfigurationError, match="a LoRA adapter is called 'demo', as the model is"):
-        settled(WorkerConfig(model="demo", lora=(f"demo={place}",)))
+        checked_settings(WorkerConfig(model="demo", lora=(f"demo={place}",)))
     config_file = place / "adapter_config.json"
     config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"use_dora": True}))
     with pytest.raises(ConfigurationError, match="DoRA"):
-        settled(WorkerConfig(model="demo", lora=(f"law={place}",)))
+        checked_settings(WorkerConfig(model="demo", lora=(f"law={place}",)))

@@ -11,10 +11,10 @@ import torch
 from kvkernels.cpu import quantized_gemm
 
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.lora.lora_adapter import Adapter
+from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch, fused_layers
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.models.layer_streaming.residency_plan import Asked
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.models.supported_architectures import SUPPORTED
@@ -34,17 +34,19 @@ def folders(at: Path, loaded: LoadedModel) -> list[Path]:
 
 
 def run(
-    decoder: Decoder, pool: KVPool, prompts: list[list[int]], adapters: list[Adapter | None]
+    decoder: Decoder, pool: KVPool, prompts: list[list[int]], adapters: list[LoraAdapter | None]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Reads all prompts together, in pieces: of each the logits after each piece, and its keys and values."""
     tables = [pool.allocate(len(prompt)) for prompt in prompts]
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     for start, end in (*PIECES, (32, 50)):
         spans = [
-            forward_batch.Span(prompt[start:end], start, table, True, adapter=one)  # type: ignore[arg-type]
+            forward_batch.SequenceSlice(prompt[start:end], start, table, True, adapter=one)  # type: ignore[arg-type]
             for prompt, table, one in zip(prompts, tables, adapters, strict=True)
         ]
-        for found, row in zip(logits, decoder(forward_batch.build(spans, pool, torch.device("cpu"))), strict=True):
+        for found, row in zip(
+            logits, decoder(forward_batch.build_batch(spans, pool, torch.device("cpu"))), strict=True
+        ):
             found.append(row.clone())
     kept = []
     for table in tables:
@@ -98,8 +100,8 @@ def test_in_bfloat16_too(name: str, tmp_path: Path) -> None:
 
 def test_fused_layers_and_the_models_own_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for suits in (fused_layers.suits, lambda model: False):
-        monkeypatch.setattr(fused_layers, "suits", suits)
+    for suits in (fused_layers.can_fuse_model, lambda model: False):
+        monkeypatch.setattr(fused_layers, "can_fuse_model", suits)
         loaded, _, pool = build("Qwen3ForCausalLM")
         decoder = Decoder(loaded)
         a, b = (decoder.adopt(adapter(place, loaded)) for place in folders(tmp_path, loaded))
@@ -114,10 +116,10 @@ def test_the_last_layer_of_rows_that_want_nothing_is_cut_with_the_adapters_rows(
     a, b = (decoder.adopt(adapter(place, loaded)) for place in folders(tmp_path, loaded))
     tables = [pool.allocate(64) for _ in range(3)]
     spans = [
-        forward_batch.Span(PROMPTS[n][:40], 0, table, True, adapter=one)  # type: ignore[arg-type]
+        forward_batch.SequenceSlice(PROMPTS[n][:40], 0, table, True, adapter=one)  # type: ignore[arg-type]
         for n, (table, one) in enumerate(zip(tables, (a, None, b), strict=True))
     ]
-    batch = forward_batch.build(spans, pool, loaded.device)
+    batch = forward_batch.build_batch(spans, pool, loaded.device)
     every = replace(batch, logit_rows=torch.arange(120), wanted=120)
     assert torch.equal(decoder(batch), decoder(every)[[39, 79, 119]])
 
@@ -130,11 +132,11 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     """Streamed or not, the bits are the same. The adapter's part is not quantized: it is as if merged into the weights
     that quantizing leaves, but for the rows, which become bytes on the way."""
 
-    def computed(stream: Asked, one_by_one: bool = False) -> list[torch.Tensor]:
+    def computed(stream: StreamingOptions, one_by_one: bool = False) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
             if one_by_one:
-                patch.setattr(fused_layers, "suits", lambda model: False)
-                patch.setattr(fused_layers, "fits", lambda layer, config: False)
+                patch.setattr(fused_layers, "can_fuse_model", lambda model: False)
+                patch.setattr(fused_layers, "can_fuse", lambda layer, config: False)
             loaded = load("demo", device="cpu", dtype="float32", weights=bits, stream=stream)
             pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, loaded.device)
             decoder = Decoder(loaded)
@@ -145,8 +147,8 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
                 loaded.streamed.close()
             return found
 
-    resident = computed(Asked())
-    streamed = computed(Asked("full_stream", poisoned=True))
+    resident = computed(StreamingOptions())
+    streamed = computed(StreamingOptions("full_stream", poison_freed_slots=True))
     assert all(torch.equal(a, b) for a, b in zip(resident, streamed, strict=True))
     own, low = (load("demo", device="cpu", dtype="float32", weights=width) for width in (16, bits))
     for path, module in low.model.named_modules():
@@ -159,7 +161,7 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     assert changed > 0.2 * want.norm()
     assert (resident[1][-1] - want).norm() < (1e-3 if bits == 16 else 0.5) * changed
     if bits == 8:
-        assert (computed(Asked(), one_by_one=True)[1] - resident[1]).norm() < 0.05 * resident[1].norm()
+        assert (computed(StreamingOptions(), one_by_one=True)[1] - resident[1]).norm() < 0.05 * resident[1].norm()
 
 
 def test_attention_of_models_with_experts_takes_adapters(tmp_path: Path) -> None:

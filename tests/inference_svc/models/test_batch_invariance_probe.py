@@ -10,7 +10,7 @@ import torch
 from kvsidecar.cli.doctor import bits_finding
 from torch import Tensor, nn
 
-from inference_svc.models.batch_invariance_probe import products_of, uneven
+from inference_svc.models.batch_invariance_probe import batch_variant_shapes, packed_linears_of
 from inference_svc.models.mkl_determinism import wanted_setting
 
 EVEN = {"setting": "AVX2,STRICT", "uneven": {"float32": [], "bfloat16": []}}
@@ -30,8 +30,8 @@ def test_a_product_that_depends_on_its_batch_is_found() -> None:
     torch.manual_seed(0)
     even, sloppy = nn.Linear(256, 64, bias=False), Sloppy(320, 64, bias=False)
     model = nn.Sequential(even, nn.ReLU(), sloppy)
-    assert uneven(products_of(model)) == ["320x64"]
-    assert uneven(products_of(model), many=(64,)) == []
+    assert batch_variant_shapes(packed_linears_of(model)) == ["320x64"]
+    assert batch_variant_shapes(packed_linears_of(model), many=(64,)) == []
 
 
 def test_as_workers_multiply_a_row_has_the_same_bits_here() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as t
 from kvsidecar.errors import ModelUnsupported
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from transformers.integrations.gguf import dequant as torch_dequant
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -21,8 +21,8 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_converter import converted, open_source
-from inference_svc.models.gguf.gguf_file import UNPACKED, read
+from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
+from inference_svc.models.gguf.gguf_file import UNPACKED, read_gguf
 from inference_svc.models.gguf.gguf_weights import weights_of
 from inference_svc.models.loader import load
 from tests.inference_svc.models.gguf_files import Q8_0, SHAPE, random_model, write
@@ -69,9 +69,9 @@ BOTH_KNOW = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 
 
 @pytest.fixture(autouse=True)
-def own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+def own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelLibrary:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return Library()
+    return ModelLibrary()
 
 
 def model_file(tmp_path: Path, case: str, quantization: Any = None) -> tuple[Path, Any]:
@@ -87,8 +87,8 @@ def logits(name: str | Path, prompt: list[int], served: int = 0) -> torch.Tensor
     table = pool.allocate(len(prompt))
     assert table is not None
     decoder = Decoder(loaded)
-    spans = [forward_batch.Span(prompt[i : i + 1], i, table, True) for i in range(len(prompt))]
-    return torch.cat([decoder(forward_batch.build([span], pool, loaded.device)) for span in spans])
+    spans = [forward_batch.SequenceSlice(prompt[i : i + 1], i, table, True) for i in range(len(prompt))]
+    return torch.cat([decoder(forward_batch.build_batch([span], pool, loaded.device)) for span in spans])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -105,7 +105,7 @@ def test_a_model_answers_from_its_file_as_it_did_before(tmp_path: Path, case: st
 def test_weights_and_configuration_are_those_of_transformers_own_reader(tmp_path: Path, case: str) -> None:
     file, model = model_file(tmp_path, case, Q8_0)
     theirs = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)
-    ours = read(file)
+    ours = read_gguf(file)
     config = config_of(ours)
     for weight in weights_of(ours, config):
         mine = torch.cat(list(weight.pieces(ours, torch.float32))).view(weight.shape)
@@ -120,7 +120,7 @@ def test_weights_and_configuration_are_those_of_transformers_own_reader(tmp_path
 @pytest.mark.parametrize("case", CASES)
 def test_angles_and_windows_are_those_of_the_model(tmp_path: Path, case: str) -> None:
     file, model = model_file(tmp_path, case)
-    ours, theirs = config_of(read(file)), model.config
+    ours, theirs = config_of(read_gguf(file)), model.config
     parts = [ours.rope_parameters, theirs.rope_parameters]
     for kind in ("full_attention", "sliding_attention") if case == "gemma3" else ("",):
         mine, wanted = (p[kind] if kind else p for p in parts)
@@ -184,7 +184,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
 # ---- kept ------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_start_writes_nothing(tmp_path: Path, own_library: Library) -> None:
+def test_the_second_start_writes_nothing(tmp_path: Path, own_library: ModelLibrary) -> None:
     file, _ = model_file(tmp_path, "qwen2", Q8_0)
     load(str(file), device="cpu", dtype="float32")
     (folder,) = [f for f in (own_library.root / "converted").iterdir() if f.is_dir()]
@@ -205,7 +205,7 @@ def test_the_same_contents_elsewhere_are_not_written_again(tmp_path: Path) -> No
     file, _ = model_file(tmp_path, "qwen2")
     copy = tmp_path / "copy of it.gguf"
     copy.write_bytes(file.read_bytes())
-    assert converted(open_source(file), torch.float32) == converted(open_source(copy), torch.float32)
+    assert convert_gguf(open_source(file), torch.float32) == convert_gguf(open_source(copy), torch.float32)
 
 
 def test_weights_are_kept_in_the_type_they_are_computed_in(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ def test_weights_are_kept_in_the_type_they_are_computed_in(tmp_path: Path) -> No
     assert exact.descriptor(16) != short.descriptor(16)
 
 
-def test_two_processes_at_once_write_it_once(tmp_path: Path, own_library: Library) -> None:
+def test_two_processes_at_once_write_it_once(tmp_path: Path, own_library: ModelLibrary) -> None:
     file, _ = model_file(tmp_path, "qwen2")
     command = [sys.executable, "-m", "inference_svc", "prepare", str(file), "--dtype", "float32"]
     both = [subprocess.Popen(command) for _ in range(2)]
@@ -228,7 +228,7 @@ def test_two_processes_at_once_write_it_once(tmp_path: Path, own_library: Librar
 
 
 def test_nothing_half_written_is_ever_found(
-    tmp_path: Path, own_library: Library, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_library: ModelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, _ = model_file(tmp_path, "qwen2")
     source = open_source(file)
@@ -238,10 +238,10 @@ def test_nothing_half_written_is_ever_found(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        converted(source, torch.float32, progress=breaks)
+        convert_gguf(source, torch.float32, progress=breaks)
     assert not [f for f in (own_library.root / "converted").iterdir() if f.is_dir()]
     # What a killed process leaves is in nobody's way either.
-    left = own_library.root / "converted" / f".partial-{converted(source, torch.bfloat16).name}"
+    left = own_library.root / "converted" / f".partial-{convert_gguf(source, torch.bfloat16).name}"
     left.mkdir()
     assert load(str(file), device="cpu", dtype="float32").weights
 

@@ -12,7 +12,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch, fused_layers
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear import quantized_linear
-from inference_svc.models.linear.quantized_linear import QuantizedLinear, pick_width
+from inference_svc.models.linear.quantized_linear import QuantizedLinear, pick_weight_bits
 from inference_svc.models.loader import LoadedModel, load
 
 IDS = list(range(10, 110))
@@ -24,15 +24,15 @@ def pool_of(loaded: LoadedModel) -> KVPool:
     return KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, CPU)
 
 
-def forward(decoder: Decoder, pool: KVPool, *spans: forward_batch.Span) -> Tensor:
-    return decoder(forward_batch.build(list(spans), pool, CPU))
+def forward(decoder: Decoder, pool: KVPool, *spans: forward_batch.SequenceSlice) -> Tensor:
+    return decoder(forward_batch.build_batch(list(spans), pool, CPU))
 
 
 def logits(loaded: LoadedModel) -> Tensor:
     pool = pool_of(loaded)
     table = pool.allocate(len(IDS))
     assert table is not None
-    return forward(Decoder(loaded), pool, forward_batch.Span(IDS, 0, table, True))[0]
+    return forward(Decoder(loaded), pool, forward_batch.SequenceSlice(IDS, 0, table, True))[0]
 
 
 @needs_kernels
@@ -46,7 +46,7 @@ def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
         assert len(layers) == 7 * loaded.layers + 1
         assert {m.quantized.bits for name, m in layers.items() if name != "lm_head"} == {bits}
         assert layers["lm_head"].quantized.bits == 8
-        assert fused_layers.suits(loaded.model)
+        assert fused_layers.can_fuse_model(loaded.model)
         assert (logits(loaded).float() - want).norm() < bound * want.norm()
         identities.add(loaded.weights)
     assert len(identities) == 3, "their keys and values are not each other's"
@@ -57,17 +57,17 @@ def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
 def test_any_split_of_a_prompt_gives_the_same_bits(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused, and by the model's own layers."""
     if one_by_one:
-        monkeypatch.setattr(fused_layers, "suits", lambda model: False)
+        monkeypatch.setattr(fused_layers, "can_fuse_model", lambda model: False)
     loaded = load("demo", device="cpu", weights=4)
     decoder, pool = Decoder(loaded), pool_of(loaded)
     whole, pieces, neighbour = (pool.allocate(n) for n in (100, 100, 4))
     assert whole is not None
     assert pieces is not None
     assert neighbour is not None
-    want, got, at = forward(decoder, pool, forward_batch.Span(IDS, 0, whole, True))[0], torch.empty(0), 0
+    want, got, at = forward(decoder, pool, forward_batch.SequenceSlice(IDS, 0, whole, True))[0], torch.empty(0), 0
     for n in (1, 30, 2, 65, 1, 1):
-        beside = forward_batch.Span([7], 3, neighbour, True)
-        got = forward(decoder, pool, beside, forward_batch.Span(IDS[at : at + n], at, pieces, True))[1]
+        beside = forward_batch.SequenceSlice([7], 3, neighbour, True)
+        got = forward(decoder, pool, beside, forward_batch.SequenceSlice(IDS[at : at + n], at, pieces, True))[1]
         at += n
     assert torch.equal(got, want)
     for values in (pool.keys, pool.values):
@@ -82,7 +82,7 @@ def test_layers_that_do_not_fit_together_run_one_by_one() -> None:
     plain = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features)
     plain.weight.data, plain.bias.data = quantized_gemm.dense(attention.v_proj.quantized), attention.v_proj._bias
     attention.v_proj = plain
-    assert not fused_layers.suits(mixed.model)
+    assert not fused_layers.can_fuse_model(mixed.model)
     got, want = logits(mixed), logits(loaded)
     assert (got - want).norm() < 0.06 * want.norm(), "each is .03 beside the truth"
 
@@ -105,16 +105,16 @@ def test_what_the_kernel_does_not_take_stays_as_it_is() -> None:
 
 def test_what_cannot_be_had_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="weights is 8, but the checkpoint has 4 bits; allowed are auto, 4"):
-        pick_width(8, 4, CPU)
+        pick_weight_bits(8, 4, CPU)
     with pytest.raises(ConfigurationError, match="weights is 4, and device cuda:0 quantizes no weights"):
-        pick_width(4, 16, torch.device("cuda:0"))
-    assert pick_width("auto", 4, torch.device("cuda:0")) == 4
+        pick_weight_bits(4, 16, torch.device("cuda:0"))
+    assert pick_weight_bits("auto", 4, torch.device("cuda:0")) == 4
     monkeypatch.setattr(quantized_gemm, "kernel", lambda: None)
     none = cpu_library.Found(None, "there are no CPU kernels for this machine")
     monkeypatch.setattr(quantized_linear, "found", lambda: none)
     with pytest.raises(
         ConfigurationError, match="weights is 4, but there are no CPU kernels for this machine; allowed"
     ):
-        pick_width(4, 16, CPU)
-    assert pick_width("auto", 4, CPU) == 16, "written out"
-    assert pick_width("auto", 16, CPU) == 16
+        pick_weight_bits(4, 16, CPU)
+    assert pick_weight_bits("auto", 4, CPU) == 16, "written out"
+    assert pick_weight_bits("auto", 16, CPU) == 16

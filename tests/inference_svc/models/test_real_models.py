@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kvsidecar.errors import Unavailable
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from kvsidecar.models.model_pull import pull
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -19,7 +19,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from benchmarks.systems.environments import Missing, find
 from inference_svc import Engine
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_file import read
+from inference_svc.models.gguf.gguf_file import read_gguf
 from inference_svc.models.model_resolver import resolve
 
 THINGS = ["France", "Italy", "Japan", "rain", "a loan", "bread", "gravity", "a poem", "Python", "the moon"]
@@ -31,7 +31,7 @@ PROMPTS = [question.format(thing) for question in QUESTIONS for thing in THINGS]
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The GGUF file: the user's own if it was pulled, else fetched for these tests."""
-    if Library().find("smollm2") is not None:
+    if ModelLibrary().find("smollm2") is not None:
         yield resolve("smollm2")
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -121,7 +121,7 @@ def _asked(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
 
 def _transformers(file: Path) -> AutoModelForCausalLM:
     """The model as transformers' own reader has it, in float32."""
-    config = config_of(read(file))
+    config = config_of(read_gguf(file))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)

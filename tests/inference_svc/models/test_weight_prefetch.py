@@ -42,7 +42,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_they_are_in_the_page_cache_soon(weights: Path) -> None:
-    thread = weight_prefetch.read_ahead(str(weights.parent))
+    thread = weight_prefetch.prefetch_weights(str(weights.parent))
     assert thread is not None
     thread.join(60)
     deadline = time.monotonic() + 60
@@ -53,18 +53,18 @@ def test_they_are_in_the_page_cache_soon(weights: Path) -> None:
 
 def test_more_than_half_of_the_memory_is_left_where_it_is(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_prefetch, "free_bytes", lambda: 2 * _BYTES - 1)
-    assert weight_prefetch.read_ahead(str(weights.parent)) is None
+    assert weight_prefetch.prefetch_weights(str(weights.parent)) is None
 
 
 @pytest.mark.parametrize("model", ["shape:nothing", "/nowhere/at/all", "nobody/has-this", ""])
 def test_what_is_not_here_is_loadings_to_say(model: str) -> None:
-    assert weight_prefetch.read_ahead(model) is None
+    assert weight_prefetch.prefetch_weights(model) is None
 
 
 def test_a_worker_begins_with_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def planted(model: str) -> None:
         raise ConfigurationError(f"planted for {model}")
 
-    monkeypatch.setattr(weight_prefetch, "read_ahead", planted)
+    monkeypatch.setattr(weight_prefetch, "prefetch_weights", planted)
     assert main(["worker", "--model=demo", "--cache-socket=none"]) == 2
     assert "planted for demo" in capsys.readouterr().err

@@ -20,7 +20,7 @@ import httpx
 import pytest
 from kvsidecar.process.node_report import SERVING, STARTING, read_reports
 
-from inference_svc.node.child_process import Child
+from inference_svc.node.child_process import ChildProcess
 from inference_svc.node.liveness import GrpcProbe
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
@@ -47,7 +47,7 @@ LIVENESS_SECONDS, DEADLINE_SECONDS = 3.0, 60.0
 
 
 @asynccontextmanager
-async def supervised(folder: Path, loading_seconds: float = 0.0) -> AsyncIterator[Child]:
+async def supervised(folder: Path, loading_seconds: float = 0.0) -> AsyncIterator[ChildProcess]:
     """A child with a liveness probe under a supervisor."""
     folder.chmod(0o700)
     socket = folder / "worker-0.sock"

@@ -170,13 +170,13 @@ def test_folders_and_files_that_are_no_model_are_refused(serve: Any, tmp_path: P
 _AS_ANOTHER_USER = """
 import os, sys
 from kvsidecar.errors import KVSidecarError
-from inference_svc.config import WorkerConfig
-from inference_svc.model.preflight import settled
+from inference_svc.server.worker_config import WorkerConfig
+from inference_svc.server.preflight import checked_settings
 if os.getuid() == 0:  # who may read everything
     os.setuid(65534)
 for model in sys.argv[1:]:
     try:
-        settled(WorkerConfig(model=model))
+        checked_settings(WorkerConfig(model=model))
     except KVSidecarError as error:
         print(error)
 """

@@ -18,9 +18,9 @@ from kvsidecar.errors import ModelUnsupported
 from safetensors.torch import load_file, save_file
 
 from inference_svc.models.loader import DEMO_MODEL, load
-from inference_svc.models.meta_model import skeleton
+from inference_svc.models.meta_model import build_meta_model
 from inference_svc.quantize import calibration_texts, layerwise_quantizer, scale_folding
-from inference_svc.quantize.quantize_command import Report, main, quantize
+from inference_svc.quantize.quantize_command import QuantizeReport, main, quantize
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -91,7 +91,7 @@ def test_what_is_written_computes_what_the_report_says(name: str, tmp_path: Path
     before, after = (load(str(p), device="cpu", dtype="float32", weights=16) for p in (source, out))
     assert type(after.model).__name__ == name
     length = 32 if name == "MistralForCausalLM" else 64
-    measured = calibration_texts.of_file(text, before.tokenizer, length).measured
+    measured = calibration_texts.of_file(text, before.tokenizer, length).evaluation
     assert perplexity(after.model, measured) == pytest.approx(report.measured.awq_perplexity, rel=1e-4)
     assert perplexity(before.model, measured) == pytest.approx(report.measured.perplexity, rel=2e-3)
     assert report.measured.awq_error < 0.7 * report.measured.plain_error
@@ -128,18 +128,18 @@ def test_a_second_run_writes_the_same(qwen2: Path, tmp_path: Path, text: Path) -
 def test_one_layer_is_in_memory_at_a_time(qwen2: Path, tmp_path: Path, text: Path, monkeypatch: Any) -> None:
     held = []
 
-    def watched(layer: Any, states: Any, rotary: Any, inner: Any = layerwise_quantizer._watch) -> Any:
+    def watched(layer: Any, states: Any, rotary: Any, inner: Any = layerwise_quantizer._collect_inputs) -> Any:
         held.append(sum(not p.is_meta for one in work.layers for p in one.parameters()))
         return inner(layer, states, rotary)
 
-    def made(*given: Any) -> layerwise_quantizer.Layerwise:
+    def made(*given: Any) -> layerwise_quantizer.LayerwiseQuantizer:
         nonlocal work
-        work = layerwise_quantizer.Layerwise(*given)
+        work = layerwise_quantizer.LayerwiseQuantizer(*given)
         return work
 
     work: Any = None
-    monkeypatch.setattr(layerwise_quantizer, "_watch", watched)
-    monkeypatch.setattr("inference_svc.quantize.quantize_command.Layerwise", made)
+    monkeypatch.setattr(layerwise_quantizer, "_collect_inputs", watched)
+    monkeypatch.setattr("inference_svc.quantize.quantize_command.LayerwiseQuantizer", made)
     quantize(str(qwen2), tmp_path / "small", text)
     assert held == [len(list(work.layers[0].parameters()))] * SHAPE["num_hidden_layers"]
 
@@ -243,13 +243,13 @@ def test_a_long_text_is_read_from_its_beginning_and_measured_apart(tmp_path: Pat
     tokenizer = load("demo").tokenizer
     file = tmp_path / "text"
     file.write_text("ä" * 3000, encoding="utf-8")
-    monkeypatch.setattr(calibration_texts, "_MOST_BYTES", 2001)  # in the middle of a letter
+    monkeypatch.setattr(calibration_texts, "_MAX_FILE_BYTES", 2001)  # in the middle of a letter
     found = calibration_texts.of_file(file, tokenizer, 16)
-    assert 0 < len(found.measured) < len(found.read)
+    assert 0 < len(found.evaluation) < len(found.calibration)
     shipped = calibration_texts.built_in(tokenizer, 64)
-    assert (len(shipped.read), len(shipped.measured)) == (32, 12)
-    read = {tuple(row) for row in shipped.read.tolist()}
-    assert not read & {tuple(row) for row in shipped.measured.tolist()}
+    assert (len(shipped.calibration), len(shipped.evaluation)) == (32, 12)
+    read = {tuple(row) for row in shipped.calibration.tolist()}
+    assert not read & {tuple(row) for row in shipped.evaluation.tolist()}
 
 
 def test_scales_are_folded_so_that_nothing_changes_but_the_rounding(qwen2: Path, monkeypatch: Any) -> None:
@@ -262,25 +262,25 @@ def test_scales_are_folded_so_that_nothing_changes_but_the_rounding(qwen2: Path,
         def dense(self) -> torch.Tensor:
             return self._weight
 
-    monkeypatch.setattr(scale_folding, "rounded", Exact)
+    monkeypatch.setattr(scale_folding, "quantize_weight", Exact)
     layer = load(str(qwen2), device="cpu", dtype="float32").model.model.layers[0]
     layer.self_attn.config._attn_implementation = "sdpa"
     norm = layer.input_layernorm.weight.clone()
     config = t.AutoConfig.from_pretrained(qwen2)
-    rotary = skeleton(config, torch.float32, "sdpa")[1]
+    rotary = build_meta_model(config, torch.float32, "sdpa")[1]
     x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1)) * 3
     turned = rotary(x, torch.arange(40)[None])
     with torch.inference_mode():
         states = [x]
-        seen = layerwise_quantizer._watch(layer, states, turned)
-        done = scale_folding.quantize(layer, seen, 64)
+        seen = layerwise_quantizer._collect_inputs(layer, states, turned)
+        done = scale_folding.quantize_layer(layer, seen, 64)
         again = [x]
-        layerwise_quantizer._advance(layer, again, turned)
+        layerwise_quantizer._forward(layer, again, turned)
     assert not torch.equal(layer.input_layernorm.weight, norm)
     assert (again[0] - states[0]).norm() < 1e-3 * states[0].norm()
     assert done.error < 1e-6
     with pytest.raises(ModelUnsupported):
-        scale_folding.check("Gemma2ForCausalLM", config)
+        scale_folding.check_quantizable("Gemma2ForCausalLM", config)
 
 
 def test_the_report_is_short(qwen2: Path, tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -290,4 +290,4 @@ def test_the_report_is_short(qwen2: Path, tmp_path: Path, text: Path, capsys: py
     for wanted in ("weights", "perplexity", "plainly rounded", "groups of 64", f"kvsidecar serve --model {out}"):
         assert wanted in said
     assert len(said.splitlines()) < 10
-    assert all(name in Report.__annotations__ for name in ("seconds", "measured"))
+    assert all(name in QuantizeReport.__annotations__ for name in ("seconds", "measured"))

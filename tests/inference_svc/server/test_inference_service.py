@@ -16,15 +16,15 @@ from kvsidecar.errors import InvalidRequest, PromptTooLong
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_prompt, to_request
 
-from inference_svc.context_reuse.chunking import Marks, new_chunker
+from inference_svc.context_reuse.chunking import DocumentMarks, new_chunker
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.unsupported_options import parse
-from inference_svc.request.request_builder import Prompter
+from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.server.inference_service import InferenceService
-from inference_svc.server.runtime import Runtime, build
+from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import WorkerCollector
-from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
     config = WorkerConfig(
         model="demo", socket=folder / "w.sock", cache_socket=None, pool_bytes=32 << 20, document_separator="llo"
     )
-    found = build(config)
+    found = build_runtime(config)
     yield found
     found.close()
 
@@ -41,13 +41,13 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
 @pytest.fixture
 def tokenized(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """The threads on which texts were tokenized, and the texts' lengths."""
-    real, seen = Prompter._ids, list[tuple[str, int]]()
+    real, seen = RequestBuilder._ids, list[tuple[str, int]]()
 
-    def noted(prompter: Prompter, text: str, special: bool) -> list[int]:
+    def noted(prompter: RequestBuilder, text: str, special: bool) -> list[int]:
         seen.append((threading.current_thread().name, len(text)))
         return real(prompter, text, special)
 
-    monkeypatch.setattr(Prompter, "_ids", noted)
+    monkeypatch.setattr(RequestBuilder, "_ids", noted)
     return seen
 
 
@@ -70,15 +70,15 @@ async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenize
 
 async def test_slow_grammars_keep_no_other_request_waiting(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients whose grammars take as long as they may; the next one sends none."""
-    service, steering = InferenceService(runtime), Grammars.steering
+    service, steering = InferenceService(runtime), GrammarCompiler.compile
     asked, go_on = threading.Semaphore(0), threading.Event()
 
-    def slow(grammars: Grammars, grammar: pb.Grammar) -> Any:
+    def slow(grammars: GrammarCompiler, grammar: pb.Grammar) -> Any:
         asked.release()
         assert go_on.wait(30)
         return steering(grammars, grammar)
 
-    monkeypatch.setattr(Grammars, "steering", slow)
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
     request = to_request("some text", max_tokens=2)
     request.grammar.regex = "a+"
     steered = [asyncio.create_task(generated(service, request)) for _ in range(2)]
@@ -213,5 +213,5 @@ def test_the_client_names_them_too(prompt: Any, options: dict[str, Any], named: 
 
 @pytest.mark.parametrize("strategy", ["document", "content_defined", "fixed"])
 def test_no_chunk_is_longer_than_the_format_allows(strategy: Any) -> None:
-    ends = new_chunker(strategy, 4096, [7], frozenset()).ends([5] * 20_000, Marks())
+    ends = new_chunker(strategy, 4096, [7], frozenset()).ends([5] * 20_000, DocumentMarks())
     assert max(b - a for a, b in zip([0, *ends], ends, strict=False)) <= 4096

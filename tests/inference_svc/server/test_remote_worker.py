@@ -13,8 +13,8 @@ from kvsidecar.errors import ConfigurationError
 from benchmarks.elsewhere import two_hosts
 from benchmarks.links import link, why_none
 from benchmarks.node import Node
-from inference_svc.kv_client.daemon_address import daemon_address
-from inference_svc.node.supervisor import ServeConfig, Supervisor, _of_workers
+from inference_svc.node.supervisor import ServeConfig, Supervisor, _worker_settings
+from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.worker_config import WorkerConfig
 
 ANSWER_TOKENS = 8
@@ -84,9 +84,9 @@ def test_settings_that_cannot_be_meant_are_refused(given: dict[str, str], said: 
 
 def test_a_node_with_a_daemon_elsewhere_has_none_of_its_own(tmp_path: Path) -> None:
     config = read_settings(ServeConfig, {"model": "demo", "cache_address": "127.0.0.1:7401"}, None)
-    node = Supervisor(config, _of_workers(config))
+    node = Supervisor(config, _worker_settings(config))
     assert "--cache-address=127.0.0.1:7401" in node._worker_command(0, tmp_path / "w.sock")
     assert not any(flag.startswith("--cache-socket") for flag in node._worker_command(0, tmp_path / "w.sock"))
     assert "--cache-socket=none" in node._gateway_command()
     with pytest.raises(ConfigurationError, match="store is for a daemon of this node"):
-        _of_workers(read_settings(ServeConfig, {"cache_address": "127.0.0.1:7401", "store": "x"}, None))
+        _worker_settings(read_settings(ServeConfig, {"cache_address": "127.0.0.1:7401", "store": "x"}, None))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from inference_svc.engine.sequence import StoredPrefix
-from inference_svc.kv_client.chunk_loader import Loading
+from inference_svc.kv_client.chunk_loader import ChunkLoader
 from tests.cache_daemon.conftest import descriptor
 from tests.inference_svc import windowed
 from tests.inference_svc.engine.test_exactness import prompt
@@ -66,7 +66,7 @@ def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pyte
         raise PermissionError("not in this container")
 
     monkeypatch.setattr("kvsidecar.kv_transfer.daemon_connection.map_summary", refuse)
-    link = DaemonConnection(Address(pair.cache_socket), "blind", descriptor())
+    link = DaemonConnection(ServiceAddress(pair.cache_socket), "blind", descriptor())
     assert link.wait(5)
     session = link.session
     assert session is not None
@@ -82,9 +82,9 @@ def test_prompts_are_kept_from_slow_loads_and_counted_until_there_is_another_dae
     for seed in (90, 91, 92):
         writer.answer(windowed.prompt(seed, 200), length=1)
     assert reader.answer(windowed.prompt(90, 200), length=1)[1] > 0
-    cache._economy.prefilled(1000, 0.1)
+    cache._cost_model.record_prefill(1000, 0.1)
     for _ in range(3):
-        cache._economy.loaded(1000, 60.0)
+        cache._cost_model.record_load(1000, 60.0)
     assert reader.answer(windowed.prompt(91, 200), length=1)[1] == 0
     assert cache.stats.bypassed == 1
     pair.settle()
@@ -102,4 +102,4 @@ def test_an_answer_with_a_gap_is_refused() -> None:
     matches = [pb.ChunkMatch(start_position=0, matched_tokens=4), pb.ChunkMatch(start_position=5, matched_tokens=4)]
     sequence: Any = None  # is not looked at before
     with pytest.raises(ValueError, match="does not continue 4 tokens"):
-        Loading._needed(sequence, sequence, pb.MatchResponse(matches=matches), StoredPrefix())
+        ChunkLoader._plan_window(sequence, sequence, pb.MatchResponse(matches=matches), StoredPrefix())

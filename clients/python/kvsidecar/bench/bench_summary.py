@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvsidecar.bench.load_generator import Answer
+from kvsidecar.bench.load_generator import RequestResult
 
 _SHARES = (50, 90, 99)
 
 
-def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+def summarize(answers: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
     """Summarize one phase of ``seconds``.
 
     Times are in milliseconds; None where nothing was measured, or the server does not report it.

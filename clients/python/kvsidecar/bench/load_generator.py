@@ -22,7 +22,7 @@ _CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Server:
+class BenchServer:
     """The server under test. ``url`` ends in ``/v1``; an empty ``model`` is the first one listed."""
 
     url: str
@@ -39,7 +39,7 @@ class Server:
 
 
 @dataclass
-class Answer:
+class RequestResult:
     """Result of one prompt. Times are in seconds since it was sent; ``why`` is the error."""
 
     first: bool
@@ -53,7 +53,7 @@ class Answer:
     why: str = ""
 
 
-async def model_of(server: Server) -> str:
+async def model_of(server: BenchServer) -> str:
     """Return the first model that a server lists. Raises Unavailable, KVSidecarError."""
     try:
         async with server.client(1) as client:
@@ -72,17 +72,17 @@ async def model_of(server: Server) -> str:
     return str(listed[0]["id"])
 
 
-async def send(
-    server: Server,
+async def send_prompts(
+    server: BenchServer,
     given: Iterable[Prompt],
     *,
     concurrency: int,
     max_tokens: int,
     ignore_eos: bool,
-    told: Callable[[Answer], None] = lambda _: None,
-) -> list[Answer]:
-    """Send all prompts in order, at most ``concurrency`` at a time; call ``told`` with each answer at its end."""
-    todo, answers = iter(given), list[Answer]()
+    on_result: Callable[[RequestResult], None] = lambda _: None,
+) -> list[RequestResult]:
+    """Send all prompts in order, at most ``concurrency`` at a time; call ``on_result`` with each answer at its end."""
+    todo, answers = iter(given), list[RequestResult]()
     body: dict[str, Any] = {
         "model": server.model,
         "max_tokens": max_tokens,
@@ -95,13 +95,13 @@ async def send(
 
     async def ask_on(client: httpx.AsyncClient) -> None:
         for prompt in todo:
-            answer = Answer(prompt.first)
+            answer = RequestResult(prompt.first)
             try:
                 await _ask(client, server.chat, body, prompt.text, answer)
             except (httpx.HTTPError, KVSidecarError, ValueError) as error:
                 answer.why = str(error) or type(error).__name__
             answers.append(answer)
-            told(answer)
+            on_result(answer)
 
     async with server.client(concurrency) as client, asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -109,7 +109,7 @@ async def send(
     return answers
 
 
-async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text: str, answer: Answer) -> None:
+async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text: str, answer: RequestResult) -> None:
     asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     began = last = time.perf_counter()
     path = "chat/completions" if chat else "completions"
@@ -152,7 +152,7 @@ def _says_something(event: dict[str, Any]) -> bool:
     return False
 
 
-def _count(usage: dict[str, Any], answer: Answer) -> None:
+def _count(usage: dict[str, Any], answer: RequestResult) -> None:
     answer.prompt_tokens = usage.get("prompt_tokens") or 0
     answer.generated_tokens = usage.get("completion_tokens") or 0
     details = usage.get("prompt_tokens_details") or {}

@@ -33,7 +33,7 @@ def block_hash(before: bytes, tokens: Sequence[int], salt: str | bytes = b"") ->
     return hashlib.sha256(parts).digest()
 
 
-def external(block: bytes) -> int:
+def external_hash(block: bytes) -> int:
     """Return a block's hash in events: the last 64 bits."""
     return int.from_bytes(block[-8:], "big")
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, ChunkInfo, EventType
-from kvsidecar.events.block_hashes import block_hash, external, seed_hash
+from kvsidecar.events.block_hashes import block_hash, external_hash, seed_hash
 from kvsidecar.events.vllm_events import BlockRemoved, BlockStored, Event
 
 ARENA, DISK = "CPU", "STORAGE"
@@ -20,7 +20,7 @@ ARENA, DISK = "CPU", "STORAGE"
 
 
 @dataclass(frozen=True)
-class _End:
+class _ChunkEnd:
     """A chunk's end: the hash of the last complete block, and the tokens after it."""
 
     block: bytes
@@ -29,22 +29,22 @@ class _End:
 
 
 @dataclass
-class _Held:
+class _LedgerChunk:
     """A chunk: its end, the hashes of the blocks that end in it, and its tiers."""
 
-    end: _End
+    end: _ChunkEnd
     blocks: tuple[int, ...]
     media: frozenset[str] = frozenset()
 
 
 @dataclass
-class Ledger:
+class BlockLedger:
     """Blocks of one tenant in a namespace; ``salt`` is the tenant's. For one thread."""
 
     block_tokens: int
     salt: bytes
     seed: str
-    _chunks: dict[bytes, _Held] = field(default_factory=dict)
+    _chunks: dict[bytes, _LedgerChunk] = field(default_factory=dict)
     _holders: Counter[tuple[str, int]] = field(default_factory=Counter)  # reference counts of blocks by medium
 
     def change(self, kind: EventType.ValueType, chunk: ChunkInfo) -> list[Event]:
@@ -66,7 +66,7 @@ class Ledger:
             out += self._move(chunk, _media(chunk))
         return out
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all state: every block is published again."""
         self._chunks.clear()
         self._holders.clear()
@@ -90,23 +90,23 @@ class Ledger:
             held.media = media
         return out
 
-    def _before(self, chunk: ChunkInfo) -> _End | None:
+    def _before(self, chunk: ChunkInfo) -> _ChunkEnd | None:
         """Return the end of a chunk's parent; None when the parent is unknown."""
         if not chunk.start_position:
-            return _End(seed_hash(self.seed), (), True)
+            return _ChunkEnd(seed_hash(self.seed), (), True)
         parent = self._chunks.get(chunk.parent_prefix_hash)
         return None if parent is None else parent.end
 
-    def _placed(self, before: _End, tokens: Sequence[int]) -> _Held:
+    def _placed(self, before: _ChunkEnd, tokens: Sequence[int]) -> _LedgerChunk:
         ids, last, names = (*before.rest, *tokens), before.block, list[int]()
         first, whole = before.first, len(ids) // self.block_tokens * self.block_tokens
         for at in range(0, whole, self.block_tokens):
             last = block_hash(last, ids[at : at + self.block_tokens], self._named_salt if first else b"")
             first = False
-            names.append(external(last))
-        return _Held(_End(last, ids[whole:], first), tuple(names))
+            names.append(external_hash(last))
+        return _LedgerChunk(_ChunkEnd(last, ids[whole:], first), tuple(names))
 
-    def _enter(self, held: _Held, before: _End, tokens: Sequence[int], medium: str) -> list[Event]:
+    def _enter(self, held: _LedgerChunk, before: _ChunkEnd, tokens: Sequence[int], medium: str) -> list[Event]:
         """Add references of a chunk's blocks in a medium; return one event per contiguous run of new blocks."""
         ids, out, run = (*before.rest, *tokens), list[Event](), list[int]()
         for i, name in enumerate(held.blocks):
@@ -118,9 +118,11 @@ class Ledger:
                 run = []
         return out
 
-    def _stored(self, held: _Held, before: _End, ids: tuple[int, ...], run: list[int], medium: str) -> BlockStored:
+    def _stored(
+        self, held: _LedgerChunk, before: _ChunkEnd, ids: tuple[int, ...], run: list[int], medium: str
+    ) -> BlockStored:
         first, last = run[0], run[-1]
-        parent = held.blocks[first - 1] if first else None if before.first else external(before.block)
+        parent = held.blocks[first - 1] if first else None if before.first else external_hash(before.block)
         salted = self._named_salt and before.first and not first
         return BlockStored(
             block_hashes=list(held.blocks[first : last + 1]),
@@ -133,7 +135,7 @@ class Ledger:
             extra_keys=[(self._named_salt,), *[None] * (last - first)] if salted else None,
         )
 
-    def _leave(self, held: _Held, media: frozenset[str]) -> list[Event]:
+    def _leave(self, held: _LedgerChunk, media: frozenset[str]) -> list[Event]:
         """Remove a chunk from all media but these; return the block events."""
         out: list[Event] = []
         for medium in sorted(held.media - media):

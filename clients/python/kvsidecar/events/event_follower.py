@@ -11,7 +11,7 @@ from typing import Any
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Cancelled, InvalidRequest, KVSidecarError, PermissionDenied, Unauthenticated
-from kvsidecar.events.block_ledger import Ledger
+from kvsidecar.events.block_ledger import BlockLedger
 from kvsidecar.events.vllm_events import AllBlocksCleared, Event
 
 log = logging.getLogger(__name__)
@@ -25,21 +25,21 @@ _RETRY_SECONDS = 0.2
 # The daemon may be unavailable for this long before its blocks are published as removed.
 _GRACE_SECONDS = 2.0
 # Minimum time between two full resends.
-_AGAIN_SECONDS = 10.0
+_MIN_RESEND_SECONDS = 10.0
 # Errors that a retry cannot fix.
-_LASTING = (InvalidRequest, PermissionDenied, Unauthenticated)
+_PERMANENT_ERRORS = (InvalidRequest, PermissionDenied, Unauthenticated)
 
 
-class Follower:
+class EventFollower:
     """Follows the chunks of one tenant; ``scope`` has its ``namespace`` and ``tenant_salt``.
 
     ``run`` is for one thread; the other methods are thread-safe.
     """
 
-    def __init__(self, reach: Reach, scope: dict[str, Any], ledger: Ledger) -> None:
+    def __init__(self, reach: Reach, scope: dict[str, Any], ledger: BlockLedger) -> None:
         self._reach, self._scope, self._ledger = reach, scope, ledger
-        self._heard, self._told_again = time.monotonic(), -_AGAIN_SECONDS
-        self._again, self._closed = False, threading.Event()
+        self._last_contact, self._resent_at = time.monotonic(), -_MIN_RESEND_SECONDS
+        self._resend_requested, self._closed = False, threading.Event()
         self._call: Any = None
 
     def run(self, publish: Callable[[list[Event]], None]) -> None:
@@ -52,7 +52,7 @@ class Follower:
                     for events in self._changes(daemon):
                         logged = ""
                         publish(events)
-            except _LASTING:
+            except _PERMANENT_ERRORS:
                 raise
             except Cancelled:  # by ``_break_off``
                 pass
@@ -60,15 +60,15 @@ class Follower:
                 if str(error) != logged:
                     logged = str(error)
                     log.warning("following the cache daemon broke off, trying again: %s", error)
-                if time.monotonic() - self._heard > _GRACE_SECONDS:
+                if time.monotonic() - self._last_contact > _GRACE_SECONDS:
                     publish(self._ledger.replace([]))
             self._closed.wait(_RETRY_SECONDS)
 
-    def tell_again(self) -> None:
+    def resend_all(self) -> None:
         """Publish all stored blocks again: a subscriber missed events that are no longer kept for replays."""
-        if not self._again:
-            self._again = True
-            wait = threading.Timer(self._told_again + _AGAIN_SECONDS - time.monotonic(), self._break_off)
+        if not self._resend_requested:
+            self._resend_requested = True
+            wait = threading.Timer(self._resent_at + _MIN_RESEND_SECONDS - time.monotonic(), self._break_off)
             wait.daemon = True
             wait.start()
 
@@ -89,17 +89,17 @@ class Follower:
         next(self._call)
         chunks = self._listed(daemon)
         yield from _in_batches(self._ledger.replace(chunks))
-        if self._again:
-            self._ledger.forget()
+        if self._resend_requested:
+            self._ledger.reset()
             yield [AllBlocksCleared()]  # the missed events may have been removals
             yield from _in_batches(self._ledger.replace(chunks))
-            self._again, self._told_again = False, time.monotonic()
-        self._heard = time.monotonic()
+            self._resend_requested, self._resent_at = False, time.monotonic()
+        self._last_contact = time.monotonic()
         try:
             for event in self._call:
                 yield self._ledger.change(event.type, event.chunk)
         finally:
-            self._heard = time.monotonic()  # the daemon was available until now
+            self._last_contact = time.monotonic()  # the daemon was available until now
 
     def _listed(self, daemon: Any) -> list[pb.ChunkInfo]:
         found, token = list[pb.ChunkInfo](), b""
@@ -122,7 +122,7 @@ def attached_namespace(reach: Reach) -> bytes:
         try:
             with reach() as daemon:
                 sessions = daemon.Stats(pb.StatsRequest(), timeout=_CALL_SECONDS).session_details
-        except _LASTING:
+        except _PERMANENT_ERRORS:
             raise
         except KVSidecarError:
             sessions = []

@@ -25,7 +25,7 @@ _STOP = b"stop"
 
 
 @dataclass(frozen=True)
-class Endpoints:
+class PublisherEndpoints:
     """ZeroMQ endpoints. With ``connects`` the subscriber listens, not this process. An empty ``replay`` is none."""
 
     events: str
@@ -34,14 +34,14 @@ class Endpoints:
     connects: bool = False
 
 
-class Publisher:
+class EventPublisher:
     """Publishes batches, and answers replays on a thread of its own. ``publish`` is for one thread.
 
     Calls ``on_gap`` on the replay thread when a subscriber requests batches that are no longer kept. Raises
     ConfigurationError for unusable endpoints.
     """
 
-    def __init__(self, endpoints: Endpoints, on_gap: Callable[[], None], kept: int = KEPT) -> None:
+    def __init__(self, endpoints: PublisherEndpoints, on_gap: Callable[[], None], kept: int = KEPT) -> None:
         self._topic, self._on_gap, self._kept = endpoints.topic.encode(), on_gap, kept
         self._past: deque[tuple[bytes, bytes]] = deque()  # numbers and payloads
         self._next, self._lock = 0, threading.Lock()

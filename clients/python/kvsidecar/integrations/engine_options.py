@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvsidecar.chunk_layout import KEY_GROUP_TOKENS
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import parse_tcp
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 from kvsidecar.process.runtime_dir import own_runtime_dir
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class DaemonOptions:
     key: str = ""
 
     @property
-    def address(self) -> Address:
+    def address(self) -> ServiceAddress:
         """Raises ConfigurationError."""
         found = self.socket or os.environ.get("KVSIDECAR_CACHE_SOCKET", "")
         files = {name: getattr(self, name) for name in ("token_file", "ca", "cert", "key") if getattr(self, name)}
@@ -60,13 +60,13 @@ class DaemonOptions:
             token, ca, cert, key = (
                 Path(files[name]) if name in files else None for name in ("token_file", "ca", "cert", "key")
             )
-            return Address.remote(found, token, ca, cert, key)
+            return ServiceAddress.remote(found, token, ca, cert, key)
         if files:
             raise ConfigurationError(
                 f"{' and '.join(files)} are for a daemon at host:port, and the socket is "
                 f"{found or 'that of this user'}; leave them out, or set socket to host:port"
             )
-        return Address(Path(found) if found else own_runtime_dir() / "cache.sock")
+        return ServiceAddress(Path(found) if found else own_runtime_dir() / "cache.sock")
 
 
 def _is_tcp(text: str) -> bool:

@@ -23,7 +23,7 @@ from kvsidecar.kv_transfer.session import ServedCounts, Session
 from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from kvsidecar.kv_transfer.stream_transport import StreamTransport
 from kvsidecar.kv_transfer.trace_context import with_trace_context
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 PROTOCOL_VERSION = 2
 CONNECT_SECONDS = 2.0
@@ -52,7 +52,7 @@ class DaemonConnection:
 
     def __init__(
         self,
-        address: Address,
+        address: ServiceAddress,
         name: str,
         descriptor: NamespaceDescriptor,
         gpu: int | None = None,

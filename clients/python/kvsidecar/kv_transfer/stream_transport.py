@@ -24,7 +24,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.kv_transfer.transport import Fill
-from kvsidecar.payload_wire import decoded_piece
+from kvsidecar.payload_wire import decode_message
 
 _FETCH = f"/{pb.DESCRIPTOR.services_by_name['CacheService'].full_name}/Fetch"
 _MESSAGE_BYTES = 1 << 20
@@ -48,7 +48,7 @@ class StreamTransport:
         """``channel`` is the stub's; ``gpu`` the CUDA device that reads payloads from the receive buffers, if any."""
         self._session_id, self._stub, self._pins = welcome.session_id, stub, gpu is not None
         self._fetch: Any = channel.unary_stream(
-            _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decoded_piece
+            _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decode_message
         )
         self.max_reserved_bytes = min(welcome.staging.size_bytes, _MAX_SEND_BYTES)
 

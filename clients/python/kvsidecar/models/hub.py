@@ -19,7 +19,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
 
 
 @dataclass(frozen=True)
-class Chosen:
+class HubSelection:
     """A model's files in one commit of a repository."""
 
     repository: str
@@ -34,7 +34,7 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name))
 
 
-def choose(name: str) -> Chosen:
+def select_files(name: str) -> HubSelection:
     """Select the files of ``ORG/NAME`` or ``ORG/NAME:QUANT``.
 
     Raises ModelUnsupported when the hub is unavailable, does not know the repository, or has no suitable file.
@@ -49,7 +49,7 @@ def choose(name: str) -> Chosen:
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     files, gguf = _files(repository, list(sizes), wanted)
     licence = str(getattr(info.card_data, "license", "") or "")
-    return Chosen(repository, str(info.sha), tuple(files), sum(sizes[f] for f in files), gguf, licence)
+    return HubSelection(repository, str(info.sha), tuple(files), sum(sizes[f] for f in files), gguf, licence)
 
 
 def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], str]:
@@ -69,7 +69,7 @@ def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], s
     )
 
 
-def fetch(chosen: Chosen, folder: Path | None = None) -> Path:
+def fetch(chosen: HubSelection, folder: Path | None = None) -> Path:
     """Download the files into a folder, or into huggingface_hub's cache. Raises ModelUnsupported."""
     from huggingface_hub import snapshot_download
 

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[
 
 
 @dataclass(frozen=True)
-class Entry:
+class ModelEntry:
     """A pulled model's entry, stored beside its files."""
 
     name: str  # what --model takes
@@ -43,7 +43,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Known:
+class GgufRecord:
     """Record of a GGUF file that was read before; valid while its size and time are unchanged."""
 
     size_bytes: int
@@ -53,7 +53,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ModelListing:
     """One line of ``kvsidecar models``."""
 
     name: str
@@ -63,7 +63,7 @@ class Listed:
     where: str
 
 
-class Library:
+class ModelLibrary:
     """A folder of models. Safe for concurrent use by several processes."""
 
     def __init__(self, root: Path | None = None) -> None:
@@ -85,24 +85,24 @@ class Library:
         entry = _read_entry(folder)
         return None if entry is None else folder / entry.file
 
-    def entries(self) -> list[tuple[Entry, Path]]:
+    def entries(self) -> list[tuple[ModelEntry, Path]]:
         """Return the pulled models and their folders, sorted by name."""
         found = [(_read_entry(folder), folder) for folder in _folders(self.root / "pulled")]
         return sorted(((e, f) for e, f in found if e is not None), key=lambda pair: pair[0].name)
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[ModelListing]:
         """List pulled models, then conversions of files outside the library."""
         conversions = [(_read_json(f / SOURCE), f) for f in _folders(self.root / "converted")]
         out = []
         for entry, folder in self.entries():
             mine = [f for source, f in conversions if _made_of(source, folder)]
             size = sum(map(size_of, [folder, *mine]))
-            out.append(Listed(entry.name, size, entry.architecture, entry.source, str(folder)))
+            out.append(ModelListing(entry.name, size, entry.architecture, entry.source, str(folder)))
         for source, folder in conversions:
             path = Path(source.get("path", ""))
             if not any(_made_of(source, folder_) for _, folder_ in self.entries()):
                 kind = ", ".join(_read_json(folder / "config.json").get("architectures", []))
-                out.append(Listed(folder.name, size_of(folder), kind, f"written out of {path}", str(folder)))
+                out.append(ModelListing(folder.name, size_of(folder), kind, f"written out of {path}", str(folder)))
         return out
 
     def remove(self, name: str) -> int:
@@ -153,7 +153,7 @@ class Library:
                 return
             partial = target.with_name(f".partial-{target.name}")
             shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-            with appearing(target, partial):
+            with atomic_folder(target, partial):
                 yield partial
 
     @contextmanager
@@ -169,20 +169,20 @@ class Library:
 
     # ---- files that were read before ------------------------------------------------------------------------
 
-    def known(self, file: Path) -> Known | None:
+    def known(self, file: Path) -> GgufRecord | None:
         """Return the record of a file, if the file is unchanged."""
         found = _read_json(self._note_of(file))
         try:
-            known = Known(**found)
+            known = GgufRecord(**found)
         except TypeError:
             return None
         stat = file.stat()
         return known if (known.size_bytes, known.modified_ns) == (stat.st_size, stat.st_mtime_ns) else None
 
-    def remember(self, file: Path, dtype: str) -> Known:
+    def remember(self, file: Path, dtype: str) -> GgufRecord:
         """Compute a file's checksum, and store its record."""
         stat = file.stat()
-        known = Known(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype)
+        known = GgufRecord(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype)
         note = self._note_of(file)
         fresh = note.with_suffix(f".{os.getpid()}")
         try:
@@ -197,7 +197,7 @@ class Library:
         return self.root / "known" / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
 
 
-def check_room(what: str, size_bytes: int, folder: Path, otherwise: str = "") -> None:
+def check_disk_space(what: str, size_bytes: int, folder: Path, otherwise: str = "") -> None:
     """Raise ConfigurationError when a folder's disk has too little free space for ``size_bytes``."""
     free = shutil.disk_usage(folder).free
     if free < size_bytes + _SPARE_BYTES:
@@ -207,7 +207,7 @@ def check_room(what: str, size_bytes: int, folder: Path, otherwise: str = "") ->
 
 
 @contextmanager
-def appearing(target: Path, partial: Path) -> Iterator[None]:
+def atomic_folder(target: Path, partial: Path) -> Iterator[None]:
     """Create the folder ``partial``, which becomes ``target`` (flushed) if the block succeeds, else is removed.
 
     Raises ConfigurationError when the disk is full or read-only.
@@ -226,7 +226,7 @@ def appearing(target: Path, partial: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_entry(folder: Path, entry: Entry) -> None:
+def write_entry(folder: Path, entry: ModelEntry) -> None:
     (folder / ENTRY).write_text(json.dumps(asdict(entry), indent=1) + "\n", encoding="utf-8")
 
 
@@ -260,9 +260,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read_entry(folder: Path) -> Entry | None:
+def _read_entry(folder: Path) -> ModelEntry | None:
     try:
-        return Entry(**_read_json(folder / ENTRY))
+        return ModelEntry(**_read_json(folder / ENTRY))
     except TypeError:
         return None
 

@@ -21,7 +21,7 @@ _PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class _Way:
+class _ChannelTarget:
     target: str
     credentials: grpc.ChannelCredentials | None
     options: list[tuple[str, Any]]
@@ -43,14 +43,14 @@ def channel(
     override the keepalive options. Does not connect yet. Raises ConfigurationError for unreadable files, and for TLS or
     a token with a Unix socket.
     """
-    way = _way(target, token, ca, certificate, key, options)
-    if way.credentials is None:
-        return grpc.insecure_channel(way.target, options=way.options)
-    return grpc.secure_channel(way.target, way.credentials, options=way.options)
+    target_options = _channel_target(target, token, ca, certificate, key, options)
+    if target_options.credentials is None:
+        return grpc.insecure_channel(target_options.target, options=target_options.options)
+    return grpc.secure_channel(target_options.target, target_options.credentials, options=target_options.options)
 
 
 @dataclass(frozen=True)
-class Address:
+class ServiceAddress:
     """Address of a service and the credentials for it; see ``channel``.
 
     Files are read for every connection, so that renewed certificates and tokens take effect.
@@ -70,7 +70,7 @@ class Address:
         ca: Path | None = None,
         certificate: Path | None = None,
         key: Path | None = None,
-    ) -> Address:
+    ) -> ServiceAddress:
         """Create the address of a daemon at ``host:port``.
 
         Raises ConfigurationError for an invalid address, for unusable files, and for another host without TLS: anyone
@@ -113,13 +113,15 @@ def aio_channel(
     options: Options = (),
 ) -> grpc.aio.Channel:
     """Create a channel for the running event loop; see ``channel``."""
-    way = _way(target, token, ca, certificate, key, options)
-    if way.credentials is None:
-        return grpc.aio.insecure_channel(way.target, options=way.options)
-    return grpc.aio.secure_channel(way.target, way.credentials, options=way.options)
+    target_options = _channel_target(target, token, ca, certificate, key, options)
+    if target_options.credentials is None:
+        return grpc.aio.insecure_channel(target_options.target, options=target_options.options)
+    return grpc.aio.secure_channel(target_options.target, target_options.credentials, options=target_options.options)
 
 
-def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool, absent: str = "") -> KVSidecarError:
+def explain_unavailable(
+    error: KVSidecarError, target: str | Path, *, encrypted: bool, absent: str = ""
+) -> KVSidecarError:
     """Return the error, or a clearer one for an unavailable target.
 
     That is ``absent``, if given, when nothing listens at the target; and a hint at TLS when the server speaks TLS and
@@ -181,9 +183,9 @@ def read_token(path: Path) -> str:
     return token
 
 
-def _way(
+def _channel_target(
     target: str | Path, token: str | None, ca: Path | None, certificate: Path | None, key: Path | None, options: Options
-) -> _Way:
+) -> _ChannelTarget:
     given = dict(CLIENT_KEEPALIVE) | dict(options)
     encrypted = any(part is not None for part in (token, ca, certificate, key))
     path = socket_path(target)
@@ -192,8 +194,10 @@ def _way(
             raise ConfigurationError(
                 f"a token and certificates are for TCP, {target} is a Unix socket; leave them out, or name host:port"
             )
-        return _Way(socket_target(path), None, list(given.items()))
-    return _Way(str(target), _credentials(token, ca, certificate, key) if encrypted else None, list(given.items()))
+        return _ChannelTarget(socket_target(path), None, list(given.items()))
+    return _ChannelTarget(
+        str(target), _credentials(token, ca, certificate, key) if encrypted else None, list(given.items())
+    )
 
 
 def _credentials(

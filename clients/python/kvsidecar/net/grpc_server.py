@@ -24,7 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
-from kvsidecar.net.kept_socket import KeptSocket
+from kvsidecar.net.socket_watcher import SocketWatcher
 from kvsidecar.process.runtime_dir import socket_target
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -32,21 +32,26 @@ Register = Callable[[grpc.aio.Server], None]
 
 # Keepalive detects a peer that vanished (power, cable, a firewall that dropped the connection).
 # A client that pings faster than the server permits gets GOAWAY.
-_SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS, _FASTEST_PING_MS = 60_000, 30_000, 10_000, 10_000
+_SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS, _MIN_PING_INTERVAL_MS = (
+    60_000,
+    30_000,
+    10_000,
+    10_000,
+)
 
 # Limits of a listener for health checks only: a request is a service's name.
 _HEALTH_MESSAGE_BYTES, _HEALTH_STREAMS = 4 << 10, 16
 
 CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", _CLIENT_KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 """Options for every channel to a service of ours: with a call open, a dead peer is noticed within 40 s."""
 
 
 @dataclass(frozen=True)
-class Limits:
+class ListenerLimits:
     """Resource limits of connections."""
 
     message_bytes: int = 16 << 20
@@ -63,7 +68,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Door:
+class Listener:
     """One listening address and its service. The listeners of a process share health and shutdown."""
 
     at: Path | TcpAddress
@@ -100,38 +105,38 @@ class Endpoint:
     service: str
     socket: Path
     tcp: str = ""
-    max_message_bytes: int = Limits.message_bytes
+    max_message_bytes: int = ListenerLimits.message_bytes
     health_tcp: str = ""
-    others: tuple[Door, ...] = ()
+    others: tuple[Listener, ...] = ()
 
 
 @asynccontextmanager
-async def listening(
+async def serve_endpoint(
     endpoint: Endpoint,
     add: Register,
     grace_seconds: Callable[[], float],
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
     """Serve at all addresses of an endpoint while the body runs."""
-    doors = [Door(endpoint.socket, add)]
+    listeners = [Listener(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
         try:
             if address:
-                doors.append(Door(parse_tcp(address), register))
+                listeners.append(Listener(parse_tcp(address), register))
         except ValueError as error:
             raise ConfigurationError(f"cannot listen: {error}") from error
-    doors += endpoint.others
-    limits = Limits(message_bytes=endpoint.max_message_bytes)
-    async with listening_at(endpoint.service, doors, grace_seconds, limits, health) as addresses:
+    listeners += endpoint.others
+    limits = ListenerLimits(message_bytes=endpoint.max_message_bytes)
+    async with serve_listeners(endpoint.service, listeners, grace_seconds, limits, health) as addresses:
         yield addresses
 
 
 @asynccontextmanager
-async def listening_at(
+async def serve_listeners(
     service: str,
-    doors: Sequence[Door],
+    listeners: Sequence[Listener],
     grace_seconds: Callable[[], float],
-    limits: Limits = Limits(),
+    limits: ListenerLimits = ListenerLimits(),
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
     """Serve at all listeners while the body runs; yield their gRPC addresses with the actual ports.
@@ -146,31 +151,31 @@ async def listening_at(
     async with contextlib.AsyncExitStack() as stack:
         servers: list[grpc.aio.Server] = []
 
-        def bind(door: Door) -> str:
-            server = _server(service, door, health, limits)
+        def bind(listener: Listener) -> str:
+            server = _server(service, listener, health, limits)
             stack.push_async_callback(server.stop, None)
-            if isinstance(door.at, Path):
-                address = stack.enter_context(_bound_socket(server, door.at, door.group))
+            if isinstance(listener.at, Path):
+                address = stack.enter_context(_bound_socket(server, listener.at, listener.group))
             else:
-                address = _bind_port(server, door.at, door.credentials)
+                address = _bind_port(server, listener.at, listener.credentials)
             servers.append(server)
             return address
 
-        async def bind_again(door: Door) -> None:
+        async def bind_again(listener: Listener) -> None:
             # The earlier server keeps running: its connections live, and gRPC would delete the new server's path.
-            bind(door)
+            bind(listener)
             await servers[-1].start()
 
-        addresses = [bind(door) for door in doors]
+        addresses = [bind(listener) for listener in listeners]
         for server in servers:
             await server.start()
-        for name in {"", service, *(door.service for door in doors)}:
+        for name in {"", service, *(listener.service for listener in listeners)}:
             await health.set(name, health_pb2.HealthCheckResponse.SERVING)
         try:
             async with contextlib.AsyncExitStack() as kept:
-                for door in doors:
-                    if isinstance(door.at, Path):
-                        watch = KeptSocket(door.at, partial(bind_again, door), private=door.private)
+                for listener in listeners:
+                    if isinstance(listener.at, Path):
+                        watch = SocketWatcher(listener.at, partial(bind_again, listener), private=listener.private)
                         await kept.enter_async_context(watch)
                 yield addresses
         finally:
@@ -179,19 +184,21 @@ async def listening_at(
             await asyncio.gather(*(server.stop(grace) for server in servers))
 
 
-def _limits_at(door: Door, limits: Limits) -> Limits:
+def _listener_limits(listener: Listener, limits: ListenerLimits) -> ListenerLimits:
     """Return a listener's limits; the minimum for one that needs no authentication and serves health checks only."""
-    if door.add is None:
+    if listener.add is None:
         return replace(limits, message_bytes=_HEALTH_MESSAGE_BYTES, streams=_HEALTH_STREAMS)
     return replace(
         limits,
-        message_bytes=limits.message_bytes if door.message_bytes is None else door.message_bytes,
-        streams=limits.streams if door.streams is None else door.streams,
+        message_bytes=limits.message_bytes if listener.message_bytes is None else listener.message_bytes,
+        streams=limits.streams if listener.streams is None else listener.streams,
     )
 
 
-def _server(service: str, door: Door, health: health_aio.HealthServicer, limits: Limits) -> grpc.aio.Server:
-    limits = _limits_at(door, limits)
+def _server(
+    service: str, listener: Listener, health: health_aio.HealthServicer, limits: ListenerLimits
+) -> grpc.aio.Server:
+    limits = _listener_limits(listener, limits)
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", limits.metadata_bytes),
@@ -200,17 +207,17 @@ def _server(service: str, door: Door, health: health_aio.HealthServicer, limits:
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", _SERVER_KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", _FASTEST_PING_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
     ]
-    if not door.private:
+    if not listener.private:
         options.append(("grpc.max_allowed_incoming_connections", limits.connections))
-    server = grpc.aio.server(interceptors=door.interceptors, options=options)
+    server = grpc.aio.server(interceptors=listener.interceptors, options=options)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    if door.add is not None:
-        door.add(server)
-        reflection.enable_server_reflection((door.service or service, HEALTH), server)
+    if listener.add is not None:
+        listener.add(server)
+        reflection.enable_server_reflection((listener.service or service, HEALTH), server)
     return server
 
 
@@ -282,7 +289,7 @@ def _bind_port(server: grpc.aio.Server, address: TcpAddress, credentials: grpc.S
 
 
 @contextlib.contextmanager
-def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
+def hold_socket_lock(path: Path, what: str = "daemon") -> Iterator[None]:
     """Hold the exclusive right to listen at a Unix socket while the body runs.
 
     A lock on ``PATH.lock``, which the kernel releases with the process, decides between two processes that start at the
@@ -300,7 +307,7 @@ def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise taken from None
-        if _somebody_listens(path):
+        if _has_listener(path):
             raise taken
         if path.exists() and not path.is_socket():
             raise ConfigurationError(f"{path} is there and is no socket; remove it, or choose another --socket")
@@ -310,7 +317,7 @@ def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
         os.close(lock)
 
 
-def _somebody_listens(path: Path) -> bool:
+def _has_listener(path: Path) -> bool:
     """Whether a server listens. Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)

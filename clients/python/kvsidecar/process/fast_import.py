@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvsidecar.process.sigint import ending_quietly
+from kvsidecar.process.sigint import quiet_sigint
 
 
-def import_lean() -> None:
+def skip_optional_imports() -> None:
     """Import structlog without rich, and disable Pydantic's plugin search.
 
     structlog would use rich for tracebacks; ours are plain. Pydantic would read the metadata of all installed packages;
@@ -33,7 +33,7 @@ def import_lean() -> None:
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause garbage collection while the body imports.
 
     Modules' objects stay alive, and repeated scans of them take an eighth of a worker's import time, or more.
@@ -48,7 +48,7 @@ def collecting_later() -> Iterator[None]:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def fast_imports() -> Iterator[None]:
     """Pause garbage collection, and let Ctrl-C end the process quietly, while the body imports."""
-    with ending_quietly(), collecting_later():
+    with quiet_sigint(), gc_paused():
         yield

@@ -19,7 +19,7 @@ STARTING, SERVING, SILENT = "starting", "serving", "silent"
 
 
 @dataclass(frozen=True)
-class Supervised:
+class NodeReport:
     """A supervised node: the supervisor's process id, the gateway's URL, its workers, and whether it has a daemon."""
 
     pid: int
@@ -43,7 +43,7 @@ class ProcessReport:
     """Number of restarts after it was killed for not responding."""
 
 
-def tell(lock: TextIO, node: Supervised) -> None:
+def write_node_report(lock: TextIO, node: NodeReport) -> None:
     """Write the report into the lock file, over that of an earlier node."""
     lock.seek(0)
     lock.truncate()
@@ -51,7 +51,7 @@ def tell(lock: TextIO, node: Supervised) -> None:
     lock.flush()
 
 
-def supervised(folder: Path) -> Supervised | None:
+def find_node(folder: Path) -> NodeReport | None:
     """Return the node that runs in a folder; None without one, or for another user's.
 
     The file outlives its process. Taking the lock could prevent a starting node from getting it, so this checks which
@@ -61,7 +61,7 @@ def supervised(folder: Path) -> Supervised | None:
 
     path = folder / LOCK
     with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
-        node = Supervised(**json.loads(path.read_text(encoding="utf-8")))
+        node = NodeReport(**json.loads(path.read_text(encoding="utf-8")))
         if any(Path(file.path) == path.resolve() for file in psutil.Process(node.pid).open_files()):
             return node
     return None

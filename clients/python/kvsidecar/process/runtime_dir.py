@@ -69,7 +69,7 @@ def own_runtime_dir() -> Path:
     return found
 
 
-def listener_of(path: Path, timeout_seconds: float) -> int | None:
+def listener_pid(path: Path, timeout_seconds: float) -> int | None:
     """Return the id of the process that listens at a Unix socket; 0 for one in another container, None without one.
 
     Raises ConfigurationError for a link, and for a process of another user who is not root (SO_PEERCRED).
@@ -100,7 +100,7 @@ def socket_target(path: Path) -> str:
     return f"unix:{absolute}"
 
 
-def end_with_parent(parent: int, number: int) -> None:
+def die_with_parent(parent: int, number: int) -> None:
     """In a new process: make the kernel send it signal ``number`` when its parent ends (prctl(2)).
 
     Exits at once when the parent has ended already. Does nothing on systems without this call.

@@ -13,7 +13,7 @@ EXIT_CODE = 128 + signal.SIGINT  # what a shell shows for a command that Ctrl-C 
 
 
 @contextmanager
-def ending_quietly() -> Iterator[None]:
+def quiet_sigint() -> Iterator[None]:
     """Let SIGINT end the process as SIGTERM does, instead of raising KeyboardInterrupt.
 
     For code without anything to clean up. Call it on the main thread.

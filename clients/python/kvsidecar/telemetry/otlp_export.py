@@ -22,11 +22,11 @@ ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
 )
-_LAST_WORDS_SECONDS = 3.0
+_SHUTDOWN_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Providers:
+class OtelProviders:
     """Tracer and meter providers of OpenTelemetry's SDK."""
 
     traces: Any
@@ -34,17 +34,17 @@ class Providers:
 
     def tracer(self, name: str) -> Tracer:
         """Return the tracer of a package."""
-        return _Tracer(self.traces.get_tracer(name))
+        return _OtelTracer(self.traces.get_tracer(name))
 
 
-def checked_endpoint(value: str) -> str:
+def validate_endpoint(value: str) -> str:
     """Validate an endpoint setting. Raises ValueError for an invalid URL."""
     if value and not value.startswith(("http://", "https://")):
         raise ValueError("it must begin with http:// (plain) or https:// (TLS)")
     return value
 
 
-def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
+def is_enabled(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
     """Whether an endpoint is configured. ``OTEL_SDK_DISABLED=true`` overrides it."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
@@ -52,13 +52,13 @@ def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @asynccontextmanager
-async def sending(service: str, endpoint: str) -> AsyncIterator[Providers | None]:
+async def otlp_providers(service: str, endpoint: str) -> AsyncIterator[OtelProviders | None]:
     """Export to an OTLP endpoint (gRPC) while the body runs.
 
     The endpoint is the given one, or that of the standard variables ``OTEL_EXPORTER_OTLP_...``; yields None without
     either. Raises ConfigurationError when OpenTelemetry is not installed.
     """
-    if not wanted(endpoint):
+    if not is_enabled(endpoint):
         yield None
         return
     try:
@@ -73,12 +73,12 @@ async def sending(service: str, endpoint: str) -> AsyncIterator[Providers | None
     at = {"endpoint": endpoint} if endpoint else {}
     processor = BatchSpanProcessor(OTLPSpanExporter(**at))
     reader = PeriodicExportingMetricReader(OTLPMetricExporter(**at))
-    async with providing(service, processor, reader) as found:
+    async with sdk_providers(service, processor, reader) as found:
         yield found
 
 
 @asynccontextmanager
-async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[Providers]:
+async def sdk_providers(service: str, processor: Any, reader: Any) -> AsyncIterator[OtelProviders]:
     """Yield providers over an SDK span processor and a metric reader; shut both down at the end."""
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
@@ -92,7 +92,7 @@ async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[
     traces.add_span_processor(processor)
     meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
     try:
-        yield Providers(traces, meters)
+        yield OtelProviders(traces, meters)
     finally:
         # On threads: reading the last metrics may need the loop that this runs on.
         await asyncio.to_thread(_shut_down, traces, meters)
@@ -101,14 +101,14 @@ async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[
 def _shut_down(*providers: Any) -> None:
     """Flush, but only for a limited time: an absent collector must not delay the process's end."""
     threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    deadline = time.monotonic() + _SHUTDOWN_SECONDS
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class _Tracer(Tracer):
+class _OtelTracer(Tracer):
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
 
@@ -127,10 +127,10 @@ class _Tracer(Tracer):
             attributes=attributes,
             start_time=offset_ns + int(began * 1e9),
         )
-        return _Recorded(self._tracer, span, offset_ns, began)
+        return _OtelSpan(self._tracer, span, offset_ns, began)
 
 
-class _Recorded(Span):
+class _OtelSpan(Span):
     """A span of OpenTelemetry's SDK."""
 
     def __init__(self, tracer: Any, span: Any, offset_ns: int, began: float) -> None:
@@ -144,7 +144,7 @@ class _Recorded(Span):
 
         began = time.perf_counter()
         span = self._tracer.start_span(name, self._within, SpanKind.CLIENT, start_time=self._ns(began))
-        return _Recorded(self._tracer, span, self._offset_ns, began)
+        return _OtelSpan(self._tracer, span, self._offset_ns, began)
 
     def metadata(self) -> Metadata:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -162,7 +162,7 @@ class _Recorded(Span):
 
         span = self._tracer.start_span(name, self._within, start_time=self._ns(began))
         quietly = use_span(span, record_exception=False, set_status_on_exception=False)
-        with _Recorded(self._tracer, span, self._offset_ns, began) as found, quietly:
+        with _OtelSpan(self._tracer, span, self._offset_ns, began) as found, quietly:
             yield found
 
     def event(self, name: str) -> None:

@@ -73,7 +73,7 @@ class Span:
         """End the span."""
 
 
-NOT_TRACED = Span()
+NOOP_SPAN = Span()
 
 
 class Tracer:
@@ -81,10 +81,10 @@ class Tracer:
 
     def serve(self, name: str, sent: Iterable[tuple[str, str | bytes]], attributes: Attributes) -> Span:
         """Start a request's span, as a child of the span that its headers or metadata name."""
-        return NOT_TRACED
+        return NOOP_SPAN
 
 
-NO_TRACER = Tracer()
+NOOP_TRACER = Tracer()
 
 
 def context_metadata() -> Metadata:

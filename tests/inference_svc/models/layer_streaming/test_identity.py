@@ -12,26 +12,26 @@ from kvkernels.cpu import quantized_gemm
 from torch import Tensor
 
 from inference_svc.model_runner import fused_layers
-from inference_svc.models.layer_streaming.aligned_memory import aligned
-from inference_svc.models.layer_streaming.residency_plan import Asked
-from inference_svc.models.layer_streaming.weight_form import bytes_of, form_of, view
+from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
+from inference_svc.models.layer_streaming.weight_form import bytes_of, form_of, weight_view
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from inference_svc.models.supported_architectures import SUPPORTED
 from tests.inference_svc.models.layer_streaming.conftest import computed
 from tests.inference_svc.models.test_architectures import build
 
-FULL = Asked("full_stream", slots=2, poisoned=True)
+FULL = StreamingOptions("full_stream", slots=2, poison_freed_slots=True)
 MODES = {
     "full": FULL,
-    "ffn": replace(FULL, wish="ffn_only_stream", slots=3),
-    "partial": replace(FULL, wish="partial_resident", keep_first=3, keep_last=2),
-    "all kept": replace(FULL, wish="partial_resident", keep_first=12),
+    "ffn": replace(FULL, mode="ffn_only_stream", slots=3),
+    "partial": replace(FULL, mode="partial_resident", keep_first=3, keep_last=2),
+    "all kept": replace(FULL, mode="partial_resident", keep_first=12),
 }
 KINDS = [("float32", 16), ("bfloat16", 16), ("float32", 8), ("float32", 4), ("bfloat16", 4)]
 
 
-def streamed(dtype: str, bits: int, asked: Asked, name: str = "demo") -> LoadedModel:
+def streamed(dtype: str, bits: int, asked: StreamingOptions, name: str = "demo") -> LoadedModel:
     return load(name, device="cpu", dtype=dtype, weights=bits, stream=asked)
 
 
@@ -63,7 +63,7 @@ def test_every_mode_gives_the_bits_of_the_resident_model(home: Path, dtype: str,
 
 
 def test_layers_that_compute_by_their_own_modules_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layers, "fits", lambda layer, config: False)
+    monkeypatch.setattr(fused_layers, "can_fuse", lambda layer, config: False)
     for dtype, bits in (("float32", 16), ("bfloat16", 16)):
         want = computed(load("demo", device="cpu", dtype=dtype))
         monkeypatch.setenv("XDG_DATA_HOME", str(home.parent / f"own-{dtype}"))
@@ -90,9 +90,11 @@ def test_random_weights_are_those_of_the_resident_model_though_drawn_layer_by_la
 def test_what_is_resident_costs_no_slot_and_no_thread(home: Path) -> None:
     loaded = streamed("float32", 16, MODES["all kept"])
     assert loaded.streamed is not None
-    assert loaded.streamed.staging is None
-    assert load("demo", device="cpu", dtype="float32", stream=Asked("auto")).streamed is None, "it fits"
-    tight = load("demo", device="cpu", dtype="float32", stream=Asked("auto", memory_bytes=1 << 50, pool_bytes=1 << 10))
+    assert loaded.streamed.read_ahead is None
+    assert load("demo", device="cpu", dtype="float32", stream=StreamingOptions("auto")).streamed is None, "it fits"
+    tight = load(
+        "demo", device="cpu", dtype="float32", stream=StreamingOptions("auto", memory_bytes=1 << 50, pool_bytes=1 << 10)
+    )
     assert tight.streamed is None
 
 
@@ -102,10 +104,10 @@ def test_packed_weights_over_memory_of_ours_are_those_that_were_packed() -> None
     layer, other = PackedLinear(weight, None), PackedLinear(torch.randn(256, 128).bfloat16(), None)
     form = form_of(layer)
     assert form == form_of(other), "which a file's layout is compared by"
-    memory = aligned(form.size_bytes)
+    memory = aligned_memory(form.size_bytes)
     memory.copy_(bytes_of(layer))
     want = layer(x)
-    other.point(view(form, memory))
+    other.set_weight(weight_view(form, memory))
     assert torch.equal(other(x), want)
     memory.fill_(0xFF)
     assert other(x).isnan().all(), "no copy"

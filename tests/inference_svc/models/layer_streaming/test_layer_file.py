@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
@@ -20,17 +20,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.layer_streaming import layer_file_builder
-from inference_svc.models.layer_streaming.aligned_memory import aligned
+from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.layer_file import ALIGNMENT, INDEX, VECTORS, WEIGHTS, LayerFile
 from inference_svc.models.layer_streaming.read_ahead import WeightsUnreadable
-from inference_svc.models.layer_streaming.residency_plan import Asked
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from tests.inference_svc.models.layer_streaming.conftest import computed
 
-FULL = Asked("full_stream", slots=2)
+FULL = StreamingOptions("full_stream", slots=2)
 
 
-def loaded(name: str = "shape:tiny", dtype: str = "float32", asked: Asked = FULL) -> LoadedModel:
+def loaded(name: str = "shape:tiny", dtype: str = "float32", asked: StreamingOptions = FULL) -> LoadedModel:
     return load(name, device="cpu", dtype=dtype, stream=asked)
 
 
@@ -97,7 +97,7 @@ def test_a_file_that_ends_or_goes_while_it_is_read_fails_that_forward_alone(
     (copied / WEIGHTS).write_bytes(whole)
     got = computed(model, decoder)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    Library().discard(copied, copied.stat().st_ino)
+    ModelLibrary().discard(copied, copied.stat().st_ino)
     assert not copied.exists()
     assert all(torch.equal(a, b) for a, b in zip(computed(model, decoder), want, strict=True)), "it is open"
     model.streamed.close()
@@ -105,7 +105,7 @@ def test_a_file_that_ends_or_goes_while_it_is_read_fails_that_forward_alone(
 
 def test_a_damaged_folder_that_was_replaced_meanwhile_is_left_alone(written: tuple[Path, list[Tensor]]) -> None:
     folder, _ = written
-    Library().discard(folder, folder.stat().st_ino + 1)
+    ModelLibrary().discard(folder, folder.stat().st_ino + 1)
     assert folder.is_dir()
 
 
@@ -113,11 +113,11 @@ def test_many_at_once_write_one_file(home: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("XDG_DATA_HOME", str(home.parent / "together"))
     builds = list[Path]()
 
-    def build(folder: Path, recipe: layer_file_builder.Recipe, size: int) -> None:
+    def build(folder: Path, recipe: layer_file_builder.LayerFileRecipe, size: int) -> None:
         builds.append(folder)
-        layer_file_builder.build(folder, recipe, size)
+        layer_file_builder.build_layer_file(folder, recipe, size)
 
-    monkeypatch.setattr("inference_svc.models.layer_streaming.streamed_model.build", build)
+    monkeypatch.setattr("inference_svc.models.layer_streaming.streamed_model.build_layer_file", build)
     with ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(lambda _: answer(), range(3)))
     assert len(builds) == 1
@@ -157,7 +157,7 @@ def test_a_checkpoint_in_many_files_is_read_layer_by_layer(home: Path, shards: P
     want = computed(load(str(shards), device="cpu", dtype="float32"))
     got = answer(str(shards))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    listed = {one.source: one for one in Library().listed()}
+    listed = {one.source: one for one in ModelLibrary().listed()}
     assert f"written out of {shards / 'config.json'}" in listed
 
 
@@ -204,6 +204,6 @@ def test_reading_past_the_page_cache_and_by_way_of_it_gives_the_same_bytes(
     assert direct or not file.direct
     for layer in file.index.layers:
         for stored in layer.values():
-            memory = aligned(stored.end - stored.at)
+            memory = aligned_memory(stored.end - stored.at)
             assert file.read(memory.numpy().data, stored.at) == stored.end - stored.at
             assert bytes(memory.numpy()) == data[stored.at : stored.end]

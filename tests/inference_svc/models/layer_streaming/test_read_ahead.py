@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from inference_svc.models.layer_streaming.read_ahead import Poison, Read, Staging, WeightsUnreadable
+from inference_svc.models.layer_streaming.read_ahead import Poison, Read, ReadAhead, WeightsUnreadable
 
 PIECES, POISONED = 5, -1
 
@@ -47,8 +47,8 @@ class Disk:
 
 
 @contextmanager
-def staged(slots: int, read: Read, poison: Poison | None = None, pieces: int = PIECES) -> Iterator[Staging]:
-    staging = Staging(pieces, slots, read, poison)
+def staged(slots: int, read: Read, poison: Poison | None = None, pieces: int = PIECES) -> Iterator[ReadAhead]:
+    staging = ReadAhead(pieces, slots, read, poison)
     try:
         yield staging
     finally:
@@ -190,7 +190,7 @@ def test_released_slots_are_poisoned_at_once() -> None:
 def test_closing_ends_whoever_waits() -> None:
     disk, failed = Disk(2), list[Exception]()
     disk.open.clear()
-    staging = Staging(PIECES, 2, disk.read)
+    staging = ReadAhead(PIECES, 2, disk.read)
 
     def wait() -> None:
         try:

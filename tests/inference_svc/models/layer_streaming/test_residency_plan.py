@@ -10,58 +10,64 @@ from kvsidecar.process import free_memory
 
 from inference_svc.models import loader
 from inference_svc.models.layer_streaming import residency_plan, streamed_model
-from inference_svc.models.layer_streaming.aligned_memory import aligned
-from inference_svc.models.layer_streaming.residency_plan import Asked, Part, Sizes, decide, reserved
+from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
+from inference_svc.models.layer_streaming.residency_plan import (
+    StreamedPart,
+    StreamingOptions,
+    WeightSizes,
+    plan_residency,
+    reserved_bytes,
+)
 from inference_svc.models.loader import LoadedModel, load
 
 MIB = 1 << 20
-SIZES = Sizes([(10 * MIB, 30 * MIB)] * 8, 5 * MIB)
+SIZES = WeightSizes([(10 * MIB, 30 * MIB)] * 8, 5 * MIB)
 
 
-def free_for(weights: int, asked: Asked) -> int:
-    return weights + reserved(asked)
+def free_for(weights: int, asked: StreamingOptions) -> int:
+    return weights + reserved_bytes(asked)
 
 
 def test_auto_keeps_everything_where_there_is_room() -> None:
-    asked = Asked("auto", pool_bytes=7 * MIB)
-    found = decide(SIZES, free_for(SIZES.all, asked), asked)
+    asked = StreamingOptions("auto", pool_bytes=7 * MIB)
+    found = plan_residency(SIZES, free_for(SIZES.all, asked), asked)
     assert (found.mode, found.streamed_bytes, found.slots) == ("full_resident", 0, 0)
     assert found.resident_bytes == SIZES.all
 
 
 def test_auto_streams_as_few_bytes_as_it_can() -> None:
-    asked = Asked("auto", slots=2)
-    found = decide(SIZES, free_for(SIZES.all - 1, asked), asked)
+    asked = StreamingOptions("auto", slots=2)
+    found = plan_residency(SIZES, free_for(SIZES.all - 1, asked), asked)
     assert (found.mode, found.streamed_bytes) == ("partial_resident", 3 * 40 * MIB), "two slots and five layers"
-    assert found.parts == (Part.NOTHING,) * 5 + (Part.ALL,) * 3
+    assert found.parts == (StreamedPart.NOTHING,) * 5 + (StreamedPart.ALL,) * 3
     assert found.resident_bytes == 5 * MIB + 7 * 40 * MIB
-    found = decide(SIZES, free_for((5 + 80 + 80) * MIB, asked), asked)
+    found = plan_residency(SIZES, free_for((5 + 80 + 80) * MIB, asked), asked)
     assert found.mode == "ffn_only_stream" or found.streamed_bytes <= 8 * 30 * MIB
-    found = decide(SIZES, free_for((5 + 80) * MIB, asked), asked)
+    found = plan_residency(SIZES, free_for((5 + 80) * MIB, asked), asked)
     assert (found.mode, found.streamed_bytes) == ("full_stream", 8 * 40 * MIB)
 
 
 @pytest.mark.parametrize("room", range(85, 330, 9))
 def test_auto_never_takes_more_than_there_is(room: int) -> None:
-    asked = Asked("auto", slots=2, pool_bytes=3 * MIB)
-    assert decide(SIZES, free_for(room * MIB, asked), asked).resident_bytes <= room * MIB
+    asked = StreamingOptions("auto", slots=2, pool_bytes=3 * MIB)
+    assert plan_residency(SIZES, free_for(room * MIB, asked), asked).resident_bytes <= room * MIB
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
-    asked = Asked("auto", slots=2, pool_bytes=9 * MIB)
+    asked = StreamingOptions("auto", slots=2, pool_bytes=9 * MIB)
     with pytest.raises(ConfigurationError, match=r"every layer streamed it takes 85.0 MiB .* 9.0 MiB of pool"):
-        decide(SIZES, free_for(84 * MIB, asked), asked)
+        plan_residency(SIZES, free_for(84 * MIB, asked), asked)
 
 
 def test_modes_by_name_are_taken_as_they_are_asked_for() -> None:
     plenty = 1 << 40
-    found = decide(SIZES, plenty, Asked("partial_resident", keep_first=2, keep_last=3, slots=2))
-    assert found.parts == (Part.NOTHING,) * 2 + (Part.ALL,) * 3 + (Part.NOTHING,) * 3
-    assert decide(SIZES, plenty, Asked("ffn_only_stream")).streamed_bytes == 8 * 30 * MIB
-    assert decide(SIZES, plenty, Asked("full_stream")).streamed_bytes == 8 * 40 * MIB
-    assert decide(SIZES, plenty, Asked("partial_resident", keep_last=7, slots=9)).slots == 2
+    found = plan_residency(SIZES, plenty, StreamingOptions("partial_resident", keep_first=2, keep_last=3, slots=2))
+    assert found.parts == (StreamedPart.NOTHING,) * 2 + (StreamedPart.ALL,) * 3 + (StreamedPart.NOTHING,) * 3
+    assert plan_residency(SIZES, plenty, StreamingOptions("ffn_only_stream")).streamed_bytes == 8 * 30 * MIB
+    assert plan_residency(SIZES, plenty, StreamingOptions("full_stream")).streamed_bytes == 8 * 40 * MIB
+    assert plan_residency(SIZES, plenty, StreamingOptions("partial_resident", keep_last=7, slots=9)).slots == 2
     with pytest.raises(ConfigurationError, match="keep_first is 5 and keep_last is 4; the model has 8 layers"):
-        decide(SIZES, 0, Asked("partial_resident", keep_first=5, keep_last=4))
+        plan_residency(SIZES, 0, StreamingOptions("partial_resident", keep_first=5, keep_last=4))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +78,14 @@ def test_modes_by_name_are_taken_as_they_are_asked_for() -> None:
         ("partial_resident", 205, "with --stream partial_resident it takes 205.0 MiB"),
     ],
 )
-def test_a_mode_by_name_that_does_not_fit_is_refused(wish: residency_plan.Wish, weights: int, said: str) -> None:
+def test_a_mode_by_name_that_does_not_fit_is_refused(
+    wish: residency_plan.StreamingMode, weights: int, said: str
+) -> None:
     """A worker that a control group's limit kills says nothing."""
-    asked = Asked(wish, keep_first=3, slots=2, pool_bytes=9 * MIB)
-    assert decide(SIZES, free_for(weights * MIB, asked), asked).mode == wish
+    asked = StreamingOptions(wish, keep_first=3, slots=2, pool_bytes=9 * MIB)
+    assert plan_residency(SIZES, free_for(weights * MIB, asked), asked).mode == wish
     with pytest.raises(ConfigurationError, match=said):
-        decide(SIZES, free_for(weights * MIB - 1, asked), asked)
+        plan_residency(SIZES, free_for(weights * MIB - 1, asked), asked)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -104,7 +112,7 @@ def test_the_tightest_control_group_counts(version: int, tmp_path: Path, monkeyp
 def test_what_is_allowed_counts_what_the_process_has() -> None:
     assert free_memory.free_bytes(allowed=1) == 0
     assert 0 < free_memory.free_bytes() < 1 << 50
-    assert residency_plan.OFF.wish == "off"
+    assert residency_plan.OFF.mode == "off"
 
 
 def test_auto_streams_only_where_that_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +122,10 @@ def test_auto_streams_only_where_that_helps(tmp_path: Path, monkeypatch: pytest.
     def load_with(free: int, pool_bytes: int) -> LoadedModel:
         for module in (loader, streamed_model):
             monkeypatch.setattr(module, "free_bytes", lambda allowed=0: free)
-        return load("demo", device="cpu", dtype="float32", stream=Asked("auto", pool_bytes=pool_bytes))
+        return load("demo", device="cpu", dtype="float32", stream=StreamingOptions("auto", pool_bytes=pool_bytes))
 
     weights = sum(p.numel() * 4 for p in load("demo", dtype="float32").model.parameters())
-    spare = reserved(Asked())
+    spare = reserved_bytes(StreamingOptions())
     assert load_with(spare + 4 * weights, 8 * weights).streamed is None
     with pytest.raises(ConfigurationError, match="the model does not fit"):
         load_with(spare + weights // 8, 0)
@@ -125,7 +133,7 @@ def test_auto_streams_only_where_that_helps(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_weights_are_read_into_memory_that_can_have_large_pages() -> None:
-    memory = aligned(8 << 20)
+    memory = aligned_memory(8 << 20)
     memory.fill_(1)
     at = memory.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():

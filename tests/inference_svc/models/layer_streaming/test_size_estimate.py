@@ -13,35 +13,35 @@ from kvkernels.cpu import f32_gemm, quantized_gemm
 
 from inference_svc.models.layer_streaming import layer_file_builder, streamed_model
 from inference_svc.models.layer_streaming.layer_file import WEIGHTS
-from inference_svc.models.layer_streaming.layer_file_builder import Recipe
-from inference_svc.models.layer_streaming.residency_plan import Asked
-from inference_svc.models.layer_streaming.size_estimate import Expected, expected
+from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
+from inference_svc.models.layer_streaming.size_estimate import SizeEstimate, estimate_sizes
 from inference_svc.models.layer_streaming.streamed_model import sizes_of
 from inference_svc.models.loader import LoadedModel, load
 from tests.inference_svc.models import gguf_files
 from tests.inference_svc.models.layer_streaming.conftest import computed
 
-FULL = Asked("full_stream", slots=2, poisoned=True)
+FULL = StreamingOptions("full_stream", slots=2, poison_freed_slots=True)
 # More rows than are written at a time, and a layer of which weights weigh more than norms.
 SHAPE = gguf_files.SHAPE | {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2100}
 NEEDS_KERNELS = pytest.mark.skipif(f32_gemm.kernel() is None, reason="no CPU kernels run here")
 
 
-def streamed(monkeypatch: pytest.MonkeyPatch, name: str, **asked: Any) -> tuple[LoadedModel, Expected]:
+def streamed(monkeypatch: pytest.MonkeyPatch, name: str, **asked: Any) -> tuple[LoadedModel, SizeEstimate]:
     """A model whose file is written now, and what was expected."""
-    found = list[Expected]()
+    found = list[SizeEstimate]()
 
-    def build(folder: Path, recipe: Recipe, size: int) -> None:
-        found.append(expected(recipe))
+    def build(folder: Path, recipe: LayerFileRecipe, size: int) -> None:
+        found.append(estimate_sizes(recipe))
         assert found[0].kept == size
-        layer_file_builder.build(folder, recipe, size)
+        layer_file_builder.build_layer_file(folder, recipe, size)
 
-    monkeypatch.setattr(streamed_model, "build", build)
+    monkeypatch.setattr(streamed_model, "build_layer_file", build)
     model = load(name, device="cpu", stream=FULL, **{"dtype": "float32"} | asked)
     return model, found[0]
 
 
-def agrees(model: LoadedModel, want: Expected, about: float = 0.0) -> None:
+def agrees(model: LoadedModel, want: SizeEstimate, about: float = 0.0) -> None:
     """Nothing is padded that was not known, but for some share of it."""
     assert model.streamed is not None
     file = model.streamed.file

@@ -11,8 +11,8 @@ import torch
 from kvsidecar.errors import ConfigurationError
 
 from inference_svc.models.layer_streaming import streamed_model
-from inference_svc.models.layer_streaming.residency_plan import Asked, reserved
-from inference_svc.models.layer_streaming.size_estimate import expected
+from inference_svc.models.layer_streaming.residency_plan import StreamingOptions, reserved_bytes
+from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
 from inference_svc.models.loader import load, recipe_of_shape
 from inference_svc.server.python_api import Engine
 from inference_svc.server.runtime import Runtime
@@ -46,7 +46,7 @@ def test_answers_are_those_without(home: Path, mode: str) -> None:
         inner = runtime_of(engine).engine
         inner.speculator.costs = free_rows()
         assert inner.loaded.streamed is not None
-        assert inner.loaded.streamed.staging is not None
+        assert inner.loaded.streamed.read_ahead is not None
         got, guessed, right = answers(engine)
         assert got == want
         assert 0 < right <= guessed
@@ -56,33 +56,35 @@ def test_answers_are_those_without(home: Path, mode: str) -> None:
 
 def test_the_copy_is_counted_before_it_is_decided_what_stays() -> None:
     recipe = recipe_of_shape("shape:qwen2.5-0.5b", torch.float32, 16)
-    asked = Asked("auto", pool_bytes=1 << 20, copy_bits=4)
-    size = expected(replace(recipe, bits=4)).sizes.all
+    asked = StreamingOptions("auto", pool_bytes=1 << 20, copy_bits=4)
+    size = estimate_sizes(replace(recipe, bits=4)).sizes.all
     found = streamed_model.with_copy(recipe, asked)
-    assert reserved(found) - reserved(asked) == size > 100 << 20
+    assert reserved_bytes(found) - reserved_bytes(asked) == size > 100 << 20
     assert streamed_model.with_copy(recipe, found) == found
 
 
 def test_what_fits_only_without_the_copy_is_streamed_with_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of_shape("shape:qwen2.5-0.5b", torch.float32, 16)
-    asked, whole = Asked("auto", pool_bytes=1 << 20), expected(recipe)
-    free = max(whole.kept, whole.dense) + reserved(asked) + (1 << 20)
+    asked, whole = StreamingOptions("auto", pool_bytes=1 << 20), estimate_sizes(recipe)
+    free = max(whole.kept, whole.dense) + reserved_bytes(asked) + (1 << 20)
     monkeypatch.setattr(streamed_model, "free_bytes", lambda allowed: free)
-    assert not streamed_model.is_needed(recipe, 16, asked)
-    assert streamed_model.is_needed(recipe, 16, replace(asked, copy_bits=4))
+    assert not streamed_model.streaming_needed(recipe, 16, asked)
+    assert streamed_model.streaming_needed(recipe, 16, replace(asked, copy_bits=4))
     # Where not even that fits, it says so.
-    small = expected(replace(recipe, bits=4)).sizes.all
+    small = estimate_sizes(replace(recipe, bits=4)).sizes.all
     monkeypatch.setattr(streamed_model, "free_bytes", lambda allowed: small)
     with pytest.raises(ConfigurationError, match="of adapters and draft"):
-        streamed_model.is_needed(recipe, 16, replace(asked, copy_bits=4))
+        streamed_model.streaming_needed(recipe, 16, replace(asked, copy_bits=4))
 
 
 def test_a_copy_of_a_streamed_model_is_the_copy_of_one_in_memory(home: Path) -> None:
     """Its file has the very weights that are quantized from those in memory, so the names of both are equal."""
     resident = load("demo", dtype="float32", weights=4)
-    made = load("demo", dtype="float32", weights=4, stream=Asked("partial_resident", keep_first=resident.layers))
+    made = load(
+        "demo", dtype="float32", weights=4, stream=StreamingOptions("partial_resident", keep_first=resident.layers)
+    )
     assert made.weights == resident.weights
     assert made.streamed is not None
-    assert made.streamed.staging is None
+    assert made.streamed.read_ahead is None
     assert made.streamed.residency.mode == "full_resident"
     assert made.streamed.residency.streamed_bytes == 0

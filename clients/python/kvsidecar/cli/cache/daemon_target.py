@@ -15,7 +15,7 @@ import typer
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.keys import HASH_BYTES
-from kvsidecar.net.channel import channel, explain, read_token
+from kvsidecar.net.channel import channel, explain_unavailable, read_token
 from kvsidecar.process.runtime_dir import own_runtime_dir
 
 CALL_SECONDS = 10
@@ -90,7 +90,7 @@ def connected(
             encrypted = any(part is not None for part in (token, ca, cert, key))
             advice = "start one with: kvsidecar serve" if socket is None else "is it running, and is that its address?"
             absent = f"no cache daemon listens on {target}; {advice}"
-            raise explain(from_rpc(error), target, encrypted=encrypted, absent=absent) from error
+            raise explain_unavailable(from_rpc(error), target, encrypted=encrypted, absent=absent) from error
 
 
 def namespace_bytes(text: str) -> bytes:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvsidecar.bulk_transfer import Carried, Tenant, carry, descriptor_of
+from kvsidecar.bulk_transfer import TenantScope, TransferResult, descriptor_of, transfer_tenant
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.cache.daemon_target import Salt, at_daemon, connected, namespace_bytes, salt_bytes
@@ -74,10 +74,10 @@ def pull(
         _tell("pulled", _carried(other, daemon, tenant, (daemon, other)), f"from {source}")
 
 
-def _tenant(namespace: str, salt: str) -> Tenant:
+def _tenant(namespace: str, salt: str) -> TenantScope:
     if not namespace:
         raise InvalidRequest("name a namespace; `cache stats --json` has those of attached workers")
-    return Tenant(namespace_bytes(namespace), salt_bytes(salt))
+    return TenantScope(namespace_bytes(namespace), salt_bytes(salt))
 
 
 def _refuse_for_tiers(option: str, *given: Path | None) -> None:
@@ -85,13 +85,13 @@ def _refuse_for_tiers(option: str, *given: Path | None) -> None:
         raise InvalidRequest(f"tokens and certificates are another daemon's; give its address with {option}")
 
 
-def _carried(source: Any, target: Any, tenant: Tenant, daemons: tuple[Any, Any]) -> Carried:
+def _carried(source: Any, target: Any, tenant: TenantScope, daemons: tuple[Any, Any]) -> TransferResult:
     descriptor = descriptor_of(tenant.namespace, *daemons)
     with _bar() as heard:
-        return carry(source, target, tenant, descriptor, heard)
+        return transfer_tenant(source, target, tenant, descriptor, heard)
 
 
-def _shared(daemon: Any, tenant: Tenant, direction: pb.CarryDirection.ValueType) -> Carried:
+def _shared(daemon: Any, tenant: TenantScope, direction: pb.CarryDirection.ValueType) -> TransferResult:
     """The same between a daemon and its remote tier, which the daemon does by itself."""
     request = pb.CarryRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, direction=direction)
     if direction == pb.CARRY_DIRECTION_FROM_REMOTE:
@@ -100,7 +100,7 @@ def _shared(daemon: Any, tenant: Tenant, direction: pb.CarryDirection.ValueType)
     with _bar() as heard:
         for now in daemon.Carry(request):
             heard(now.done, now.total)
-    return Carried(now.chunks, now.payload_bytes, now.known, now.lost)
+    return TransferResult(now.chunks, now.payload_bytes, now.known, now.lost)
 
 
 @contextmanager
@@ -119,7 +119,7 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _tell(done: str, found: Carried, where: str) -> None:
+def _tell(done: str, found: TransferResult, where: str) -> None:
     known = f", {found.known} were there" if found.known else ""
     lost = f", {found.lost} came or went meanwhile" if found.lost else ""
     print(f"{done} {found.chunks} chunks ({format_size(found.payload_bytes)}) {where}{known}{lost}")

@@ -1,0 +1,36 @@
+"""Selectors that need no measurement: no tokens, and the edges of every chunk."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors.selector import SelectionSignals
+
+
+class NoTokens:
+    """Recomputes nothing: the baseline of a verification, and enough for text that needs no context."""
+
+    name, depth, needs_deviation, attention_depth = "none", 0, False, 0.0
+
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
+        return np.empty(0, np.int64)
+
+
+class ChunkEdges:
+    """Tokens on both sides of every seam, where the context changes.
+
+    Of each relocated span's share, two thirds are at its start and one third at its end.
+    """
+
+    name, depth, needs_deviation, attention_depth = "selective", 0, False, 0.0
+
+    def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
+        parts = []
+        for s in plan.approximate:
+            size = s.end - s.start
+            count = round(ratio * size)
+            last = count // 3
+            first = s.positions[: count - last]
+            parts.append(np.union1d(first, s.positions[size - last :]))
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)

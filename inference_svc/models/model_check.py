@@ -1,0 +1,95 @@
+"""Checks of a model, device and dtype before torch is imported.
+
+Each takes less than a second; importing torch takes many.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+from pathlib import Path
+
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
+
+from inference_svc.models.model_resolver import resolve
+from inference_svc.models.random_models import PREFIX, check_shape
+from inference_svc.models.supported_architectures import check_name
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_GGUF_MAGIC = b"GGUF"
+# The draft model is a copy of the model itself, at fewer bits.
+SELF = "self"
+_NEEDED = ("config.json", "tokenizer_config.json")
+
+
+def check_device(name: str) -> None:
+    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``, where the driver has so many. Raises ConfigurationError."""
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
+        raise ConfigurationError(f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N")
+    if name.startswith("cuda"):
+        found, wanted = cuda_devices(), int(name.partition(":")[2] or 0)
+        if found == 0:
+            raise ConfigurationError(
+                f"device is {name!r}, and this machine has no CUDA device or no driver for it; use cpu, or run "
+                "kvsidecar doctor"
+            )
+        if wanted >= found:
+            raise ConfigurationError(f"device is {name!r}, and this machine has {found}: cuda:0 to cuda:{found - 1}")
+
+
+def check_dtype(name: str, device: str) -> None:
+    """Raises ConfigurationError for a type that the device does not compute in."""
+    on_cpu = device == "cpu" or (device == "auto" and name == "float16" and cuda_devices() == 0)
+    if name not in _DTYPES or (name == "float16" and on_cpu):
+        raise ConfigurationError(f"dtype is {name!r}; allowed are auto, float32, bfloat16 and, on CUDA, float16")
+
+
+def check_model(name: str, strict: bool) -> None:
+    """Raises ModelUnsupported for a name that stands for nothing, and for files that are not a model that is served."""
+    if name.startswith(PREFIX):
+        check_shape(name)
+        return
+    found = resolve(name)
+    if found.is_file():
+        _check_gguf(found)
+        return
+    check_folder(found)
+    for file in found.glob("*.safetensors"):
+        if not os.access(file, os.R_OK):
+            raise ModelUnsupported(f"cannot read {file}: permission denied")
+    try:
+        kinds = json.loads((found / "config.json").read_text(encoding="utf-8")).get("architectures")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelUnsupported(f"cannot read {found / 'config.json'}: {error}") from error
+    check_name((kinds or ["(none named)"])[0], strict)
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ModelUnsupported when it is not a whole model."""
+    for needed in _NEEDED:
+        if not (folder / needed).is_file():
+            raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
+
+
+def _check_gguf(file: Path) -> None:
+    try:
+        with file.open("rb") as data:
+            if data.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC:
+                return
+    except OSError as error:
+        raise ModelUnsupported(f"cannot read {file}: {error.strerror}") from error
+    raise ModelUnsupported(f"{file} is no GGUF file; point --model to one, or to a Hugging Face model folder")
+
+
+def cuda_devices() -> int:
+    """How many GPUs the driver has; 0 without one. It creates no context and takes no memory of theirs."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value

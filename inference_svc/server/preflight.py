@@ -1,0 +1,51 @@
+"""What can be said of a model, a device and a type within a second: before torch is imported, which takes many."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.models.model_pull import default_model
+
+from inference_svc.lora.adapter_dir import AdapterDir, open_adapter_dir
+from inference_svc.models.model_check import SELF, check_device, check_dtype, check_model
+from inference_svc.server.worker_config import ModelSettings
+
+M = TypeVar("M", bound=ModelSettings)
+
+
+def checked_settings(settings: M) -> M:
+    """The settings with a model that is here, fetched first where that can be done. Raises ConfigurationError or
+    ModelUnsupported for what would certainly be refused later."""
+    check_device(settings.device)
+    check_dtype(settings.dtype, settings.device)
+    try:
+        check_draft(settings.speculate, settings.draft_model, settings.strict)
+        if not settings.model:
+            settings = settings.model_copy(update={"model": default_model()})
+        check_model(settings.model, settings.strict)
+        open_adapters(settings)
+    except PermissionError as error:  # a folder that this user may not look into
+        raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
+    return settings
+
+
+def open_adapters(settings: ModelSettings) -> list[AdapterDir]:
+    """What is known of the adapters before a model is loaded. Raises ConfigurationError."""
+    model = settings.public_name
+    if model in settings.adapters:
+        raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
+    if settings.lora_root is not None and not settings.lora_root.expanduser().is_dir():
+        raise ConfigurationError(f"lora_root is {settings.lora_root}, and there is no such folder; create it first")
+    return [open_adapter_dir(name, path) for name, path in settings.adapters.items()]
+
+
+def check_draft(speculate: str, name: str, strict: bool) -> None:
+    """Raises ConfigurationError or ModelUnsupported for a model that cannot guess."""
+    if speculate == "draft" and not name:
+        raise ConfigurationError(
+            "speculate is draft, and no draft_model is named; name a smaller model with the same tokenizer, or choose "
+            "ngram, which needs none"
+        )
+    if name and name != SELF:
+        check_model(name, strict)

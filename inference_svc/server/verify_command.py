@@ -1,0 +1,161 @@
+"""``kvsidecar verify MODEL``: may this model reuse text that was read in another context?
+
+What computes is imported when the command line was understood: that takes seconds, and a mistyped flag none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from kvsidecar.cli.flags import FlagParser
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.process.runtime_dir import default_runtime_dir
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from inference_svc.context_reuse.reuse_report import Report, Thresholds
+from inference_svc.context_reuse.selectors import (
+    AUTO_SELECTORS,
+    DEFAULT_RATIO,
+    SELECTORS,
+    THOROUGH_RATIO,
+    THOROUGH_SELECTOR,
+)
+
+_EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
+
+_LIMITS = {
+    "--max-kl": "passes with at most so much divergence (KL) from a full prefill, in nats per token",
+    "--min-agreement": "passes with at least this share of tokens equal",
+    "--max-harm": "passes when no control is worse than without repair by more nats",
+    "--min-prompts": "with fewer prompts it is inconclusive",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    out = FlagParser(
+        prog="kvsidecar verify",
+        usage="%(prog)s MODEL [flags]",
+        description="Measures what a model's answers lose when documents are reused that were read in another order, "
+        "and says whether that passes. Exit status: 0 passed, 1 failed, 2 could not be measured, 3 inconclusive.",
+    )
+    out.add_argument("model", metavar="MODEL", nargs="?", help="as `kvsidecar serve` takes it")
+    out.add_argument("--model", dest="named", metavar="MODEL", help="the same as a flag, as `kvsidecar serve` has it")
+    out.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='JSONL of {"documents": [...], "question": "..."}, best of your own traffic; built-in ones when left out',
+    )
+    out.add_argument(
+        "--repair",
+        choices=["auto", *sorted(SELECTORS)],
+        default="auto",
+        help=f"the repair to be judged; auto takes the cheapest that passes of {', '.join(AUTO_SELECTORS)}",
+    )
+    out.add_argument(
+        "--ratio",
+        type=float,
+        metavar="SHARE",
+        help=f"share of tokens that it computes again, 0 to 1; by default {DEFAULT_RATIO:g}, and for "
+        f"{THOROUGH_SELECTOR} {THOROUGH_RATIO:g} as well",
+    )
+    out.add_argument(
+        "--bits", type=int, choices=[16, 8, 4], default=16, help="as the worker's --storage-bits; default 16"
+    )
+    for flag, texts in _LIMITS.items():
+        default = getattr(Thresholds, flag.removeprefix("--").replace("-", "_"))
+        out.add_argument(flag, type=type(default), default=default, metavar="N", help=f"{texts}; default {default:g}")
+    out.add_argument("--device", default="auto", help="as the worker's: auto, cpu, cuda or cuda:N")
+    out.add_argument("--dtype", default="auto", help="as the worker's: auto, float32, bfloat16 or float16")
+    out.add_argument("--weights", choices=["auto", "16", "8", "4"], default="auto", help="as the worker's")
+    out.add_argument("--share-across-machines", action="store_true", help="as the worker's, for --store-verdict")
+    out.add_argument("--store-verdict", action="store_true", help="hand the verdict to the cache daemon")
+    out.add_argument(
+        "--cache-socket", type=Path, default=default_runtime_dir() / "cache.sock", metavar="SOCKET", help="the daemon's"
+    )
+    out.add_argument("--json", action="store_true", help="print the report as JSON")
+    return out
+
+
+def report_table(report: Report) -> Table:
+    """The report as a table."""
+    title = f"{report.model}, {report.prompts} prompts, noise floor {report.noise_kl:.2g} nats"
+    table = Table(title=title, box=None, padding=(0, 1), pad_edge=False)  # all of it within 80 columns
+    for name in ("arm", "KL mean", "KL p99", "agrees", "of 16", "control", "cost", "asked", "pass"):
+        table.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    for f in report.findings:
+        numbers = (f.kl_mean, f.kl_p99, f.top1_agreement, f.first_divergence, f.control_kl, f.cost)
+        table.add_row(f.arm, *(f"{n:.3g}" for n in numbers), str(f.prompts), "yes" if f.passed else "no")
+    return table
+
+
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    """The options, of which ``model`` is set. Ends the process with status 2 for what they cannot be."""
+    asking = parser()
+    options = asking.parse_args(arguments)
+    if options.model and options.named and options.model != options.named:
+        asking.error(f"MODEL is {options.model!r} and --model is {options.named!r}; give one of them")
+    options.model = options.model or options.named
+    if not options.model:
+        asking.error("the following arguments are required: MODEL")
+    if options.ratio is not None and not 0 <= options.ratio <= 1:
+        asking.error(f"--ratio is {options.ratio}; allowed are 0 to 1")
+    found: argparse.Namespace = options
+    return found
+
+
+def measure(options: argparse.Namespace, console: Console) -> Report:
+    """Loads the model, measures it, and hands the verdict on if that was asked for. Raises KVSidecarError, OSError."""
+    if not console.is_terminal:  # where a bar is drawn
+        said = f"kvsidecar verify: loads {options.model} and measures it, which takes half a minute or more"
+        print(said, file=sys.stderr, flush=True)
+    from inference_svc.context_reuse.reuse_lab import ReuseLab
+    from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions
+    from inference_svc.kv_client.verdict_report import store_verdict
+    from inference_svc.model_runner.numerics_probe import with_numerics_identity
+    from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
+    from inference_svc.models.loader import load, quiet_transformers
+
+    questions = read_questions(options.prompts or BUILT_IN)
+    quiet_transformers()
+    loaded = load(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        weights=options.weights,
+        stream=StreamingOptions("auto"),
+    )
+    lab = ReuseLab(loaded)
+    limits = Thresholds(options.max_kl, options.min_agreement, options.max_harm, options.min_prompts)
+    verifier = Verifier(lab, options.bits, limits)
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("measuring", total=len(questions))
+        tried = candidates(options.repair, options.ratio)
+        report = verifier.run(questions, tried, ("cacheblend",), lambda: progress.advance(bar))
+    if options.store_verdict:
+        named = with_numerics_identity(lab.loaded, lab.decoder, options.bits, shared=options.share_across_machines)
+        store_verdict(options.cache_socket, named.descriptor(options.bits), report.verdict())
+    return report
+
+
+def main(arguments: list[str]) -> int:
+    options = parse_options(arguments)
+    console = Console(stderr=options.json)
+    try:
+        report = measure(options, console)
+    except (KVSidecarError, OSError) as error:
+        print(f"kvsidecar verify: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        json.dump(report.as_dict(), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        console.print(report_table(report))
+        color = {"passed": "green", "failed": "red", "inconclusive": "yellow"}[report.outcome]
+        console.print(f"[{color}]{report.outcome}[/{color}]: {report.sentence}", highlight=False)
+    return _EXIT[report.outcome]

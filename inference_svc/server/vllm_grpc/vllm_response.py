@@ -1,0 +1,110 @@
+"""Answers in the words of vLLM's contract: tokens as they come, and whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+
+from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
+from inference_svc.sampling.sampling_params import SampledToken
+
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
+ABORTED = "abort"
+
+
+@dataclass(eq=False)
+class VllmResponse:
+    """One of a request's answers, while it grows."""
+
+    index: int
+    sequence: Sequence | None = None
+    """As soon as there was an output."""
+    drawn: list[SampledToken] = field(default_factory=list)
+
+    def take(self, sequence: Sequence, output: SequenceOutput) -> vllm.GenerateResponse | None:
+        """Takes in an output. Returns the piece that it makes, unless it has no token."""
+        first, self.sequence = not self.drawn, sequence
+        if output.drawn is None:
+            return None
+        self.drawn.append(output.drawn)
+        chunk = vllm.GenerateStreamChunk(
+            token_ids=[output.drawn.token],
+            prompt_tokens=sequence.prompt_tokens,
+            completion_tokens=1,  # those of this piece, as vLLM counts
+            cached_tokens=sequence.cached_tokens,
+            output_logprobs=_output_logprobs(sequence, [output.drawn]),
+            input_logprobs=_input_logprobs(sequence) if first else None,
+            index=self.index,
+        )
+        return vllm.GenerateResponse(chunk=chunk)
+
+    def ended(self, finish: FinishReason) -> vllm.GenerateResponse:
+        """The answer as a whole, by whatever way it came."""
+        return self._whole(_FINISH[finish])
+
+    def aborted(self) -> vllm.GenerateResponse:
+        """What there was of it when somebody asked for its end."""
+        return self._whole(ABORTED)
+
+    def _whole(self, reason: str) -> vllm.GenerateResponse:
+        whole = vllm.GenerateComplete(
+            output_ids=[drawn.token for drawn in self.drawn],
+            finish_reason=reason,
+            completion_tokens=len(self.drawn),
+            index=self.index,
+        )
+        if self.sequence is not None:
+            _fill(self.sequence, self.drawn, whole)
+        return vllm.GenerateResponse(complete=whole)
+
+
+def _fill(sequence: Sequence, drawn: Many[SampledToken], whole: vllm.GenerateComplete) -> None:
+    told = vllm.GenerateComplete(
+        prompt_tokens=sequence.prompt_tokens,
+        cached_tokens=sequence.cached_tokens,
+        spec_draft_tokens=sequence.draft_tokens,
+        spec_accepted_tokens=sequence.accepted_tokens,
+        output_logprobs=_output_logprobs(sequence, drawn),
+        input_logprobs=_input_logprobs(sequence),
+    )
+    whole.MergeFrom(told)
+    if whole.finish_reason != _FINISH[FinishReason.STOP]:
+        return
+    # Nothing is said of the model's own end.
+    if sequence.text.stopped:
+        whole.matched_stop_str = sequence.text.stopped_by
+    elif sequence.tokens[-1] in sequence.own_stops:
+        whole.matched_token_id = sequence.tokens[-1]
+
+
+def _output_logprobs(sequence: Sequence, drawn: Many[SampledToken]) -> vllm.OutputLogProbs | None:
+    if sequence.logprobs is None or not drawn:
+        return None
+    return vllm.OutputLogProbs(
+        token_logprobs=[one.logprob or 0.0 for one in drawn],
+        token_ids=[one.token for one in drawn],
+        top_logprobs=_tops(sequence.logprobs, drawn),
+    )
+
+
+def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
+    """Of the prompt's first token there is none: nothing stands before it."""
+    if sequence.prompt_logprobs is None:
+        return None
+    scored: list[SampledToken] = [SampledToken(sequence.tokens[0]), *sequence.prompt_scores]
+    return vllm.InputLogProbs(
+        token_logprobs=[
+            vllm.InputTokenLogProb(value=(one.logprob or 0.0) if i else None) for i, one in enumerate(scored)
+        ],
+        token_ids=[one.token for one in scored],
+        top_logprobs=_tops(sequence.prompt_logprobs, scored),
+    )
+
+
+def _tops(wanted: int, drawn: Many[SampledToken]) -> list[vllm.TopLogProbs]:
+    """The likeliest tokens of each place; none at all where none were asked for."""
+    if not wanted:
+        return []
+    return [vllm.TopLogProbs(values=[p for _, p in one.top], token_ids=[t for t, _ in one.top]) for one in drawn]
