@@ -59,7 +59,7 @@ class TenantsTable:
     def has_certificates(self) -> bool:
         return bool(self._by_certificate)
 
-    def find_by_token(self, token: str) -> Principal | None:
+    def by_token(self, token: str) -> Principal | None:
         """Who has a token. All are compared, in constant time, whichever it is."""
         return find_by_token(self._by_token, token.encode("utf-8", "surrogateescape"))
 

@@ -129,7 +129,7 @@ def test_guests_together_reserve_no_more_than_one_session_has(start: Callable[..
         session = again.session
         assert session is not None
         written = write(session, b"", [new_header(GEOMETRY, IDS[:9], 0)], lambda _, p: None, 10.0)
-        assert written.there == (True,), "what they held is free"
+        assert written.stored == (True,), "what they held is free"
     finally:
         for link in links:
             link.close()
