@@ -245,10 +245,10 @@ def test_the_embedded_engine_raises_when_it_has_stopped() -> None:
 _WORKER = """
     import sys, time, pathlib
     from inference_svc.engine import engine
-    from inference_svc.engine.engine_core import Loop
+    from inference_svc.engine.engine_core import EngineCore
     from inference_svc.__main__ import main
 
-    folder, count, step = pathlib.Path(sys.argv.pop(1)), Loop.count_free_overflow, Loop.step
+    folder, count, step = pathlib.Path(sys.argv.pop(1)), EngineCore.count_free_overflow, EngineCore.step
     engine._MAX_STEP_SECONDS, engine._MAX_STEP_RATIO = 0.5, 0.0
 
     def break_when_told(loop):
@@ -261,7 +261,7 @@ _WORKER = """
             time.sleep(0.01)
         return step(loop)
 
-    Loop.count_free_overflow, Loop.step = break_when_told, hang_when_told
+    EngineCore.count_free_overflow, EngineCore.step = break_when_told, hang_when_told
     sys.exit(main(["worker", *sys.argv[1:]]))
 """
 
