@@ -14,7 +14,10 @@ _NEVER = {"torch", "transformers", "opentelemetry.sdk", "kvkernels"}
 _RICH = {"rich", "pygments"}
 _REMOTE = {"glide", "obstore", "blosc2", "cryptography"}
 _DAEMON = "cache_daemon.config, cache_daemon.prefork_supervisor, cache_daemon.server"
-_SERVICE = "from kvsidecar.process.fast_import import skip_optional_imports; skip_optional_imports(); import kvsidecar.cli.service_settings, "
+_SERVICE = (
+    "from kvsidecar.process.fast_import import skip_optional_imports; skip_optional_imports(); "
+    "import kvsidecar.cli.service_settings, "
+)
 
 
 def imported(code: str) -> set[str]:

@@ -1,5 +1,4 @@
-"""``kvsidecar cache push`` and ``pull``: a tenant's chunks, from this node's daemon to another one or to its remote
-tier, or from there."""
+"""``kvsidecar cache push`` and ``pull``: transfer a tenant's chunks to or from another daemon or the remote tier."""
 
 from __future__ import annotations
 
@@ -19,8 +18,10 @@ from kvsidecar.cli.cache.daemon_target import Salt, at_daemon, connected, namesp
 from kvsidecar.errors import InvalidRequest
 
 Name = Annotated[str, typer.Argument(help="The namespace (64 hex digits, `cache stats --json`).")]
-OtherToken = Annotated[Path | None, typer.Option(help="File with the token that the other daemon knows you by.")]
-OtherCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that vouches for the other daemon.")]
+OtherToken = Annotated[Path | None, typer.Option(help="File with your token for the other daemon.")]
+OtherCa = Annotated[
+    Path | None, typer.Option(help="PEM file of the authority that signed the other daemon's certificate.")
+]
 OtherCert = Annotated[Path | None, typer.Option(help="PEM file of your certificate there.")]
 OtherKey = Annotated[Path | None, typer.Option(help="PEM file of its key.")]
 
@@ -38,7 +39,7 @@ def push(
     to_key: OtherKey = None,
     salt: Salt = "",
 ) -> None:
-    """Store at another node, or in the remote tier, what this node has of a namespace, and that has not."""
+    """Copy a namespace's missing chunks from this node to another one, or to the remote tier."""
     tenant = _tenant(namespace, salt)
     if not to:
         _refuse_for_tiers("--to", to_token_file, to_ca, to_cert, to_key)
@@ -64,7 +65,7 @@ def pull(
     from_key: OtherKey = None,
     salt: Salt = "",
 ) -> None:
-    """Store here what another node, or the remote tier, has of a namespace, and this node has not."""
+    """Copy a namespace's missing chunks from another node, or from the remote tier, to this node."""
     tenant = _tenant(namespace, salt)
     if not source:
         _refuse_for_tiers("--from", from_token_file, from_ca, from_cert, from_key)
@@ -92,7 +93,7 @@ def _carried(source: Any, target: Any, tenant: TenantScope, daemons: tuple[Any, 
 
 
 def _shared(daemon: Any, tenant: TenantScope, direction: pb.CarryDirection.ValueType) -> TransferResult:
-    """The same between a daemon and its remote tier, which the daemon does by itself."""
+    """Transfer between a daemon and its remote tier; the daemon does this itself."""
     request = pb.CarryRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, direction=direction)
     if direction == pb.CARRY_DIRECTION_FROM_REMOTE:
         request.descriptor.CopyFrom(descriptor_of(tenant.namespace, daemon))
@@ -105,7 +106,7 @@ def _shared(daemon: Any, tenant: TenantScope, direction: pb.CarryDirection.Value
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Shows, on a terminal, how many chunks of how many are done."""
+    """Show a progress bar of chunks on a terminal."""
     with Progress(
         TextColumn("chunks"),
         BarColumn(),
