@@ -54,7 +54,7 @@ class ApiKeys:
 
     @property
     def open(self) -> bool:
-        """Whether requests need no key."""
+        """Return whether requests need no key."""
         return not (self._api or self._tenants)
 
     @property
@@ -62,7 +62,7 @@ class ApiKeys:
         return bool(self._tenants)
 
     def is_authorized(self, scope: Scope) -> bool:
-        """Whether an HTTP request has a valid key, or needs none."""
+        """Return whether an HTTP request has a valid key, or needs none."""
         if self.open:
             return True
         given = _sent_key(Headers(scope=scope))
@@ -93,14 +93,14 @@ class ApiKeys:
         return self._tenant(_sent_key(Headers(scope=scope))) or (scope.get("client") or ("",))[0]
 
     def is_operator(self, scope: Scope) -> bool:
-        """Whether an operator sent a request. May query the kernel, so it is for rare paths only."""
+        """Return whether an operator sent a request. May query the kernel, so it is for rare paths only."""
         headers = Headers(scope=scope)
         return self._is_operator_key(_sent_key(headers)) or (
             self._local_operator and _is_from_this_user(scope, headers)
         )
 
     def may_see_load(self, scope: Scope) -> bool:
-        """Whether the sender may see the total load: operators, and everyone on a gateway without keys."""
+        """Return whether the sender may see the total load: operators, and everyone on a gateway without keys."""
         return self._is_operator_key(_sent_key(Headers(scope=scope))) or not self._any
 
     def _is_operator_key(self, given: bytes) -> bool:
@@ -125,7 +125,7 @@ def _equal(given: bytes, key: str) -> bool:
 
 
 def _is_from_this_user(scope: Scope, headers: Headers) -> bool:
-    """Whether a process of this process's own user sent a request to this machine by a local name.
+    """Return whether a process of this process's own user sent a request to this machine by a local name.
 
     Excludes proxies (another user, or forwarding headers) and pages of other sites, also with a DNS name that points
     here.

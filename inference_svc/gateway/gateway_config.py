@@ -168,7 +168,7 @@ class GatewayConfig(BaseSettings):
 
     @property
     def for_this_machine(self) -> bool:
-        """Whether it listens on a loopback address."""
+        """Return whether it listens on a loopback address."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:  # a name

@@ -123,7 +123,7 @@ class AnswerTimer:
 
     @property
     def started(self) -> bool:
-        """Whether the first part has come."""
+        """Return whether the first part has come."""
         return self.last > 0
 
     def add(self, model: str, part: pb.GenerateStreamResponse) -> None:

@@ -68,7 +68,7 @@ class OriginPolicy:
         return None
 
     def _is_own(self, name: str) -> bool:
-        """Whether a host name is not under an attacker's control.
+        """Return whether a host name is not under an attacker's control.
 
         An attacker's DNS cannot serve IP addresses, nor single-label names of a local network.
         """
@@ -94,7 +94,7 @@ def _name(host: str) -> str:
 
 
 def _opens_page(scope: Scope, headers: Headers) -> bool:
-    """Whether a user follows a link to this server's own page, as a top-level navigation."""
+    """Return whether a user follows a link to this server's own page, as a top-level navigation."""
     asked = headers.get(_FETCH_MODE), headers.get(_FETCH_DEST)
     return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and asked == ("navigate", "document")
 

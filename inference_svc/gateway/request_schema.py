@@ -255,7 +255,7 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Whether only the prompt is returned. Raises InvalidRequest for ``max_tokens`` 0 without ``echo``."""
+        """Return whether only the prompt is returned. Raises InvalidRequest for ``max_tokens`` 0 without ``echo``."""
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
         return self.max_tokens == 0

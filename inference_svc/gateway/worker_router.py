@@ -58,7 +58,7 @@ class Worker:
         return [self.model.model_id, *(adapter.name for adapter in self.model.adapters)]
 
     def serves(self, name: str) -> bool:
-        """Whether it serves the model or adapter of this name; every worker serves the empty name."""
+        """Return whether it serves the model or adapter of this name; every worker serves the empty name."""
         return not name or name in self.names
 
     def namespace(self, name: str) -> bytes:
@@ -140,7 +140,7 @@ class WorkerRouter:
 
     @property
     def was_up(self) -> bool:
-        """Whether any worker was up once, and may come back."""
+        """Return whether any worker was up once, and may come back."""
         return any(w.was_up for w in self.workers)
 
     def _unavailable_reason(self) -> str:
@@ -201,5 +201,5 @@ def _prompt_bytes(prompt: Any) -> Iterator[bytes]:
 
 
 def is_retryable(error: KVSidecarError) -> bool:
-    """Whether another worker may succeed."""
+    """Return whether another worker may succeed."""
     return isinstance(error, Unavailable)

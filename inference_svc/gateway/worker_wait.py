@@ -62,7 +62,7 @@ class WorkerWait:
             current_span().phase("wait for a worker", began, time.perf_counter())
 
     def is_starting(self) -> bool:
-        """Whether this process's supervisor reports that it is starting a worker; cached for half a second."""
+        """Return whether this process's supervisor reports that it is starting a worker; cached for half a second."""
         folder, now = self._config.supervisor_dir, time.monotonic()
         if folder is None:
             return False

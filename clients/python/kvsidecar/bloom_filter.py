@@ -32,7 +32,7 @@ class BloomFilter:
         return all(memory[n >> 3] >> (n & 7) & 1 for n in positions(key, len(memory)))
 
     def may_contain_prefix(self, root: bytes, tokens: Sequence[int]) -> bool:
-        """Whether a prompt might begin with a stored chunk, or with the first HEAD_TOKENS of one.
+        """Return whether a prompt might begin with a stored chunk, or with the first HEAD_TOKENS of one.
 
         True for every prompt that is shorter.
         """
@@ -43,5 +43,5 @@ class BloomFilter:
         return any(keys.head_hash(root, head[:end]) in self for end in ends)
 
     def may_contain_content(self, root: bytes, tokens: Sequence[int]) -> bool:
-        """Whether a chunk of exactly these tokens might be stored, in any context."""
+        """Return whether a chunk of exactly these tokens might be stored, in any context."""
         return keys.content_hash(root, tokens) in self

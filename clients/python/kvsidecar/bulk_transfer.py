@@ -199,7 +199,7 @@ def _pieces(
 
 
 def _has_no_parent(target: Any, tenant: TenantScope, chunk: pb.ChunkInfo) -> bool:
-    """Whether the daemon reports that a chunk's parent is not stored."""
+    """Return whether the daemon reports that a chunk's parent is not stored."""
     parent = chunk.parent_prefix_hash
     if parent == keys.tenant_root(tenant.namespace, tenant.salt):
         return False

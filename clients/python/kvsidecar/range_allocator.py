@@ -54,7 +54,7 @@ class RangeAllocator:
     def free(self, start: int) -> int:
         """Free the range at ``start``; return its length. Raises KeyError when none begins there."""
         units = int(self._used.pop(start))
-        self._give_back(start, units)
+        self._release(start, units)
         return units
 
     def free_part(self, start: int, units: int) -> None:
@@ -69,9 +69,9 @@ class RangeAllocator:
             self._used[first] = before
         if after:
             self._used[start + units] = after
-        self._give_back(start, units)
+        self._release(start, units)
 
-    def _give_back(self, start: int, length: int) -> None:
+    def _release(self, start: int, length: int) -> None:
         self.free_units += length
         before = self._start_of_end.get(start)
         if before is not None:

@@ -26,7 +26,7 @@ class NodeAddress:
 
     @property
     def in_clear(self) -> bool:
-        """Whether requests travel unencrypted beyond this machine."""
+        """Return whether requests travel unencrypted beyond this machine."""
         return self.scheme == "http" and not TcpAddress(self.host, self.port).loopback
 
 

@@ -22,7 +22,7 @@ class NodeWait:
         self._num_waiting = 0
 
     def should_wait(self, request: RoutedRequest, since: float) -> bool:
-        """Whether a request that waits since ``since`` (loop time) should wait longer."""
+        """Return whether a request that waits since ``since`` (loop time) should wait longer."""
         waited = asyncio.get_running_loop().time() - since
         patience = min(self._max_seconds, inf if request.wait_seconds is None else request.wait_seconds)
         return waited < patience and self._num_waiting < _MAX_WAITING and self._is_starting(request)
@@ -36,7 +36,7 @@ class NodeWait:
             self._num_waiting -= 1
 
     def _is_starting(self, request: RoutedRequest) -> bool:
-        """Whether a suitable node is starting; one that was never up may serve any model."""
+        """Return whether a suitable node is starting; one that was never up may serve any model."""
         return any(
             node.starting and (not request.model or not node.models or request.model in node.models)
             for node in self._discovery.all

@@ -119,7 +119,7 @@ class PrefixQuery:
         return named[choose_node(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
 
     def has_another(self, asked: RoutedRequest, excluded: Sequence[Node]) -> bool:
-        """Whether an untried node is up for a request."""
+        """Return whether an untried node is up for a request."""
         return bool(self._able(asked, excluded))
 
     def _able(self, asked: RoutedRequest, excluded: Sequence[Node]) -> list[Node]:

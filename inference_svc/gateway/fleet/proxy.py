@@ -113,7 +113,7 @@ class Proxy:
 
 
 class _NodeRefusal(Exception):
-    """A complete answer by which a node asks for a retry elsewhere (busy, unavailable)."""
+    """A complete answer by which a node asks for a retry on another node (busy, unavailable)."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(f"it answers {answer.status_code}")

@@ -83,7 +83,7 @@ class ConversationStore:
             max(self._tenants.values(), key=lambda responses: responses.num_bytes).evict()
 
     def is_large(self, tenant: Hashable) -> bool:
-        """Whether a tenant's responses are too large to decode on the event loop."""
+        """Return whether a tenant's responses are too large to decode on the event loop."""
         return tenant in self._tenants and self._tenants[tenant].num_bytes > INLINE_BYTES
 
     def messages(self, tenant: Hashable, response_id: str | None) -> list[dict[str, Any]]:

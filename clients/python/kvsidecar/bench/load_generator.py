@@ -144,7 +144,7 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
 
 
 def _says_something(event: dict[str, Any]) -> bool:
-    """Whether an event has text of any kind; a chat's first event only has a role."""
+    """Return whether an event has text of any kind; a chat's first event only has a role."""
     for choice in event.get("choices", ()):
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "reasoning", "tool_calls")):

@@ -28,7 +28,7 @@ class SharingGroup:
         return f"{', '.join(self.clients)} {verb} namespace {name} ({self.descriptor.producer})"
 
     def differs_in_numerics_alone(self, other: SharingGroup) -> bool:
-        """Whether two groups differ only in their numerics."""
+        """Return whether two groups differ only in their numerics."""
         mine, its = NamespaceDescriptor(), NamespaceDescriptor()
         mine.CopyFrom(self.descriptor)
         its.CopyFrom(other.descriptor)

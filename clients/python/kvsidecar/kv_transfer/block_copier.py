@@ -93,7 +93,7 @@ class BlockCopier:
             raise ValueError(f"slot {slots.max()} is outside of the cache, whose last one is {end - 1}")
 
     def _copies_directly(self, header: ChunkHeader) -> bool:
-        """Whether payload and cache have the same element type and both are in host memory."""
+        """Return whether payload and cache have the same element type and both are in host memory."""
         return header.bits == 16 and self._stream is None
 
     def _scratch(self, tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Memory layout of a paged KV cache, declared by the engine and never guessed from a shape.
+"""Memory layout of a paged KV cache, declared by the engine and never inferred from a shape.
 
 A layout gives, for one layer's keys or values, an offset and the strides of blocks, tokens, heads and channels. An axis
 may be split into several modes, as in CuTe's layouts: the tiles of Intel's AMX have tokens as ``(n / 16, 16)`` with

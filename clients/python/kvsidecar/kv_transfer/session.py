@@ -65,7 +65,7 @@ class Session:
 
     @property
     def leases_valid(self) -> bool:
-        """Whether payloads read a moment ago under a lease are valid.
+        """Return whether payloads read a moment ago under a lease are valid.
 
         They are when the daemon cannot have expired the session yet, or when each payload came with its checksum.
         """
@@ -75,7 +75,7 @@ class Session:
 
     @property
     def responsive(self) -> bool:
-        """Whether the daemon has acknowledged a heartbeat since a call last timed out."""
+        """Return whether the daemon has acknowledged a heartbeat since a call last timed out."""
         return self.alive and self.last_acked_at >= self.suspected_at
 
     def end(self) -> None:
@@ -220,12 +220,12 @@ class Session:
     # ---- index summary --------------------------------------------------------------------------------------
 
     def may_contain(self, root: bytes, tokens: Sequence[int]) -> bool:
-        """Whether a prompt might begin with a stored chunk."""
+        """Return whether a prompt might begin with a stored chunk."""
         summary = self.summary
         return summary is None or summary.may_contain_prefix(root, tokens)
 
     def may_contain_content(self, root: bytes, tokens: Sequence[int]) -> bool:
-        """Whether these tokens might be stored as one chunk, in any context."""
+        """Return whether these tokens might be stored as one chunk, in any context."""
         summary = self.summary
         return summary is None or summary.may_contain_content(root, tokens)
 

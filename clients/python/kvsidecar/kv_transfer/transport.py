@@ -29,7 +29,7 @@ class Transport(Protocol):
     """Payload transport of one session. Thread-safe."""
 
     zero_copy: bool
-    """Whether payloads are read in place: all of a lease stay valid until it is released. Otherwise a payload is valid
+    """True if payloads are read in place: all of a lease stay valid until it is released. Otherwise a payload is valid
     until the next one is requested."""
     max_reserved_bytes: int
     """Most bytes that may be reserved at one time."""

@@ -242,7 +242,7 @@ def size_of(folder: Path) -> int:
 
 
 def _made_of(source: dict[str, Any], folder: Path) -> bool:
-    """Whether a conversion's source file is in this folder."""
+    """Return whether a conversion's source file is in this folder."""
     return Path(source.get("path", "")).parent == folder.resolve()
 
 

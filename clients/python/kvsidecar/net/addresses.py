@@ -21,7 +21,7 @@ class TcpAddress:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach it. Of names, only ``localhost`` counts."""
+        """Return whether only this machine can reach it. Of names, only ``localhost`` counts."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:

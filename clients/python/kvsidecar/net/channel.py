@@ -137,7 +137,7 @@ def explain_unavailable(
 
 
 def listens(target: str | Path) -> bool:
-    """Whether a server accepts connections at a Unix socket or ``host:port``.
+    """Return whether a server accepts connections at a Unix socket or ``host:port``.
 
     Tries for at most 2 s; returns True when the answer is unknown.
     """

@@ -90,7 +90,7 @@ class Listener:
 
     @property
     def private(self) -> bool:
-        """Whether only the owner of the process, and root, can connect."""
+        """Return whether only the owner of the process, and root, can connect."""
         return isinstance(self.at, Path) and self.group is None
 
 
@@ -318,7 +318,7 @@ def hold_socket_lock(path: Path, what: str = "daemon") -> Iterator[None]:
 
 
 def _has_listener(path: Path) -> bool:
-    """Whether a server listens. Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN."""
+    """Return whether a server listens. Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)

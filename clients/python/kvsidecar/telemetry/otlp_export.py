@@ -45,7 +45,7 @@ def validate_endpoint(value: str) -> str:
 
 
 def is_enabled(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether an endpoint is configured. ``OTEL_SDK_DISABLED=true`` overrides it."""
+    """Return whether an endpoint is configured. ``OTEL_SDK_DISABLED=true`` overrides it."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     return bool(endpoint) or any(environment.get(name) for name in ENDPOINT_VARIABLES)

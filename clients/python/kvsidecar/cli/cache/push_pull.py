@@ -46,7 +46,7 @@ def push(
         _tell("pushed", _shared(daemon, tenant, pb.CARRY_DIRECTION_TO_REMOTE), "to the remote tier")
         return
     with connected(to, to_token_file, to_ca, to_cert, to_key) as other:
-        _tell("pushed", _carried(daemon, other, tenant, (daemon, other)), f"to {to}")
+        _tell("pushed", _transfer_to(daemon, other, tenant, (daemon, other)), f"to {to}")
 
 
 @at_daemon
@@ -72,7 +72,7 @@ def pull(
         _tell("pulled", _shared(daemon, tenant, pb.CARRY_DIRECTION_FROM_REMOTE), "from the remote tier")
         return
     with connected(source, from_token_file, from_ca, from_cert, from_key) as other:
-        _tell("pulled", _carried(other, daemon, tenant, (daemon, other)), f"from {source}")
+        _tell("pulled", _transfer_to(other, daemon, tenant, (daemon, other)), f"from {source}")
 
 
 def _tenant(namespace: str, salt: str) -> TenantScope:
@@ -86,7 +86,7 @@ def _refuse_for_tiers(option: str, *given: Path | None) -> None:
         raise InvalidRequest(f"tokens and certificates are another daemon's; give its address with {option}")
 
 
-def _carried(source: Any, target: Any, tenant: TenantScope, daemons: tuple[Any, Any]) -> TransferResult:
+def _transfer_to(source: Any, target: Any, tenant: TenantScope, daemons: tuple[Any, Any]) -> TransferResult:
     descriptor = descriptor_of(tenant.namespace, *daemons)
     with _bar() as heard:
         return transfer_tenant(source, target, tenant, descriptor, heard)

@@ -193,7 +193,7 @@ class SchedulerConnector:
         return (None, False) if self._is_being_loaded(tracked, tokens) else (tokens, True)
 
     def _is_being_loaded(self, tracked: _TrackedRequest, tokens: int) -> bool:
-        """Whether another request already loads at least half of the tokens that this one would load.
+        """Return whether another request already loads at least half of the tokens that this one would load.
 
         The request waits then: vLLM gets these blocks once instead of twice, and asks again.
         """
