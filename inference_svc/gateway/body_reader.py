@@ -44,10 +44,9 @@ class BodyReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, use: Callable[[bytes, Any], T], in_thread: bool = False) -> T:
-        """Returns what ``use`` makes of the body's bytes and of what they say; in a thread where the body is large, or
-        ``in_thread`` says that something else is.
+        """Return ``use(bytes, decoded body)``; runs in a thread for a large body, or with ``in_thread``.
 
-        Raises InvalidRequest, also for a body that is not there in time, Overloaded, and what ``use`` raises.
+        Raises InvalidRequest, also for a body that does not arrive in time, Overloaded, and what ``use`` raises.
         """
         with self._budget.share(self._keys.caller(request.scope)) as share:
             try:

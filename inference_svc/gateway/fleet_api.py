@@ -61,7 +61,7 @@ def num_requests(router: WorkerRouter) -> int:
 
 
 async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
-    """Return the tokens of a prompt, and how many of them are a cached prefix at the daemon.
+    """Return a prompt's tokens, and the length of its cached prefix.
 
     Takes no lease and does not count as a use. Raises KVSidecarError.
     """

@@ -1,4 +1,4 @@
-"""User id of the process at the other end of a loopback connection, from the kernel (sock_diag(7))."""
+"""User id of a loopback connection's peer process, from the kernel (sock_diag(7))."""
 
 from __future__ import annotations
 

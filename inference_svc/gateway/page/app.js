@@ -108,7 +108,7 @@ async function findModels() {
 
 function wantKey() {
   const again = apiKey() ? "That key was refused. " : "";
-  askForKey(`${again}Whoever runs this node has one for you. It stays in this tab.`, () => {
+  askForKey(`${again}The operator of this node has one for you. It stays in this tab.`, () => {
     findModels();
     panel.start();
   });

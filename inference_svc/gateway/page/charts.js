@@ -35,7 +35,7 @@ function runs(found) {
 }
 
 /** Squarified treemap (Bruls, Huizing, van Wijk 2000): `items` with a `value` above 0, largest first, into
- *  `[{item, x, y, width, height}]` in a box of so many units. */
+ *  `[{item, x, y, width, height}]` in a box of the given size. */
 export function squarified(items, width, height) {
   const total = items.reduce((sum, item) => sum + item.value, 0);
   const placed = [], box = { x: 0, y: 0, width, height };

@@ -19,7 +19,10 @@ _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and the chat up to it, both as JSON text, whose length is its size in memory."""
+    """A response and the chat up to it, both as JSON.
+
+    A JSON text's length is its size in memory.
+    """
 
     id: str
     response: bytes

@@ -147,7 +147,7 @@ def _with_awaited(folder: Path, found: dict[str, Part], node: NodeReport) -> lis
             child = children.get(name)
             doing = "its model is being loaded" if name != "cache" else "its store is being opened"
             if child is not None and name not in found and _report_on(name, reports).state != STARTING:
-                gone = f"it runs, and nobody reaches it: {folder / name}.sock is gone; it should be back in a moment"
+                gone = f"it runs, but its socket {folder / name}.sock is gone; it should be back in a moment"
                 found[name] = Part(name, child.pid, False, _age(child), gone, NOT_SERVING)
             elif child is None:
                 found[name] = Part(name, -1, False, 0.0, "its process is about to be started", LOADING)
@@ -209,7 +209,7 @@ def _part(path: Path) -> Part:
     pid = listener_pid(path, _PATIENCE_SECONDS)
     name = path.name.removesuffix(".sock")
     if pid is None:
-        return Part(name, -1, False, 0.0, "its socket is left, and nobody listens there", NOT_SERVING)
+        return Part(name, -1, False, 0.0, "its socket is left over: no process listens there", NOT_SERVING)
     uptime = 0.0
     with contextlib.suppress(psutil.Error):
         uptime = _age(psutil.Process(pid)) if pid else 0.0

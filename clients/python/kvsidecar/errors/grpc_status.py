@@ -52,7 +52,7 @@ _DETAILS_KEY = "grpc-status-details-bin"
 # Maximum bytes of a text over gRPC: it is sent twice, escaped, and metadata of 16 KiB end a call without a reason.
 _LONGEST_TEXT, _LONGEST_END = 1500, 400
 # gRPC's text where nothing listens: the address, its own words, and the system's reason.
-_NOBODY_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
+_NOTHING_LISTENS = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
 # gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
 
@@ -178,8 +178,8 @@ def from_rpc(error: grpc.RpcError) -> KVSidecarError:
                     return _BY_REASON[info.reason](status.message, param=info.metadata.get("param", ""))
     if not_grpc := _HTTP_1_THERE.fullmatch(text):
         return FailedPrecondition(_for_grpc(not_grpc[1]))
-    if nobody := _NOBODY_THERE.fullmatch(text):
-        return Unavailable(f"nothing answers at {nobody[2]} ({nobody[3]}); is it running?")
+    if absent := _NOTHING_LISTENS.fullmatch(text):
+        return Unavailable(f"nothing answers at {absent[2]} ({absent[3]}); is it running?")
     kind = _BY_CODE.get(code, KVSidecarError)
     if text and code.name == kind.reason:  # the code would repeat the reason
         return kind(text)

@@ -53,7 +53,7 @@ class DaemonOptions:
 
     @property
     def address(self) -> ServiceAddress:
-        """Raises ConfigurationError."""
+        """The daemon's address. Raises ConfigurationError."""
         found = self.socket or os.environ.get("KVSIDECAR_CACHE_SOCKET", "")
         files = {name: getattr(self, name) for name in ("token_file", "ca", "cert", "key") if getattr(self, name)}
         if _is_tcp(found):

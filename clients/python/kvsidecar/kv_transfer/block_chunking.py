@@ -23,7 +23,7 @@ class BlockChunking:
         return BlockChunking(-(-min_tokens // block_tokens) * block_tokens, block_tokens)
 
     def full_length(self, max_tokens: int) -> int:
-        """Return the tokens of a chunk that is not the last, where a chunk may have ``max_tokens``."""
+        """Return the length of a full chunk, where the daemon allows ``max_tokens``."""
         return min(self.chunk_tokens, max_tokens)
 
     def boundaries(self, start: int, stop: int, max_tokens: int) -> list[int]:
@@ -34,5 +34,5 @@ class BlockChunking:
         return [*range(start // longest * longest + longest, stop, longest), stop]
 
     def shared_boundaries(self, tokens: int, max_tokens: int) -> list[int]:
-        """Return the chunk ends that all engines use for a prompt, at most as many as one Match may name."""
+        """Return the chunk ends that all engines use, at most as many as a Match may name."""
         return self.boundaries(0, tokens, max_tokens)[:MAX_CUTS]

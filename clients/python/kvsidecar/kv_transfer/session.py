@@ -156,9 +156,9 @@ class Session:
                 call.result(wait_seconds)
 
     def _send_until_acked(self, method: Any, request: Any) -> Any:
-        """Call ``method``, and retry after each timeout until the session is closed, which frees everything it holds.
+        """Call ``method``, and retry after timeouts while the session is open.
 
-        Returns the first call, if there is one.
+        The daemon frees everything when the session ends. Returns the first call, if there is one.
         """
         if not self.alive:
             return None

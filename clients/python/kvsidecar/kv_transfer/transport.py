@@ -43,10 +43,10 @@ class Transport(Protocol):
         ...
 
     def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
-        """Fill the payloads of granted reservations on the calling thread, and transfer them to the daemon's staging.
+        """Fill the payloads of granted reservations, and transfer them to the daemon's staging.
 
-        ``granted`` has each reservation with its index. Raises what ``fill`` raises, ValueError, ConnectionError,
-        grpc.RpcError.
+        ``granted`` has each reservation with its index; ``fill`` runs on the calling thread. Raises what ``fill``
+        raises, ValueError, ConnectionError, grpc.RpcError.
         """
         ...
 

@@ -142,10 +142,10 @@ class ModelLibrary:
 
     @contextmanager
     def building(self, target: Path) -> Iterator[Path | None]:
-        """Yield an empty folder that becomes ``target`` if the block succeeds, and is removed if it fails.
+        """Yield an empty folder that becomes ``target`` if the block succeeds.
 
-        Yields None when ``target`` exists. Other processes that build the same target wait. Raises ConfigurationError
-        when the disk is full or read-only.
+        It is removed if the block fails. Yields None when ``target`` exists. Other processes that build the same target
+        wait. Raises ConfigurationError when the disk is full or read-only.
         """
         with self._locked(target):
             if target.is_dir():

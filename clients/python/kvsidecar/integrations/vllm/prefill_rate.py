@@ -1,4 +1,7 @@
-"""Running mean of the prefill time per token, as the scheduler sees it (with the rest of each batch)."""
+"""Running mean of the prefill time per token.
+
+Measured by the scheduler, so it includes the other work of each batch.
+"""
 
 from __future__ import annotations
 
