@@ -1,9 +1,9 @@
 """Memory layout of a paged KV cache.
 
-The engine declares it; it is never inferred from a shape. A layout gives, for one layer's keys or values, an offset and
-the strides of blocks, tokens, heads and channels. An axis may be split into several modes, as in CuTe's layouts: the
-tiles of Intel's AMX have tokens as ``(n / 16, 16)`` with a stride for each. This covers every order of dimensions, with keys and values packed or apart. A cache that it cannot
-describe is refused.
+The engine declares it; it is never inferred from a shape. A layout gives, for one layer's keys or values, an offset
+and the strides of blocks, tokens, heads and channels. An axis may be split into several modes, as in CuTe's layouts:
+the tiles of Intel's AMX have tokens as ``(n / 16, 16)`` with a stride for each. This covers every order of
+dimensions, with keys and values packed or apart. A cache that it cannot describe is refused.
 """
 
 from __future__ import annotations
