@@ -13,8 +13,8 @@ from transformers import PretrainedConfig
 from inference_svc.models.longrope import rope_kinds
 from inference_svc.models.supported_architectures import check_name
 
-# RoPE variants whose angles depend on the sequence length: a stored key would be wrong in a longer sequence. (LongRoPE's
-# two sets of angles are chosen once, see longrope.py.)
+# RoPE variants whose angles depend on the sequence length: a stored key would be wrong in a longer sequence.
+# (LongRoPE's two sets of angles are chosen once, see longrope.py.)
 _UNSUPPORTED_ROPE = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
 
 
