@@ -222,7 +222,7 @@ class ToolCallParser(CharReader):
         yield from self._whole_answer(LLAMA)
 
     def _json(self) -> Parse[None]:
-        """Generic: ``{"tool_calls": [{"name": …, "arguments": …}, …]}``, a call, or a list of them; optionally fenced."""
+        """Generic: ``{"tool_calls": [{"name": …, "arguments": …}, …]}``, a call or a list of them, fenced or not."""
         yield from self._whole_answer(*_FENCES)
 
     def _whole_answer(self, *openings: str) -> Parse[None]:

@@ -18,8 +18,8 @@ import importlib, pathlib, sys
 for name in ("kvsidecar", "cache_daemon", "inference_svc", "kvkernels"):
     path = pathlib.Path(importlib.import_module(name).__file__)
     assert path.is_relative_to(sys.prefix), path
-from kvkernels.cpu.cpu_library import found
-print(found().library is not None)
+from kvkernels.cpu.cpu_library import loaded_library
+print(loaded_library().library is not None)
 """
 
 

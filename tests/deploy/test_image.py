@@ -27,7 +27,9 @@ BASE, IMAGE = "localhost/base:test", "localhost/kvsidecar:test"
 EXTRAS = "worker,encryption,otel"
 MOUNTED = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 LINKS = ("bin", "lib", "lib64", "sbin")
-FACTS = "from kvkernels.cpu.cpu_library import found; import os, torch; print(found().library is not None, os.getuid())"
+FACTS = """import os, torch
+from kvkernels.cpu.cpu_library import loaded_library
+print(loaded_library().library is not None, os.getuid())"""
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 

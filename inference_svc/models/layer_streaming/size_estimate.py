@@ -78,7 +78,7 @@ class _Counting:
         """Bytes of the embedding, and of the head."""
         embedding, head, recipe = model.model.embed_tokens.weight, model.lm_head, self._recipe
         kept = self._kept(EMBEDDING + "weight", embedding.shape)
-        rows = padded(embedding.numel() * dense.number(kept).itemsize)
+        rows = padded(embedding.numel() * dense.value_dtype(kept).itemsize)
         name = EMBEDDING if recipe.tied else HEAD
         return rows, self._product([head], "", [HEAD.removesuffix(".")], f"{name}weight")
 

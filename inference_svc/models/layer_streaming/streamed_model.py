@@ -183,7 +183,7 @@ def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
         "dtype": str(recipe.dtype),
         "bits": recipe.bits,
         # Which layers compute, and oneDNN's layout, depend on the CPU and on torch.
-        "kernels": cpu_library.usable(),
+        "kernels": cpu_library.usable_variants(),
         "layout": [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()] if packed else [],
         "version": VERSION,
     }

@@ -39,7 +39,7 @@ class VocabularyWriter:
         plain = self._plain_region(kept)
         head = self._head_region(kept) if tied and (self._kept or self._dense) else None
         for rows in self._materials.rows(name, self._embedding):
-            plain.add(_bytes(rows.to(f32_gemm.number(kept))))
+            plain.add(_bytes(rows.to(f32_gemm.value_dtype(kept))))
             if head is not None:
                 head.add(self._made(rows, head.form))
         embedding = plain.done()
@@ -73,13 +73,13 @@ class VocabularyWriter:
             self._out.vectors[f"{HEAD}bias"] = holder.get_parameter("bias").detach().clone()
 
     def _kept_as(self, name: str, shape: torch.Size) -> str:
-        """Storage format of a weight (``kvkernels.cpu.f32_gemm.KEPT``), by all of its rows."""
+        """Storage format of a weight (``kvkernels.cpu.f32_gemm.STORAGE_FORMATS``), by all of its rows."""
         if not self._narrow:
             return str(self._dtype).removeprefix("torch.")
         return self._materials.kept(name, shape, all_rows=True)
 
     def _plain_region(self, kept: str) -> WeightRegion:
-        (outputs, inputs), dtype = self._embedding, f32_gemm.number(kept)
+        (outputs, inputs), dtype = self._embedding, f32_gemm.value_dtype(kept)
         size = outputs * inputs * dtype.itemsize
         return self._out.region(WeightForm("plain", outputs, inputs, size, str(dtype).removeprefix("torch.")))
 

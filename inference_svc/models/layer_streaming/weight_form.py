@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from kvkernels.cpu import f32_gemm
-from kvkernels.cpu.quantized_gemm import OUTPUTS, Quantized
+from kvkernels.cpu.quantized_gemm import OUTPUTS, QuantizedWeight
 from torch import Tensor, nn
 
 from inference_svc.models.layer_streaming import onednn_weights
@@ -18,7 +18,7 @@ from inference_svc.models.linear.quantized_linear import QuantizedLinear
 
 StreamableLinear = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
 # A weight of such a layer.
-WeightView = Tensor | Quantized | f32_gemm.Dense
+WeightView = Tensor | QuantizedWeight | f32_gemm.DenseWeight
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -26,7 +26,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class WeightForm:
     """Shape and layout of one weight ``[outputs, inputs]``."""
 
-    kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized_gemm, .dense), plain
+    kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized_gemm, .f32_gemm), plain
     outputs: int
     inputs: int
     size_bytes: int
@@ -49,7 +49,7 @@ def form_of(module: nn.Module) -> WeightForm:
         w = module.quantized
         return WeightForm("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
     if isinstance(module, DenseLinear):
-        return dense_form(module.out_features, module.in_features, module.dense.kept)
+        return dense_form(module.out_features, module.in_features, module.dense.storage)
     if isinstance(module, PlainLinear):
         outputs, inputs = module.weight.shape
         return WeightForm(
@@ -81,7 +81,7 @@ def weight_view(form: WeightForm, memory: Tensor) -> WeightView:
     if form.kind == "packed":
         return onednn_weights.packed_at(memory, form.outputs, form.inputs, bytes.fromhex(form.layout))
     if form.kind == "quantized":
-        return Quantized(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
+        return QuantizedWeight(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
     if form.kind == "dense":
         return f32_gemm.of_bytes(memory, form.inputs, form.outputs, form.dtype)
     return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)

@@ -30,7 +30,7 @@ class WeightSource(Protocol):
         ...
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
-        """Smallest lossless storage format (``f32_gemm.KEPT``) of the weight ``name [rows, width]``.
+        """Smallest lossless storage format (``f32_gemm.STORAGE_FORMATS``) of the weight ``name [rows, width]``.
 
         Judged by a sample of rows, or by all. Raises ModelUnsupported.
         """
@@ -86,13 +86,13 @@ class CheckpointWeights:
         if awq_checkpoint.dtype_in(self._where, name) in (torch.bfloat16, torch.float16):
             return str(awq_checkpoint.dtype_in(self._where, name)).removeprefix("torch.")
         if all_rows:
-            return f32_gemm.kept_of(lambda: self.rows(name, shape))
+            return f32_gemm.storage_of(lambda: self.rows(name, shape))
         some = [
             awq_checkpoint.rows_in(self._where, name, i, i + 1)
             for i in range(0, shape[0], -(-shape[0] // _SAMPLED_ROWS))
         ]
         # For most weights the first row shows that they have no codes.
-        return f32_gemm.kept_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
+        return f32_gemm.storage_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
 
     def group(self, linear: str) -> int:
         if self._keep is None or not awq_checkpoint.is_packed(self._where, linear):

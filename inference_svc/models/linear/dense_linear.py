@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from kvkernels.cpu import f32_gemm
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor, nn
 
 from inference_svc.models.linear.packed_linear import PackedLinear
@@ -30,7 +30,7 @@ def becomes_dense(module: nn.Module) -> bool:
 class DenseLinear(nn.Module):
     """Drop-in for a float32 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
 
-    def __init__(self, weight: f32_gemm.Dense, bias: Tensor | None) -> None:
+    def __init__(self, weight: f32_gemm.DenseWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.dense, self._bias = weight, None if bias is None else bias.detach()
@@ -38,22 +38,22 @@ class DenseLinear(nn.Module):
     @classmethod
     def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> DenseLinear:
         """Create a layer without a weight, for ``set_weight``."""
-        return cls(f32_gemm.Dense(torch.empty(0), inputs, outputs, "float32"), bias)
+        return cls(f32_gemm.DenseWeight(torch.empty(0), inputs, outputs, "float32"), bias)
 
     @property
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def set_weight(self, weight: f32_gemm.Dense) -> None:
+    def set_weight(self, weight: f32_gemm.DenseWeight) -> None:
         """Use another weight of the same shape from now on, without a copy."""
         self.dense = weight
 
-    def call(self, x: Tensor, y: Tensor) -> Call:
+    def call(self, x: Tensor, y: Tensor) -> KernelCall:
         """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a CPU graph."""
-        return f32_gemm.call(x, self.dense, self._bias, y)
+        return f32_gemm.gemm_call(x, self.dense, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = f32_gemm.product(x.reshape(-1, self.in_features), self.dense, self._bias)
+        out = f32_gemm.gemm(x.reshape(-1, self.in_features), self.dense, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -62,7 +62,9 @@ class NarrowEmbedding(nn.Module):
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach().to(getattr(torch, f32_gemm.narrowest(weight))), requires_grad=False)
+        self.weight = nn.Parameter(
+            weight.detach().to(getattr(torch, f32_gemm.narrowest_storage(weight))), requires_grad=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight).float()

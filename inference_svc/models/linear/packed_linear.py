@@ -9,8 +9,8 @@ all of it. The results are bit-equal to the plain ones for every number of rows
 from __future__ import annotations
 
 import torch
-from kvkernels.cpu.bf16_gemv import MOST_ROWS, ROWS, StreamedProduct, streamed
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.bf16_gemv import MAX_ROWS, ROWS, Bf16Gemv, find_bit_exact_gemv
+from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor, nn
 
 
@@ -23,7 +23,7 @@ class PackedLinear(nn.Module):
         whole = weight.device.type != "meta"
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) if whole else weight
         self._bias = None if bias is None else bias.detach()
-        self._streamed: StreamedProduct | None = None
+        self._streamed: Bf16Gemv | None = None
         self._tried = False
 
     @classmethod
@@ -45,23 +45,23 @@ class PackedLinear(nn.Module):
         """Forget the kernel choice: the next forward probes oneDNN's layout again, for its own thread."""
         self._tried, self._streamed = False, None
 
-    def call(self, x: Tensor, y: Tensor) -> Call | None:
+    def call(self, x: Tensor, y: Tensor) -> KernelCall | None:
         """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``; None if oneDNN computes it."""
-        own = self._own() if x.shape[0] <= MOST_ROWS else None
+        own = self._own() if x.shape[0] <= MAX_ROWS else None
         return None if own is None else own.call(x, y)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
-        if rows > MOST_ROWS or rows % ROWS or not x.is_contiguous():
+        if rows > MAX_ROWS or rows % ROWS or not x.is_contiguous():
             return self.by_onednn(x)
         own = self._own()
         return self.by_onednn(x) if own is None else own(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
 
-    def _own(self) -> StreamedProduct | None:
+    def _own(self) -> Bf16Gemv | None:
         """Our kernel for few rows; None if it does not give oneDNN's bits."""
         if not self._tried:
             # Not earlier: oneDNN's layout may depend on the number of threads, which is a property of this thread.
-            self._tried, self._streamed = True, streamed(self.packed, self._bias)
+            self._tried, self._streamed = True, find_bit_exact_gemv(self.packed, self._bias)
         return self._streamed
 
     def by_onednn(self, x: Tensor) -> Tensor:

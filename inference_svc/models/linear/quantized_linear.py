@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from kvkernels.cpu import quantized_gemm
-from kvkernels.cpu.cpu_library import Call, found
+from kvkernels.cpu.cpu_library import KernelCall, loaded_library
 from kvsidecar.errors import ConfigurationError
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ _VERSION = 1
 class QuantizedLinear(nn.Module):
     """Drop-in for ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``, float32 or bfloat16 as the bias, if any, is."""
 
-    def __init__(self, weight: quantized_gemm.Quantized, bias: Tensor | None) -> None:
+    def __init__(self, weight: quantized_gemm.QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.quantized, self._bias = weight, None if bias is None else bias.detach()
@@ -39,22 +39,22 @@ class QuantizedLinear(nn.Module):
     def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> QuantizedLinear:
         """Create a layer without a weight, for ``set_weight``."""
         nothing = torch.empty(outputs // quantized_gemm.OUTPUTS, 0, dtype=torch.uint8)
-        return cls(quantized_gemm.Quantized(nothing, inputs, 0, 0), bias)
+        return cls(quantized_gemm.QuantizedWeight(nothing, inputs, 0, 0), bias)
 
     @property
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def set_weight(self, weight: quantized_gemm.Quantized) -> None:
+    def set_weight(self, weight: quantized_gemm.QuantizedWeight) -> None:
         """Use another weight of the same shape from now on, without a copy."""
         self.quantized = weight
 
-    def call(self, x: Tensor, y: Tensor) -> Call:
+    def call(self, x: Tensor, y: Tensor) -> KernelCall:
         """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a CPU graph."""
-        return quantized_gemm.call(x, self.quantized, self._bias, y)
+        return quantized_gemm.gemm_call(x, self.quantized, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = quantized_gemm.product(x.reshape(-1, self.in_features), self.quantized, self._bias)
+        out = quantized_gemm.gemm(x.reshape(-1, self.in_features), self.quantized, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
 
@@ -66,7 +66,9 @@ def can_join(parts: Sequence[nn.Module]) -> bool:
 def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
     """Join layers that pass ``can_join`` into one."""
     biases = [p._bias for p in parts if p._bias is not None]
-    return QuantizedLinear(quantized_gemm.joined([p.quantized for p in parts]), torch.cat(biases) if biases else None)
+    return QuantizedLinear(
+        quantized_gemm.concatenate([p.quantized for p in parts]), torch.cat(biases) if biases else None
+    )
 
 
 def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> int:
@@ -84,7 +86,7 @@ def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> in
             f"weights is {width}, and device {device} quantizes no weights; allowed are auto and 16"
         )
     if width < 16 and device.type == "cpu" and quantized_gemm.kernel() is None:
-        raise ConfigurationError(f"weights is {width}, but {found().why}; allowed are auto and 16")
+        raise ConfigurationError(f"weights is {width}, but {loaded_library().why}; allowed are auto and 16")
     return width
 
 
