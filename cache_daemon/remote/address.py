@@ -23,7 +23,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvsidecar.errors import ConfigurationError
 
-from cache_daemon.remote.backend import RemoteBackend
 from cache_daemon.remote.certificates import read_ca
 
 BackendKind = Literal["valkey", "s3", "azure"]
@@ -191,19 +190,3 @@ def _read_secret(path: Path) -> str:
         return text.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} has no secret: it is no text") from error
-
-
-def new_backend(address: RemoteAddress, credentials: Credentials) -> RemoteBackend:
-    """The engine that an address names, not connected yet. Raises ConfigurationError when its client is not
-    installed."""
-    if address.backend == "s3":
-        from cache_daemon.remote.object_store_backend import S3Backend
-
-        return S3Backend(address, credentials)
-    if address.backend == "azure":
-        from cache_daemon.remote.object_store_backend import AzureBackend
-
-        return AzureBackend(address, credentials)
-    from cache_daemon.remote.redis_backend import RedisBackend
-
-    return RedisBackend(address, credentials)

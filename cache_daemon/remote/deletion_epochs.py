@@ -1,9 +1,9 @@
-"""Deletion marks of a remote engine that this node has seen, kept over its restarts.
+"""Deletion epochs that this node has observed, kept over its restarts.
 
-No clock of another node plays a part: a chunk that was listed here before a new mark was seen is from before the
-deletion, whenever that was. A node keeps the marks of deletions themselves, and digests of the marks that came before
-them: an engine that shows an older mark, or none, has lost a deletion (a failover, a restored backup, a restart without
-data), and the node writes the mark back.
+Clocks are never compared across nodes. Every chunk inserted locally before this node observed a new deletion epoch is
+treated as older than that deletion. A node keeps the deletion epochs themselves, and digests of earlier epochs: a
+backend that shows an older one, or none, has lost a deletion (a failover, a restored backup, a restart without data),
+and the node writes the epoch back.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from kvsidecar import keys
 
-from cache_daemon.remote.epoch_format import TenantEpochs, epoch_digest, is_deletion_epoch
 from cache_daemon.remote.key_schema import TOMBSTONE_ID_BYTES
-from cache_daemon.remote.remote_record import EPOCH_BYTES
-from cache_daemon.store.chunk import Chunk
+from cache_daemon.remote.remote_record import EPOCH_BYTES, TenantEpochs, epoch_digest, is_deletion_epoch
+
+if TYPE_CHECKING:
+    from cache_daemon.store.chunk import Chunk
 
 NOTE_PREFIX = b"remote-mark:"
 TOMBSTONES_PREFIX = b"remote-gone:"
@@ -34,7 +36,7 @@ GRACE_SECONDS = 60.0
 
 
 class EpochChange(Enum):
-    """What marks say that are others than before."""
+    """Difference between a tenant's epochs and those last observed."""
 
     NONE = auto()
     EPOCH_LOST = (
@@ -48,7 +50,7 @@ class EpochChange(Enum):
 
 @dataclass(slots=True)
 class _TenantRecord:
-    """Of a tenant: digests of marks, and what of it was listed here up to when (monotonic) and is not to be written."""
+    """Last observed epoch digests of a tenant, and (monotonic) times up to which its chunks predate a deletion."""
 
     global_digest: bytes
     tenant_digest: bytes
@@ -62,21 +64,22 @@ class _TenantRecord:
     past_digests: tuple[bytes, ...] = ()  # digests of the tenant's marks before this one
 
     def has_lost_deletion(self, tenant: bytes, deletion: bool, chunks: bytes) -> bool:
-        """True if an engine with these digests has lost a known deletion."""
+        """Return True if a backend with these digests has lost a known deletion."""
         if tenant != self.tenant_digest and ((self.deletion_epoch and not deletion) or tenant in self.past_digests):
             return True
         return bool(self.tombstones) and not chunks and tenant in (b"", self.tenant_digest)
 
 
 class DeletionEpochs:
-    """Deletion marks by tenant, at most ``_MOST`` of them.
+    """Observed deletion epochs by tenant, of at most ``_MAX_TENANTS``.
 
-    ``note`` keeps a small value for the next start; None deletes it. News are written down when they were acted on, or
-    a sudden end would leave what was deleted. Runs on the event loop.
+    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted once it has been applied,
+    or a sudden end would leave what was deleted. ``on_change`` holds subscribers. Runs on the event loop.
     """
 
     def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:
         self._write_note = write_note
+        self.on_change: list[Callable[[bytes, EpochChange], None]] = []
         self._tenants: OrderedDict[bytes, _TenantRecord] = OrderedDict()
         self._global_digest: bytes | None = None  # its digest; None: never seen
         self._global_deletion_epoch = b""  # the mark itself, where a deletion made it
@@ -91,13 +94,13 @@ class DeletionEpochs:
         return root in self._tenants
 
     def predates_deletion(self, chunk: Chunk) -> bool:
-        """Whether a chunk was listed here before the last deletion elsewhere that may concern it."""
+        """Return True if a chunk was inserted here before the last remote deletion that may concern it."""
         known = self._tenants.get(chunk.root)
         of_tenant = self._forgotten_deleted_at if known is None else max(known.deleted_at, known.unsure_until)
         return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
 
     def is_withheld(self, chunk: Chunk) -> bool:
-        """True while a chunk from before a loss of the engine's data is not offered again."""
+        """Return True while a chunk from before a loss of the backend's data is not offered again."""
         known = self._tenants.get(chunk.root)
         return (
             known is not None
@@ -106,7 +109,21 @@ class DeletionEpochs:
         )
 
     def observe(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
-        """Compares the marks that the engine has now with those of the last time. Returns what has happened since."""
+        """Compare a tenant's epochs with those last observed, and notify ``on_change`` of a difference."""
+        change = self.compare(root, epochs)
+        if change is not EpochChange.NONE:
+            self.notify(root, change)
+        if change is EpochChange.EPOCH_LOST and epochs.chunks_epoch:
+            self.observe(root, epochs)  # chunk deletions since the loss are a change of their own
+        return change
+
+    def notify(self, root: bytes, change: EpochChange) -> None:
+        """Call the subscribers in the order in which they were added."""
+        for call in self.on_change:
+            call(root, change)
+
+    def compare(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
+        """Compare a tenant's epochs with those last observed, and remember them."""
         now = time.monotonic()
         if self.is_global_deletion_lost(epochs.global_epoch):
             return EpochChange.DELETION_LOST
@@ -151,7 +168,7 @@ class DeletionEpochs:
         return everything if everything is not EpochChange.NONE else change
 
     def is_global_deletion_lost(self, mark: bytes | None) -> bool:
-        """True if an engine with this mark has lost a known deletion of everything."""
+        """Return True if a backend with this global epoch has lost a known deletion of everything."""
         value = epoch_digest(mark)
         return bool(self._global_deletion_epoch) and value != self._global_digest and (
             not value or value in self._past_global_digests
@@ -193,9 +210,11 @@ class DeletionEpochs:
     def record_own_deletion(
         self, root: bytes, mark: bytes, before: bytes | None = None, *, crossed: bool = False
     ) -> None:
-        """Notes that this node has deleted a tenant, without ``root`` everything, which has ``mark`` now and had the
-        mark ``before``. With ``crossed``, other nodes have deleted something of the tenant before: what was listed here
-        by now is to go."""
+        """Record this node's deletion of a tenant, without ``root`` of everything.
+
+        ``mark`` is its epoch, ``before`` the one that it replaced. With ``crossed``, other nodes have deleted something
+        of the tenant before: chunks inserted here by now are to be removed.
+        """
         now = time.monotonic()
         if not root:
             self._past_global_digests = _append_digest(self._past_global_digests, epoch_digest(before))
@@ -211,23 +230,23 @@ class DeletionEpochs:
         self._remember(root, after)
 
     def record_own_tombstones(self, root: bytes, gone: set[bytes]) -> None:
-        """Notes chunks of a tenant that this node has deleted: they need not be acted on."""
+        """Record tombstones of this node's deletion of chunks: they need not be applied."""
         known = self._tenants.get(root)
         if known is not None:
             self._set_tombstones(root, known, gone)
 
     def unapplied_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
-        """Returns which of a tenant's deleted chunks were not acted on yet."""
+        """Return which tombstones of a tenant were not applied yet."""
         known = self._tenants.get(root)
         return gone if known is None else gone - known.tombstones
 
     def has_tombstones(self, root: bytes) -> bool:
-        """Whether deletions of single chunks of a tenant are known."""
+        """Return True if tombstones of the tenant are known."""
         known = self._tenants.get(root)
         return known is not None and bool(known.tombstones)
 
     def missing_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
-        """Returns the names of deleted chunks that are known here, and that the engine does not have any more."""
+        """Return known tombstones that the backend has no longer."""
         known = self._tenants.get(root)
         if known is None:
             return set()
@@ -235,8 +254,7 @@ class DeletionEpochs:
         return {name for name in known.tombstones if name[: keys.HASH_BYTES] not in there}
 
     def lost_deletions(self, root: bytes, epochs: TenantEpochs) -> dict[bytes, bytes]:
-        """Returns the marks of deletions to write back: of everything under an empty key, of the tenant under
-        ``root``."""
+        """Return deletion epochs to write back: the global one under an empty key, the tenant's under ``root``."""
         out: dict[bytes, bytes] = {}
         if self.is_global_deletion_lost(epochs.global_epoch):
             out[b""] = self._global_deletion_epoch
@@ -254,19 +272,21 @@ class DeletionEpochs:
         return out
 
     def tenants_with_deletions(self) -> list[bytes]:
-        """The tenants of which a deletion is known."""
+        """Return the tenants of which a deletion is known."""
         return [root for root, known in self._tenants.items() if known.deletion_epoch or known.tombstones]
 
     def observed_at(self, root: bytes) -> float:
-        """When the last news of a tenant were, without ``root`` of everything; monotonic seconds."""
+        """Return when the last change of a tenant, without ``root`` of everything, was observed (monotonic)."""
         if not root:
             return self._all_deleted_at
         known = self._tenants.get(root)
         return time.monotonic() if known is None else known.unapplied_since
 
     def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
-        """Notes that the news of a tenant heard then are done here, without ``root`` those of everything; with ``gone``
-        they were of those chunks, else of all."""
+        """Record that a change observed at ``heard`` is applied here.
+
+        Without ``root`` that of everything; with ``gone`` it was the deletion of those chunks, else of all.
+        """
         if not root:
             self._persist_global()
             return
@@ -280,7 +300,7 @@ class DeletionEpochs:
             self._persist(root)
 
     def _set_tombstones(self, root: bytes, known: _TenantRecord, gone: set[bytes]) -> None:
-        """Of a chunk that was deleted more than once the last name counts."""
+        """Replace tombstones of chunks that were deleted more than once by the last one."""
         fresh = {name[: keys.HASH_BYTES] for name in gone}
         kept = {name for name in known.tombstones if name[: keys.HASH_BYTES] not in fresh} | gone
         if kept != known.tombstones:
@@ -300,7 +320,7 @@ class DeletionEpochs:
             self._write_note(NOTE_PREFIX + root, value + (known.deletion_epoch or _NONE) + b"".join(known.past_digests))
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Takes up a note of an earlier start, when what is on disk is listed; one that cannot be read is forgotten."""
+        """Restore a note of an earlier start, once durable chunks are indexed; an unreadable one is removed."""
         if name.startswith(TOMBSTONES_PREFIX):
             self._restore_tombstones(name, value)
             return
@@ -336,7 +356,7 @@ class DeletionEpochs:
         known.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
-        """Forgets a tenant that has nothing here, unless a deletion of it is known: the engine may lose it."""
+        """Forget a tenant that has no chunks here, unless a deletion is known that the backend may lose."""
         known = self._tenants.get(root)
         if known is not None and not known.deletion_epoch and not known.tombstones:
             del self._tenants[root]

@@ -1,6 +1,6 @@
-"""Keeps an eye on the engine: connects, tries again while the circuit is open, and measures while nothing is read.
+"""Health probe of the backend: connects, retries while the circuit is open, and measures while nothing is read.
 
-So no request pays for finding out that the engine is back, or that it has become fast enough again.
+So no request pays for finding out that the backend is back, or that it has become fast enough again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 class HealthProbe:
-    """Of one tier. ``run`` goes on until it is cancelled."""
+    """The probe of one tier. ``run`` goes on until it is cancelled."""
 
     def __init__(self, tier: RemoteTier) -> None:
         self._tier = tier
@@ -73,7 +73,7 @@ class HealthProbe:
             log.info("the remote tier answers again", engine=tier.backend.name)
 
     async def _reconnect(self) -> None:
-        """Over the connection that there is, or a new one. Raises RemoteFailed."""
+        """Probe over the existing connection, or a new one. Raises RemoteFailed."""
         tier = self._tier
         tier.latency.reset_latency()
         if self._connected:
@@ -90,7 +90,7 @@ class HealthProbe:
         tier.backend_generation += 1
 
     def _report_down(self) -> None:
-        """Logs once that the engine is away."""
+        """Log an outage once."""
         if not self._is_reported_down:
             self._is_reported_down = True
             breaker = self._tier.reads if not self._tier.reads.allows_calls else self._tier.writes

@@ -23,7 +23,7 @@ _LIST_PAGE_SIZE = 1000
 
 
 class ObjectStoreBackend(ABC):
-    """A ``RemoteEngine``. Raises ConfigurationError without its client, or for settings that it refuses."""
+    """An object store. Raises ConfigurationError without its client, or for settings that it refuses."""
 
     name: str
     part_bytes = 8 << 20
@@ -56,7 +56,7 @@ class ObjectStoreBackend(ABC):
 
     @abstractmethod
     def _new(self, **options: Any) -> Any:
-        """A client of the store."""
+        """Create a client of the store."""
 
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
         store = self._store(lane)
@@ -121,7 +121,7 @@ class ObjectStoreBackend(ABC):
 
 
 class S3Backend(ObjectStoreBackend):
-    """Of a bucket."""
+    """A bucket of S3, or of a store with its protocol."""
 
     name = "s3"
 
@@ -139,7 +139,7 @@ class S3Backend(ObjectStoreBackend):
 
 
 class AzureBackend(ObjectStoreBackend):
-    """Of a container; an account's key is in base64."""
+    """A container of Azure Blob Storage; an account's key is in base64."""
 
     name = "azure"
 

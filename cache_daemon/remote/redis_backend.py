@@ -1,7 +1,7 @@
-"""Valkey and Redis, single or cluster, through ``valkey-glide``.
+"""Valkey and Redis backend, single or cluster, through ``valkey-glide``.
 
-The client multiplexes: calls that are made at once go out as one, so that many sets are a pipeline. A second client is
-the second lane for hedged reads.
+The client multiplexes: concurrent calls go out as one, so many sets are a pipeline. A second client is the second lane
+for hedged reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEANINGS = {
 
 
 class RedisBackend:
-    """A ``RemoteEngine``. Raises ConfigurationError without its client."""
+    """A Valkey or Redis server. Raises ConfigurationError without its client."""
 
     name = "valkey"
     # The server copies a value while it serves nobody else.
@@ -137,7 +137,7 @@ class RedisBackend:
 
 
 def _reason(error: Exception) -> str:
-    """What happened, in our words: the server's may name keys."""
+    """Describe an error in our own words: the server's may name keys."""
     text = str(error).lower()
     if why := tls_error_reason(text):
         return why
@@ -148,7 +148,7 @@ def _reason(error: Exception) -> str:
 
 
 def _text(name: bytes) -> str | None:
-    """A name, None for one that cannot be ours: who else writes there keeps nobody from deleting."""
+    """Decode a name; None for one that cannot be ours: another writer's keys must not prevent deletions."""
     try:
         return name.decode()
     except UnicodeDecodeError:
@@ -156,5 +156,5 @@ def _text(name: bytes) -> str | None:
 
 
 def _escaped(prefix: str) -> str:
-    """A prefix as a pattern that means itself."""
+    """Escape a prefix for use in a pattern."""
     return "".join(f"\\{c}" if c in "*?[]\\^" else c for c in prefix)

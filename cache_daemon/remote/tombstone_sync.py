@@ -1,6 +1,6 @@
-"""Deletions that other nodes have done in a remote tier, also while this node was down: found soon, and done here.
+"""Applies deletions of other nodes here, also those done while this node was down.
 
-One small value says whether there was any; then the marks of all tenants are read that have something here.
+One small value says whether there was any; then the epochs of all tenants are read that have chunks here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from itertools import islice
 from math import inf
 
@@ -18,8 +17,10 @@ from kvsidecar import keys
 from cache_daemon.remote import tombstones
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
-from cache_daemon.remote.epoch_format import TenantEpochs, new_epoch
+from cache_daemon.remote.fetch_request import InflightLookups
+from cache_daemon.remote.remote_record import TenantEpochs, new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
+from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import WriteBehindQueue
 from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
@@ -35,24 +36,23 @@ log = structlog.get_logger("cache_daemon")
 
 
 class TombstoneApplier:
-    """Of one store. ``void`` hears whose look-ups that are under way are worth nothing any more, and with a second
-    argument only those that found some of these chunks."""
+    """Polls the backend's deletion epochs and tombstones, and deletes the same chunks here.
+
+    It also writes back deletions that the backend has lost. Runs on the event loop.
+    """
 
     def __init__(
         self,
         tier: RemoteTier,
-        marks: DeletionEpochs,
-        sending: WriteBehindQueue,
-        walks: BulkOps,
-        void: Callable[..., None],
+        epochs: DeletionEpochs,
+        deletions: DeletionWriter,
+        write_behind: WriteBehindQueue,
+        bulk: BulkOps,
+        lookups: InflightLookups,
     ) -> None:
-        self._tier, self._epochs, self._write_behind, self._bulk, self._invalidate_lookups = (
-            tier,
-            marks,
-            sending,
-            walks,
-            void,
-        )
+        self._tier, self._epochs, self._deletions = tier, epochs, deletions
+        self._write_behind, self._bulk, self._lookups = write_behind, bulk, lookups
+        self.num_restored = 0  # deletions done again because the backend had lost them
         self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # by whose it is, and when it was heard
         self._wake = asyncio.Event()
         self._last_poll: tuple[int, int, bytes | None] | None = None  # at what everything was looked at
@@ -61,29 +61,29 @@ class TombstoneApplier:
         ] = {}  # tenants of which something was listed, and whose marks are not known
         self._next_poll_at = 0.0
         self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; everything's under an empty key
-        walks.tiers.on_indexed.append(self._on_indexed)
+        bulk.tiers.on_indexed.append(self._on_indexed)
+        epochs.on_change.append(self.on_epoch_change)
 
     def _on_indexed(self, chunk: Chunk) -> None:
-        """A deletion is news to a node only if it has seen the marks of before: it looks at a tenant's as soon as it
-        has something of it."""
+        """Poll a tenant that has its first chunk here: only a node that knows the epoch sees its change."""
         if chunk.root not in self._epochs:
             self._unseen_tenants[chunk.root] = None
             self._wake.set()
 
     def on_epoch_change(self, root: bytes, news: EpochChange) -> None:
-        """Others have deleted something of a tenant: it is done here soon."""
+        """Schedule the deletion here of what another node has deleted."""
         if news is EpochChange.EPOCH_LOST:
             return
         root = b"" if news is EpochChange.ALL_DELETED else root
         if news is not EpochChange.CHUNKS_DELETED:
-            self._invalidate_lookups(root)
+            self._lookups.invalidate(root)
         if news is EpochChange.DELETION_LOST and (root, news) in self._unapplied:
             return
         self._unapplied[root, news] = self._epochs.observed_at(root)
         self._wake.set()
 
     async def run(self) -> None:
-        """Goes on until it is cancelled."""
+        """Poll and apply until cancelled."""
         await self._forget_absent_tenants()
         while True:
             self._wake.clear()
@@ -99,7 +99,7 @@ class TombstoneApplier:
                     await self._wake.wait()
 
     async def _forget_absent_tenants(self) -> None:
-        """Tenants that have nothing on disk any more need not be known."""
+        """Forget tenants that have no chunks on disk any more."""
         turns = YieldTimer()
         for root in self._epochs:
             if not self._bulk.page(root, root, 1):
@@ -117,7 +117,7 @@ class TombstoneApplier:
             return
         state = (
             self._tier.backend_generation,
-            self._write_behind.counters.deleted,
+            self._deletions.num_done,
             await self._tier.read_deletions_epoch(),
         )
         if state == self._last_poll:
@@ -147,13 +147,13 @@ class TombstoneApplier:
 
     async def _poll_tenants(self, roots: list[bytes]) -> None:
         for root, marks in zip(roots, await self._tier.read_epochs(roots) if roots else [], strict=True):
-            self._write_behind.observe_epochs(root, marks)
+            self._epochs.observe(root, marks)
             self._unseen_tenants.pop(root, None)
 
     # ---- doing it -------------------------------------------------------------------------------------------
 
     async def _apply(self) -> None:
-        """What needs the engine comes last, and may fail."""
+        """Apply scheduled deletions; those that need the backend come last, and may fail."""
         for (root, news), heard in sorted(self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True):
             if news is EpochChange.DELETION_LOST:
                 await self._write_back(root)
@@ -170,7 +170,7 @@ class TombstoneApplier:
         gone = await tombstones.read_tombstones(self._tier, root)
         async with self._write_behind.write_lock:  # what is being written now is known to be there afterwards
             fresh = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, gone))
-            self._invalidate_lookups(root, fresh)
+            self._lookups.invalidate(root, fresh)
             for key in sorted(fresh):
                 chunk = self._bulk.get(key)
                 if chunk is not None and chunk.root == root:
@@ -184,10 +184,10 @@ class TombstoneApplier:
     # ---- deletions that the engine has lost -----------------------------------------------------------------
 
     async def _write_back(self, root: bytes) -> None:
-        """Writes deletions that the engine has lost there again: what it had from before them counts no more.
+        """Write deletion epochs back that the backend has lost, so that older records count no more.
 
-        The very mark comes back, which nodes that know the deletion need not act on. Where two nodes disagree which
-        mark is the later one, a second time within minutes, a new deletion ends that.
+        The same epoch comes back, which nodes that know the deletion need not apply. Where two nodes disagree which
+        epoch is the later one, a second time within minutes, a new deletion ends that.
         """
         async with self._write_behind.write_lock:
             everything = TenantEpochs(await self._tier.read_global_epoch(), None, None)
@@ -203,7 +203,7 @@ class TombstoneApplier:
                 await self._tier.write([(name, mark)], None)
                 self._written_back[whose] = time.monotonic()
                 await tombstones.purge(self._tier, whose)
-                self._write_behind.counters.restored += 1
+                self.num_restored += 1
                 log.warning("the remote tier had lost a deletion, which is done there again", everything=not whose)
             if root:
                 unmarked = marks.chunks_epoch is None and self._epochs.has_tombstones(root)
@@ -212,14 +212,14 @@ class TombstoneApplier:
         self._write_behind.wake_for_corrupt()
 
     async def _write_back_chunks(self, root: bytes, gone: set[bytes], unmarked: bool = False) -> None:
-        """Writes names of deleted chunks there again; ``gone`` are those that it has, perhaps without their mark."""
+        """Write lost tombstones back; ``gone`` are those that the backend has, perhaps without their epoch."""
         missing = self._epochs.missing_tombstones(root, gone)
         if not missing and not unmarked:
             return
         hashes = frozenset(name[: keys.HASH_BYTES] for name in missing)
-        self._invalidate_lookups(root, hashes)
+        self._lookups.invalidate(root, hashes)
         await tombstones.write_tombstones(self._tier, root, missing)
         for key in hashes:
             self._tier.queue_removal(root, key)
-        self._write_behind.counters.restored += 1
+        self.num_restored += 1
         log.warning("the remote tier had lost deletions of chunks, which are done there again", chunks=len(hashes))

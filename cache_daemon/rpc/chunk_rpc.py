@@ -14,7 +14,7 @@ from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.call_wrapper import cancelled_later, unary
 from cache_daemon.rpc.servicer_base import AtDoor
 from cache_daemon.store.commit import ReserveResult
-from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
@@ -51,25 +51,18 @@ class Chunks(AtDoor):
         request_validation.room_for("chunks under lease in this session", held, request_validation.MAX_LEASED_CHUNKS)
         if self.shared.asked is not None:
             self.shared.asked(keys.tenant_root(session.namespace, salt), ids)
-        cuts, price = (
+        hints = FetchHints(
             request_validation.cuts_of(request.cuts, len(request.token_ids)),
             request_validation.price_of(request.seconds_per_token),
+            _patience(context),
         )
-        brought, window, until = (
-            None,
-            request.window,
-            self.store.ttl.deadline_of(request_validation.ttl_of(request.ttl_seconds)),
-        )
-        if cuts and self.store.remote is not None:
-            window = 0
-            brought = await self.store.remote.fetch(session, salt, ids, cuts, price, _patience(context), until)
-        result = await self.store.match(session, salt, ids, probes, window, until)
+        expires_at = self.store.deadline_of(request_validation.ttl_of(request.ttl_seconds))
+        result = await self.store.match(session, salt, ids, probes, request.window, expires_at, hints)
         if result.lease_id:
             result = replace(result, lease_id=rename_handle(session.leases, result.lease_id, name))
             cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result, with_offsets=session.shares_memory)
-        if brought is not None:
-            answer.remote_tokens, answer.remote_ms = min(brought.tokens, answer.matched_tokens), brought.seconds * 1e3
+        answer.remote_tokens, answer.remote_ms = result.fetched_tokens, result.fetch_ms
         return answer
 
     @unary
@@ -82,7 +75,7 @@ class Chunks(AtDoor):
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         request_validation.check_headers(request.headers)
         names = request_validation.reservations_of(request.reservation_ids, len(request.headers))
-        until = self.store.ttl.deadline_of(request_validation.ttl_of(request.ttl_seconds))
+        until = self.store.deadline_of(request_validation.ttl_of(request.ttl_seconds))
         request_validation.room_for(
             "reservations of this session", len(session.reservations), request_validation.MAX_RESERVATIONS
         )
@@ -123,7 +116,7 @@ class Chunks(AtDoor):
     async def _matched(self, result: MatchResult, *, with_offsets: bool) -> pb.MatchResponse:
         """Callers that share no memory are not told where in it chunks lie: where others' begin and end is theirs."""
         out = pb.MatchResponse(
-            matched_tokens=result.passed_tokens + sum(m.tokens for m in result.matches),
+            matched_tokens=result.matched_tokens,
             passed_tokens=result.passed_tokens,
             promoted_tokens=result.promoted_tokens,
             promote_ms=result.promote_ms,

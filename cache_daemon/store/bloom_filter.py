@@ -1,4 +1,4 @@
-"""The daemon's side of the index summary: a counting Bloom filter, its bits in memory that workers map."""
+"""Counting Bloom filter over the index, in memory that workers map."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _SATURATED = 0xFFFF
 
 
 class CountingBloomFilter:
-    """Counts how many chunks set each bit, so that it is cleared with the last one. ``memory`` is all zeros; nobody
-    else writes to it."""
+    """Counts the chunks behind each bit, so that the last one clears it.
+
+    ``memory`` is all zeros at first, and has no other writer.
+    """
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -45,7 +47,7 @@ class CountingBloomFilter:
             yield from positions(head, len(self._memory))
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
-        """Raises AssertionError unless the counts are those of the chunks, and the bits those of the counts."""
+        """Raise AssertionError unless counts match the chunks, and bits the counts."""
         fresh = CountingBloomFilter(memoryview(bytearray(len(self._memory))))
         for chunk in chunks:
             fresh.add(chunk)
@@ -55,5 +57,5 @@ class CountingBloomFilter:
         ), "the summary's bits differ from its counts"
 
     def describe(self) -> IndexSummary:
-        """What a worker needs to map it."""
+        """Describe the memory to a worker that maps it."""
         return IndexSummary(size_bytes=len(self._memory))

@@ -1,8 +1,8 @@
-"""The one path by which chunks become visible.
+"""Insertion of verified chunks: the only path into the index.
 
-Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for what is durable already,
-``Inserter.restore``; nothing else adds to the index. So a chunk is listed once, behind its parent, whoever else brings
-the same chunk meanwhile; and no chunk of a group makes way for the next one.
+Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for durable chunks, in
+``ChunkInserter.restore``. So a chunk is indexed once, behind its parent, even if several callers bring the same chunk;
+and no chunk of a group is evicted for the next one.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class ChunkInserter:
     ttl: TtlIndex
 
     def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
-        """Begins a group of chunks, some of which continue ``parents``. To be used as a context manager."""
+        """Begin a group of chunks, some of which are children of ``parents``. Use it as a context manager."""
         return Insertion(self, parents)
 
     def parent_is_live(self, root: bytes, parent_key: bytes, start: int) -> bool:
-        """Returns whether a chunk's parent is listed, ends at ``start`` and will stay.
+        """Return True if a chunk's parent is indexed, ends at ``start`` and will stay.
 
         The parent may have been evicted meanwhile, or superseded.
         """
@@ -74,8 +74,10 @@ class ChunkInserter:
         )
 
     def restore(self, chunk: Chunk) -> bool:
-        """Lists a chunk that an earlier start has made durable, after its parent. False when it cannot be there: its
-        parent is missing, or ends elsewhere."""
+        """Index a durable chunk of an earlier start, after its parent.
+
+        Returns False when its parent is missing or ends elsewhere.
+        """
         if not self.parent_is_live(chunk.root, chunk.parent_key, chunk.start_position):
             return False
         self.tiers.index_chunk(chunk)
@@ -84,10 +86,10 @@ class ChunkInserter:
 
 @dataclass(eq=False)
 class Insertion:
-    """A group of chunks on its way in.
+    """A group of chunks being inserted.
 
-    Until it is closed, nothing evicts the chunks that it has inserted or found, nor those that they continue; from the
-    arena they may go as soon as they are durable. Runs on the event loop.
+    Until it is closed, the chunks that it has inserted or found, and their parents, are not evicted; they may leave the
+    arena once they are durable. Runs on the event loop.
     """
 
     inserter: ChunkInserter
@@ -108,10 +110,10 @@ class Insertion:
             self.inserter.tiers.update_evictable(chunk)
 
     def insert(self, arrivals: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
-        """Lists chunks, parents before children, and queues them for the durable tier.
+        """Index chunks, parents before children, and queue them for the durable tier.
 
-        It takes the slots over: those of chunks that are not inserted are freed. With ``awaited`` a request waits for
-        more of the group, and the durable tier gets the chunks in a moment.
+        It takes over the slots: those of chunks that are not inserted are freed. With ``delay_persist`` a request waits
+        for more of the group, and the chunks are written a moment later.
         """
         return [self._insert(arrival, delay_persist) for arrival in arrivals]
 
@@ -149,8 +151,7 @@ class Insertion:
         return outcome
 
     def _make_visible(self, chunk: Chunk, delay_persist: bool) -> None:
-        """Makes a chunk visible, and lets it supersede the siblings that are a prefix of it, unless their pins cannot
-        move on."""
+        """Index a chunk and let it supersede siblings that are a prefix of it, unless their pins cannot move on."""
         inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
         tiers.index_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):

@@ -1,11 +1,11 @@
-"""Finding and leasing chunks: the one thing on the path to the first token."""
+"""Prefix and content match with leases: the path to the first token."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -19,8 +19,10 @@ from kvsidecar.errors import UnknownSession
 from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.sessions import LeaseGuard, Session
+from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
@@ -42,9 +44,25 @@ TokenRanges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
+class FetchHints:
+    """Limits of a fetch from the remote tier: without ``chunk_ends`` nothing is fetched.
+
+    ``chunk_ends`` are the rising ends of the prompt's chunks in tokens, ``seconds_per_token`` the caller's prefill cost
+    (0: unknown), ``timeout_seconds`` the longest time that it waits.
+    """
+
+    chunk_ends: Sequence[int] = ()
+    seconds_per_token: float = 0.0
+    timeout_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class MatchResult:
-    """The longest stored prefix, behind ``passed_tokens`` that are not wanted, and chunks found by content, each with
-    its place in the prompt; under one lease."""
+    """Longest stored prefix and content matches, under one lease.
+
+    The prefix begins behind ``passed_tokens`` that are outside the window. ``contents`` are ``(start, match)`` with the
+    position in the prompt. ``fetched_tokens`` came from the remote tier in ``fetch_ms``.
+    """
 
     matches: tuple[MatchedChunk, ...]
     passed_tokens: int = 0
@@ -52,25 +70,32 @@ class MatchResult:
     promoted_tokens: int = 0
     promote_ms: float = 0.0
     lease_id: bytes = b""
+    fetched_tokens: int = 0
+    fetch_ms: float = 0.0
+
+    @property
+    def matched_tokens(self) -> int:
+        """Tokens of the prefix, with those outside the window."""
+        return self.passed_tokens + sum(m.tokens for m in self.matches)
 
 
 class Lookup:
-    """``durable`` is read on ``in_thread``; ``progress`` waits until the durable writer has let go of something."""
+    """Finds chunks, promotes them to the arena and leases them. Runs on the event loop."""
 
     def __init__(
         self,
         tiers: TierManager,
         ttl: TtlIndex,
         durable: DurableTier | None,
-        in_thread: Callable[[Callable[[], list[ReadResult]]], Awaitable[list[ReadResult]]],
-        wait_progress: Callable[[float], Awaitable[bool]],
+        persistence: Persistence | None,
+        threads: StoreThreads,
     ) -> None:
         self._tiers, self._ttl, self._durable = tiers, ttl, durable
-        self._in_thread, self._wait_progress = in_thread, wait_progress
+        self._persistence, self._threads = persistence, threads
         self._pending_touches: deque[Chunk] = deque()
 
     def probe(self, root: bytes, ids: bytes) -> list[MatchedChunk]:
-        """The longest stored prefix without leases."""
+        """Return the longest stored prefix without leases."""
         return self._drop_expired(self._tiers.index.match(root, ids))
 
     async def match(
@@ -82,13 +107,14 @@ class Lookup:
         window: int = 0,
         expires_at: float = inf,
     ) -> MatchResult:
-        """Leases the longest stored prefix of ``ids`` (uint32 little-endian), bringing it into the arena where it is
-        not, and chunks whose tokens are those of a stretch ``(start, tokens)`` of ``contents`` that reaches beyond it.
-        With a ``window``, of the prefix only what has one of the last so many tokens. All that is found is kept
-        ``until`` then, on the store's clock.
+        """Lease the longest stored prefix of ``ids`` (uint32 little-endian), promoting it to the arena.
 
-        What cannot be brought in (corrupt, no room) ends the prefix; that is never an error. Raises UnknownSession when
-        the session ended meanwhile. Whoever is cancelled holds nothing.
+        It also leases chunks whose tokens are those of a range ``(start, tokens)`` of ``contents`` that reaches beyond
+        the prefix. With a ``window``, only the part of the prefix that has one of the last ``window`` tokens. The TTL
+        of all that is found is extended to ``expires_at``, on the store's clock.
+
+        A chunk that cannot be promoted (corrupt, arena full) ends the prefix; that is never an error. Raises
+        UnknownSession when the session ended meanwhile. A caller that is cancelled holds nothing.
         """
         limit: int | None = None  # where it ends was not there: another window is wanted, and then none
         for _ in range(_MAX_WINDOW_TRIES):
@@ -109,8 +135,10 @@ class Lookup:
         expires_at: float,
         limit: int | None,
     ) -> tuple[MatchResult | None, int]:
-        """The same of a prefix of at most ``limit`` tokens, and where it ends; None when that is earlier than the
-        window was taken for."""
+        """Match at most ``limit`` tokens. Returns the result and its end.
+
+        The result is None when the prefix ends earlier than the window was chosen for.
+        """
         known = ids if limit is None else ids[: limit * keys.TOKEN_BYTES]
         found = self._drop_other_layout(session, self._drop_expired(self._tiers.index.match(root, known)))
         covered, passed = sum(n for _, n in found), _num_outside_window(found, window)
@@ -152,7 +180,7 @@ class Lookup:
         return MatchResult(matches, behind, placed, promoted, promote_ms, lease_id), end
 
     async def acquire(self, chunk: Chunk) -> LeaseGuard | None:
-        """Keeps one chunk in the arena; None when it cannot be brought in."""
+        """Lease one chunk in the arena; None when it cannot be promoted."""
         hold = LeaseGuard([chunk], self._tiers.on_released)
         try:
             if chunk.arena_state is not Residency.PRESENT:
@@ -169,7 +197,7 @@ class Lookup:
     # ---- parts ----------------------------------------------------------------------------------------------
 
     def _drop_expired(self, found: list[MatchedChunk]) -> list[MatchedChunk]:
-        """What is found, without chunks whose time to live has passed; those go."""
+        """Cut a match at the first expired chunk, which is removed."""
         if not found or (found[0][0].tenant.limits.ttl_seconds is None and found[-1][0].expires_at == inf):
             return found
         now = self._tiers.clock()
@@ -180,8 +208,11 @@ class Lookup:
         return found
 
     def _drop_other_layout(self, session: Session, found: list[MatchedChunk]) -> list[MatchedChunk]:
-        """What is found, unless its layout is not the session's: an archive may have said so, whose root nobody can
-        undo. All chunks of a root have one layout, and those are dropped."""
+        """Reject chunks of another layout than the session's.
+
+        An archive may have claimed their root, which cannot be verified. All chunks of a root have one layout; these
+        are removed.
+        """
         if not found or Geometry.of(found[0].chunk.header) == session.geometry:
             return found
         dropped = self._tiers.remove_subtree(found[0].chunk, EVENT_TYPE_DELETED)
@@ -207,14 +238,14 @@ class Lookup:
 
     @staticmethod
     def _usable(found: Sequence[MatchedChunk]) -> tuple[MatchedChunk, ...]:
-        """The leading chunks that are in the arena."""
+        """Return the leading chunks that are in the arena."""
         usable = 0
         while usable < len(found) and _is_readable(found[usable].chunk):
             usable += 1
         return tuple(found[:usable])
 
     async def _promote(self, chunks: Sequence[Chunk]) -> None:
-        """Brings held chunks into the arena, in order, until one does not fit."""
+        """Load leased chunks into the arena, in order, until one does not fit."""
         jobs: list[tuple[Chunk, Slot]] = []
         waits: list[asyncio.Future[None]] = []
         try:
@@ -245,7 +276,11 @@ class Lookup:
 
     async def _allocate(self, chunk: Chunk) -> Slot | None:
         slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
-        if slot is None and await self._wait_progress(_ARENA_WAIT_SECONDS):
+        if (
+            slot is None
+            and self._persistence is not None
+            and await self._persistence.wait_progress(_ARENA_WAIT_SECONDS)
+        ):
             slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
         return slot
 
@@ -269,7 +304,7 @@ class Lookup:
 
         outcomes = [ReadResult.FAILED] * len(jobs)
         try:
-            outcomes = await self._in_thread(read)
+            outcomes = await self._threads.read(read)
         finally:
             for (chunk, slot), outcome in zip(jobs, outcomes, strict=True):
                 self._finish_load(chunk, slot, outcome)
@@ -304,7 +339,7 @@ class Lookup:
         counts.content_tokens += sum(m.tokens for _, m in placed)
 
     def _record_use(self, path: list[Chunk], elsewhere: list[Chunk]) -> None:
-        """Notes a use, and tells the tiers of it once the answer is on its way."""
+        """Count a use now, and tell the eviction policies once the answer is on its way."""
         now = self._tiers.clock()
         for chunk in (*path, *elsewhere):
             chunk.hits += 1
@@ -321,7 +356,7 @@ class Lookup:
             asyncio.get_running_loop().call_soon(self._apply_some_touches)
 
     def apply_all_touches(self) -> None:
-        """Tells the tiers of every use that they have not yet heard of."""
+        """Tell the eviction policies all uses that are pending."""
         self._apply_touches(len(self._pending_touches))
 
     def _apply_touches(self, limit: int) -> None:
@@ -330,7 +365,7 @@ class Lookup:
 
 
 def _num_outside_window(found: Sequence[MatchedChunk], window: int) -> int:
-    """How many leading chunks end before the last ``window`` tokens of those that are found whole."""
+    """Count leading chunks that end before the last ``window`` tokens of the whole matches."""
     if not window:
         return 0
     ends = list(accumulate(n for _, n in found))

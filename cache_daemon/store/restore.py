@@ -1,4 +1,4 @@
-"""Taking up what an earlier start left in the durable tier."""
+"""Restores chunks and notes of the durable tier at start."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class StoreRestorer:
-    """``note`` hears the name and value of every small value that was kept."""
+    """Indexes what an earlier start made durable. ``note`` is called with the name and value of every note."""
 
     inserter: ChunkInserter
     persistence: Persistence
     note: Callable[[bytes, bytes], None]
 
     async def restore(self, durable: DurableTier, reading: Executor) -> None:
-        """Lists the tier's chunks, and tells of its notes. Reads on ``reading``."""
+        """Index the durable tier's chunks and dispatch its notes. Reads on ``reading``."""
         loop = asyncio.get_running_loop()
         loaded = await loop.run_in_executor(reading, lambda: list(durable.load()))
         notes = await loop.run_in_executor(reading, durable.notes)

@@ -1,4 +1,4 @@
-"""The end of a store: work that blocks, under one deadline."""
+"""Shutdown of a store: blocking work under one deadline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 class Shutdown:
-    """A deadline over several pieces of work, each on a thread of its own that nothing waits for at exit."""
+    """A deadline over several pieces of work, each on a daemon thread that does not delay the exit."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -26,7 +26,7 @@ class Shutdown:
 
     @property
     def to_settle(self) -> float:
-        """Seconds left for what is queued to be written."""
+        """Seconds left for queued writes."""
         return self._left(SETTLE_SECONDS)
 
     @property
@@ -38,7 +38,7 @@ class Shutdown:
         return max(0.1, self._began + of_seconds - time.monotonic())
 
     async def run(self, work: Callable[[], object]) -> object:
-        """The result of work that blocks; None when it does not end in time. Raises what the work raises."""
+        """Run blocking work; returns None when it does not end in time. Raises what the work raises."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         outcome: list[object] = []
         raised: list[BaseException] = []

@@ -1,6 +1,6 @@
-"""Where chunks are: takes them in, moves them out of the arena, drops them, and frees what nobody uses any more.
+"""Tier manager: admits chunks to arena and disk, evicts and removes them.
 
-The one place that changes the index, the arena and the books of both tiers.
+The only code that changes the index, the arena and both tiers' ledgers.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ _MIN_EVICTED_BYTES = 64 << 20
 
 @dataclass(eq=False)
 class TierManager:
-    """``clock`` is in seconds and survives restarts (it is Unix time that never goes back)."""
+    """Moves chunks between the tiers and keeps index, ledgers and events in step.
+
+    ``clock`` gives Unix seconds that never go back and survive restarts. The ``on_*`` lists hold subscribers.
+    """
 
     arena: Arena
     index: PrefixIndex
@@ -59,7 +62,7 @@ class TierManager:
     # ---- arrivals -------------------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
-        """Makes a chunk findable. Its parent is, or it begins a prompt."""
+        """Add a chunk to the index. Its parent is there, or it is the first of a prompt."""
         parent = self.parent_of(chunk)
         self.index.add(chunk)
         chunk.tenant.entries += 1
@@ -74,7 +77,7 @@ class TierManager:
             told(chunk)
 
     def finish_load(self, chunk: Chunk, slot: Slot) -> None:
-        """The slot holds the chunk's payload."""
+        """Record that a slot holds the chunk's payload."""
         self.pending_slots.pop(slot, None)
         chunk.slot, chunk.arena_state = slot, Residency.PRESENT
         if chunk.indexed:
@@ -83,21 +86,21 @@ class TierManager:
             self.emit(EVENT_TYPE_PROMOTED, chunk)
 
     def begin_write(self, chunk: Chunk, most_bytes: int) -> None:
-        """The chunk is being written; room for the most that it can take is taken."""
+        """Record that a chunk is being written, and reserve the most bytes that it can take on disk."""
         assert self.disk_ledger is not None
         chunk.disk_state = Residency.IN_FLIGHT
         self.disk_ledger.insert(chunk, most_bytes, self._if_on_disk(self.parent_of(chunk)))
         self.update_evictable(chunk)
 
     def finish_write(self, chunk: Chunk, stored_bytes: int) -> None:
-        """The durable tier has the chunk."""
+        """Record that the durable tier has the chunk."""
         assert self.disk_ledger is not None
         chunk.disk_state, chunk.stored_bytes = Residency.PRESENT, stored_bytes
         self.disk_ledger.resize(chunk, stored_bytes)
         self.update_evictable(chunk)
 
     def abort_write(self, chunk: Chunk) -> None:
-        """The durable tier did not take the chunk, or has removed it although nobody dropped it."""
+        """Record that the durable tier did not take the chunk, or has removed it unasked."""
         assert self.disk_ledger is not None
         chunk.disk_state, chunk.stored_bytes = Residency.ABSENT, 0
         self.disk_ledger.remove(chunk)
@@ -111,10 +114,11 @@ class TierManager:
         return parent if parent is not None and self.disk_ledger is not None and parent in self.disk_ledger else None
 
     def parent_of(self, chunk: Chunk) -> Chunk | None:
+        """Return the parent in the index; None for a first chunk."""
         return None if chunk.is_first else self.index.get(chunk.parent_key)
 
     def touch(self, chunk: Chunk) -> None:
-        """A chunk was used, at its ``used_at``. Of a path, the last chunk first: parents outlive their children."""
+        """Tell both eviction policies that a chunk was used."""
         if not chunk.indexed:
             return
         self.arena_ledger.touch(chunk)
@@ -124,9 +128,11 @@ class TierManager:
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 
     def update_evictable(self, chunk: Chunk) -> None:
-        """Says to both tiers whether a chunk must stay: pinned ones do, those that an insertion continues, and parents,
-        without which what continues them could not be found; but one tier may give up what the other has. Only the
-        disk keeps a pinned chunk that both have: the arena is for what is used."""
+        """Recompute in both tiers whether a chunk may be evicted.
+
+        Pinned chunks, parents of an insertion, and parents of indexed chunks must stay; but one tier may evict what the
+        other one has. A pinned chunk that both have is kept by the disk only: the arena is for what is used.
+        """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
         here = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
         self.arena_ledger.set_protected(chunk, here)
@@ -142,8 +148,10 @@ class TierManager:
     # ---- room in the arena ----------------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
-        """A slot for a chunk that arrives, evicting as long as it helps. None when all that could go is in use, pinned,
-        or not the tenant's. The slot goes to ``list_chunk``, ``arrived_in_arena`` or ``give_back``.
+        """Allocate an arena slot for a new payload, evicting as long as that helps.
+
+        Returns None when all that could be evicted is in use, pinned, or another tenant's. The slot goes to
+        ``index_chunk``, ``finish_load`` or ``release_slot``.
         """
         if size_bytes > self.arena.size_bytes:
             return None
@@ -162,19 +170,19 @@ class TierManager:
         return slot
 
     def release_slot(self, slot: Slot) -> None:
-        """Frees a slot that no chunk came to have."""
+        """Free a slot that no chunk got."""
         del self.pending_slots[slot]
         self.arena.free(slot)
 
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
-        """Whether a payload more is beyond the tenant's quota of the arena, with those that are being copied."""
+        """Return True if a payload exceeds the tenant's arena quota, counting slots that are being filled."""
         if tenant.limits.arena_bytes is None:
             return False
         promised = sum(footprint(slot.size_bytes) for slot, owner in self.pending_slots.items() if owner is tenant)
         return self.arena_ledger.over_quota(tenant, promised + footprint(size_bytes))
 
     def _evict_from_arena(self, tenant: TenantAccount, own: bool) -> int:
-        """Returns the bytes that became free; 0 when nothing can go."""
+        """Evict one chunk. Returns the bytes freed; 0 when no chunk can be evicted."""
         victim = next((c for c in self.arena_ledger.victims(tenant, own) if not c.in_use), None)
         if victim is None:
             return 0
@@ -187,7 +195,7 @@ class TierManager:
         return victim.size_bytes
 
     def evict_from_disk(self, victim: Chunk) -> None:
-        """Takes a chunk that nothing durable continues out of the durable tier; it stays in the arena if there."""
+        """Evict a chunk without durable children from the durable tier; it stays in the arena if it is there."""
         assert self.disk_ledger is not None
         assert self.writer is not None
         self.counters.durable_evictions += 1
@@ -202,7 +210,7 @@ class TierManager:
         self.emit(EVENT_TYPE_UNPERSISTED, victim)
 
     def enforce_entry_quota(self, tenant: TenantAccount) -> bool:
-        """Drops a tenant's own chunks until it may have one more. False when its others cannot go."""
+        """Remove a tenant's own chunks until it may have one more. Returns False if that cannot be done."""
         most = tenant.limits.entries
         while most is not None and tenant.entries >= most:
             shelves = [s for s in (self.disk_ledger, self.arena_ledger) if s is not None]
@@ -214,7 +222,7 @@ class TierManager:
         return True
 
     def _is_evictable(self, chunk: Chunk) -> bool:
-        """Whether a chunk may leave both tiers."""
+        """Return True if a chunk may leave both tiers."""
         return not (chunk.in_use or chunk.pins or chunk.anchors or self.index.has_children(chunk))
 
     # ---- removal --------------------------------------------------------------------------------------------
@@ -222,8 +230,10 @@ class TierManager:
     def remove_subtree(
         self, chunk: Chunk, why: EventType.ValueType = EVENT_TYPE_DELETED, *, on_disk_too: bool = True
     ) -> int:
-        """Removes a chunk and all that continues it. With ``on_disk_too`` False, the durable tier has removed the chunk
-        itself already. Returns how many."""
+        """Remove a chunk and its descendants. Returns how many.
+
+        With ``on_disk_too`` False the durable tier has removed the chunk itself already.
+        """
         members = self.index.subtree(chunk) if chunk.indexed else []
         for member in reversed(members):
             if member.indexed:  # one may take another along
@@ -231,7 +241,7 @@ class TierManager:
         return len(members)
 
     def _unindex(self, chunk: Chunk, why: EventType.ValueType, *, on_disk_too: bool = True) -> None:
-        """Removes a chunk without children."""
+        """Remove a chunk without children."""
         self.index.remove(chunk)
         self.arena_ledger.remove(chunk)
         if self.disk_ledger is not None:
@@ -258,7 +268,7 @@ class TierManager:
         self.on_released(chunk)
 
     def on_released(self, chunk: Chunk) -> None:
-        """Somebody let go of a chunk's slot: it is free if the chunk is listed no more and nobody else uses it."""
+        """Free the slot of a released chunk if it has left the index and has no other user."""
         if not chunk.indexed and not chunk.in_use:
             self._free_slot(chunk)
             self.zombies.discard(chunk)
@@ -271,18 +281,27 @@ class TierManager:
             if chunk.indexed:
                 self.update_evictable(chunk)
 
+    def write_note(self, key: bytes, value: bytes | None) -> None:
+        """Persist a small record for the next start, None deletes it; without a durable tier nothing is kept."""
+        if self.writer is not None:
+            self.writer.note(key, value)
+
     def emit(self, kind: EventType.ValueType, chunk: Chunk) -> None:
+        """Append an event with the chunk's state."""
         self.events.append(kind, chunk.snapshot(self.clock()))
         if kind == EVENT_TYPE_COMMITTED:
             for told in self.on_committed:
                 told(chunk)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is accounted for once and every tier agrees with its books."""
+        """Raise AssertionError unless every slot is accounted for once and the ledgers agree with the chunks."""
         self.arena.check_integrity()
         self.index.check_integrity()
         self.arena_ledger.check_integrity()
         chunks = [*self.index, *self.zombies]
+        slots = [*(c.slot for c in chunks if c.slot is not None), *self.pending_slots]
+        pages = sum(footprint(slot.size_bytes) for slot in slots)
+        assert pages == self.arena.used_bytes, f"slots hold {pages} bytes, the arena {self.arena.used_bytes}"
         assert all(c.slot is not None for c in chunks if c.arena_state is Residency.PRESENT), (
             "a resident without a slot"
         )
@@ -304,7 +323,7 @@ class TierManager:
 
 
 class Clock:
-    """Unix time in seconds that never goes back while the process runs, whatever becomes of the system's clock."""
+    """Unix time in seconds that never goes back while the process runs."""
 
     def __init__(self) -> None:
         self._base = time.time() - time.monotonic()

@@ -19,6 +19,7 @@ from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.sessions import Session
+from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
@@ -114,11 +115,8 @@ async def opened(
     store = ChunkStore(
         MemoryArena(arena_bytes),
         faulty,
-        budget_bytes,
-        new_policy,
-        staging_bytes=staging_bytes,
+        StoreConfig(new_policy, budget_bytes, staging_bytes, clock=clock),
         accounts=TenantAccounts(lambda account: by_id.get(account, TenantLimits())),
-        clock=clock,
         remote=remote,
     )
     await store.start()

@@ -15,10 +15,11 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from cache_daemon.durable.encryption import NoSeal, Seal
 from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
 from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
-from cache_daemon.remote.fetch import FetchResult
+from cache_daemon.remote.fetch_request import FetchResult
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import RemoteWrite
+from cache_daemon.store.lookup import FetchHints
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.stores import Bench, opened
 
@@ -70,7 +71,7 @@ class FleetNode:
     ) -> tuple[int, FetchResult]:
         """Looks a prompt up, checking every byte. Returns the tokens found, and what the remote tier did."""
         brought = await self.remote.fetch(
-            self.bench.session, salt, keys.token_bytes(ids), cuts_of(ids), price, patience
+            self.bench.session, salt, keys.token_bytes(ids), FetchHints(cuts_of(ids), price, patience)
         )  # fmt: skip
         return await self.bench.found(ids, salt), brought
 

@@ -13,7 +13,8 @@ from kvsidecar.errors import ConfigurationError
 from pydantic import ValidationError
 
 from cache_daemon.config import DaemonConfig
-from cache_daemon.remote.address import Credentials, RemoteAddress, credentials_of, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, RemoteAddress, credentials_of, parse_remote
+from cache_daemon.remote.backend_factory import new_backend
 from tests.cache_daemon.operators import daemon_that_ends
 
 UNDERSTOOD = {

@@ -23,8 +23,9 @@ from benchmarks.remote_servers import (
     why_no_valkey,
 )
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.remote.address import Credentials, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, parse_remote
 from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.redis_backend import RedisBackend
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until

@@ -12,8 +12,9 @@ from benchmarks.authority import Authority
 from benchmarks.node import free_port
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
 from cache_daemon.durable.encryption import NoSeal
-from cache_daemon.remote.address import Credentials, credentials_of, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, credentials_of, parse_remote
 from cache_daemon.remote.backend import RemoteFailed
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier

@@ -13,7 +13,7 @@ from kvsidecar.errors import KVSidecarError
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.encryption import NoSeal
 from cache_daemon.memory.arena import Arena
-from cache_daemon.remote import deletion_epochs, write_behind
+from cache_daemon.remote import deletion_epochs, tombstones
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
@@ -21,6 +21,7 @@ from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, ChunkSnapshot, Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
+from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.simulation import scene
@@ -69,11 +70,13 @@ class Daemon:
             self.bits = memoryview(bytearray(64))
             self.connection = Connection(world.engine, self.network) if world.settings.daemons > 1 else None
             self.store = ChunkStore(
-                self._arena(), self.tier if world.settings.durable else None, scene.DURABLE_BYTES,
-                POLICIES[world.settings.policy], staging_bytes=scene.STAGING_BYTES,
+                self._arena(), self.tier if world.settings.durable else None,
+                StoreConfig(
+                    POLICIES[world.settings.policy], scene.DURABLE_BYTES, scene.STAGING_BYTES, clock=self.clock
+                ),
                 accounts=TenantAccounts(lambda tenant: scene.BY_TENANT[tenant]),
                 bloom_filter=CountingBloomFilter(self.bits),
-                clock=self.clock, remote=self._remote(),
+                remote=self._remote(),
             )  # fmt: skip
             self.corrupt, self.listed, known = 0, {}, self.listed
             append, life = self.store.events.append, self.life
@@ -289,8 +292,8 @@ class Daemon:
     def has_to_delete(self, root: bytes) -> bool:
         """Whether a deletion of a tenant of its own waits for the engine."""
         if not self.is_up:
-            return any(name.startswith(write_behind.NOTE_PREFIX) for name in self.disk.notes())
-        return self.store.remote is not None and self.store.remote._write_behind.is_deleting(root)
+            return any(name.startswith(tombstones.NOTE_PREFIX) for name in self.disk.notes())
+        return self.store.remote is not None and self.store.remote._deletions.is_deleting(root)
 
     def durably_pinned(self) -> set[bytes]:
         """The keys that pins keep whose own chunk is durable: such a pin is there after the next start."""

@@ -9,7 +9,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import new_header
 
-from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
@@ -215,7 +215,9 @@ class Traffic:
         if in_progress and not self.world.settings.promises.listed_once:
             return
         ends = sorted({min(cut, len(ids)), len(ids)})
-        call = daemon.call("bring", session, root, remote.fetch(session, salt, keys.token_bytes(ids), ends, 0.0, 5.0))
+        call = daemon.call(
+            "bring", session, root, remote.fetch(session, salt, keys.token_bytes(ids), FetchHints(ends, 0.0, 5.0))
+        )
         self._await(daemon, call, wait)
 
     # ---- calls that overlap ---------------------------------------------------------------------------------
