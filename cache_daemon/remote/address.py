@@ -32,7 +32,7 @@ _FORMS = (
     "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX or "
     "az://ACCOUNT@CONTAINER/PREFIX"
 )
-_SCHEMES: dict[str, tuple[BackendKind, bool, bool]] = {  # engine, cluster, TLS
+_SCHEMES: dict[str, tuple[BackendKind, bool, bool]] = {  # backend, cluster, TLS
     "redis": ("valkey", False, False),
     "valkey": ("valkey", False, False),
     "rediss": ("valkey", False, True),

@@ -28,8 +28,8 @@ from cache_daemon.store.yield_timer import YieldTimer
 
 _BATCH_CHUNKS, _BATCH_BYTES, _SHARE_OF_ARENA = 64, 16 << 20, 4
 _LOOKUP_TIMEOUT_SECONDS, _READ_TIMEOUT_SECONDS = 5.0, 30.0
-# A full arena may be full of chunks that are being written to disk: so often it is waited for, and so long each time.
-# When that was in vain, what comes next is not waited for until something has found room.
+# Waits for a full arena, which may be full of chunks that are being written to disk: their number and length.
+# Once they are used up, later chunks do not wait until one has been inserted.
 _MAX_WAITS, _WAIT_SECONDS = 40, 0.25
 
 
@@ -69,7 +69,7 @@ class TenantTransfer:
         """Write a tenant's chunks to the tier. Raises Unavailable."""
         progress = TransferProgress(len(chunks))
         yield progress
-        # A chunk begins behind the beginning of what it continues.
+        # A child's start_position is greater than its parent's, so sorting by it yields parents first.
         for batch in self._batches(sorted(chunks, key=lambda chunk: chunk.start_position)):
             with _as_unavailable(progress):
                 written, known = await self._push_batch(batch)
@@ -160,7 +160,7 @@ class TenantTransfer:
         for group in self._tier.group_by_call(await self._find_records(request, hashes)):
             payloads = await self._tier.read_payloads(group, _READ_TIMEOUT_SECONDS)
             for entry, parts in zip(group, payloads, strict=True):
-                # Nobody asks for it now, so it is kept no longer than it would have been there.
+                # No request asked for it, so it expires when it would have expired there.
                 kept = replace(request, expires_at=self._tiers.clock() + self._tier.seconds_left(entry))
                 if await self._insert(kept, lookup, entry, parts, budget):
                     placed.append(entry.header.payload_bytes)

@@ -30,7 +30,7 @@ class CircuitBreaker:
         self.reason, self.failing_since = "not connected yet", time.monotonic()
         self.num_opened = 0
         self._in_a_row = self._good = 0
-        self._trials: set[object] = set()  # the calls that go while it is half open
+        self._trials: set[object] = set()  # calls in flight while it is half open
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
 
     @property

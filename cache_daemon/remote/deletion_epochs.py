@@ -29,9 +29,9 @@ TOMBSTONES_PREFIX = b"remote-gone:"
 _NOTE = struct.Struct(f"<{EPOCH_BYTES}s{EPOCH_BYTES}s{EPOCH_BYTES}s?")
 _NONE = bytes(EPOCH_BYTES)
 _MAX_TENANTS = 100_000
-# Digests of earlier marks that are remembered of a tenant.
+# Digests of earlier epochs that are remembered per tenant.
 _MAX_PAST = 8
-# After an engine lost its data, nodes that know of deletions write them back; until then nobody offers older chunks.
+# After a loss of the backend's data, nodes that know deletions write them back; until then older chunks are withheld.
 GRACE_SECONDS = 60.0
 
 
@@ -39,12 +39,10 @@ class EpochChange(Enum):
     """Difference between a tenant's epochs and those last observed."""
 
     NONE = auto()
-    EPOCH_LOST = (
-        auto()
-    )  # the engine has lost them, and may have lost deletions: older chunks are not offered for a while
-    DELETION_LOST = auto()  # the engine has lost a deletion that is known here: nothing counts until it is written back
+    EPOCH_LOST = auto()  # the backend has lost the epochs, and perhaps deletions: older chunks are withheld for a while
+    DELETION_LOST = auto()  # the backend has lost a deletion known here: no record counts until it is written back
     CHUNKS_DELETED = auto()  # single chunks of the tenant were deleted
-    TENANT_DELETED = auto()  # all of the tenant
+    TENANT_DELETED = auto()  # the whole tenant was deleted
     ALL_DELETED = auto()
 
 
@@ -56,12 +54,12 @@ class _TenantRecord:
     tenant_digest: bytes
     chunks_digest: bytes
     deleted_at: float = 0.0
-    lost_at: float = 0.0  # when the engine was seen to have lost its data; 0: never. After a restart, when that was
-    unsure_until: float = 0.0  # up to when it may be among the chunks that were deleted
-    unapplied_since: float = 0.0  # when there was news that have not been acted on; 0: no such
-    tombstones: set[bytes] = field(default_factory=set)  # of deleted chunks what was acted on
-    deletion_epoch: bytes = b""  # the tenant's mark itself, where a deletion made it
-    past_digests: tuple[bytes, ...] = ()  # digests of the tenant's marks before this one
+    lost_at: float = 0.0  # when a loss of data was observed; 0: never. After a restart, the time of the start
+    unsure_until: float = 0.0  # chunks inserted before may be among the deleted ones
+    unapplied_since: float = 0.0  # when a change was observed that is not applied yet; 0: none
+    tombstones: set[bytes] = field(default_factory=set)  # tombstones that were applied
+    deletion_epoch: bytes = b""  # the tenant's epoch itself, if a deletion made it
+    past_digests: tuple[bytes, ...] = ()  # digests of the tenant's earlier epochs
 
     def has_lost_deletion(self, tenant: bytes, deletion: bool, chunks: bytes) -> bool:
         """Return True if a backend with these digests has lost a known deletion."""
@@ -81,11 +79,11 @@ class DeletionEpochs:
         self._write_note = write_note
         self.on_change: list[Callable[[bytes, EpochChange], None]] = []
         self._tenants: OrderedDict[bytes, _TenantRecord] = OrderedDict()
-        self._global_digest: bytes | None = None  # its digest; None: never seen
-        self._global_deletion_epoch = b""  # the mark itself, where a deletion made it
+        self._global_digest: bytes | None = None  # None: never observed
+        self._global_deletion_epoch = b""  # the epoch itself, if a deletion made it
         self._past_global_digests: tuple[bytes, ...] = ()
         self._all_deleted_at = 0.0
-        self._forgotten_deleted_at = 0.0  # for tenants that are not remembered any more
+        self._forgotten_deleted_at = 0.0  # of tenants that were dropped from the table
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._tenants))
@@ -135,7 +133,7 @@ class DeletionEpochs:
         )
         before = self._tenants.get(root)
         if before is None or before.global_digest != self._global_digest:
-            # Where everything was deleted, that is all there is to do.
+            # A deletion of everything covers those of chunks.
             change = EpochChange.CHUNKS_DELETED if chunks and everything is EpochChange.NONE else EpochChange.NONE
             after = _TenantRecord(self._global_digest or b"", tenant, chunks, deleted_at=self._forgotten_deleted_at)
             after.past_digests = () if before is None else _append_digest(before.past_digests, before.tenant_digest)
@@ -160,7 +158,7 @@ class DeletionEpochs:
             after.lost_at, after.chunks_digest = (
                 now,
                 after.chunks_digest if before is None else before.chunks_digest,
-            )  # heard next time
+            )  # it is a change of the next comparison
         elif change is EpochChange.TENANT_DELETED:
             after.deleted_at = after.unapplied_since = now
             after.chunks_digest, after.tombstones = chunks, set()

@@ -27,12 +27,12 @@ from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A look-up that is not answered by then, or by some times what it usually takes, is given up; of what computing costs
-# it may take a part.
+# Timeout of a lookup: a minimum, a multiple of its usual latency, a maximum, and a share of what
+# computing would take.
 _LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR, _LOOKUP_MAX_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
-# Nobody waits longer, even where nobody knows what computing costs.
+# Longest fetch, also where the cost of computing is unknown.
 _MAX_FETCH_SECONDS = 10.0
-# Fewer tokens are not worth lookup for; more chunks than these are not asked for at once.
+# Fewer tokens are not worth a lookup; no more chunks are looked up at once.
 _MIN_TOKENS, _MAX_CHUNKS = 16, 1024
 # Groups of payloads downloading, or here and not inserted; and the time without an answer after which one has failed.
 _MAX_DOWNLOADS, _STALLED_SECONDS = 8, 5.0
@@ -43,11 +43,11 @@ _MEASURE_SECONDS = 5.0
 class FetchCounters:
     """Totals since the start."""
 
-    lookups: int = 0  # that asked the engine
-    hits: int = 0  # that brought something
+    lookups: int = 0  # lookups sent to the backend
+    hits: int = 0  # fetches that added tokens
     tokens: int = 0
-    bypassed: int = 0  # that were, or would have been, slower than computing
-    late: int = 0  # that were cut off, since computing would have been quicker
+    bypassed: int = 0  # fetches not tried, as computing is faster
+    late: int = 0  # fetches cut off, as computing became faster
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class RemotePrefetcher:
     ) -> None:
         self._tiers, self._inserter, self._tier = tiers, inserter, tier
         self._epochs, self._lookups = epochs, lookups
-        self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # the result is whether it came to its end
+        self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # the result is False if it was cancelled
         self._downloads = _Downloads(tier)
         self._measurement: asyncio.Task[None] | None = None
         self.counters = FetchCounters()
@@ -102,7 +102,7 @@ class RemotePrefetcher:
             self._record_bypass()
             return 0
         while (other := self._inflight_by_key.get(links[0].key)) is not None:
-            # Somebody brings the same; what comes of it is found below, unless whoever asked for it went away.
+            # Another request fetches the same; the result is matched later, unless that request was cancelled.
             limit = min(request.hints.timeout_seconds, worth or _LOOKUP_SECONDS)
             await asyncio.wait({other}, timeout=max(0.0, began + limit - time.perf_counter()))
             if not other.done() or other.result():
@@ -153,7 +153,8 @@ class RemotePrefetcher:
         void = lookup.invalidated
         if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
             return 0
-        lookup.invalidated = void  # what was found has the marks of after a deletion that was seen just now
+        # This lookup already carries the post-deletion epoch: the deletion just observed must not invalidate it.
+        lookup.invalidated = void
         lookup.keys = frozenset(entry.header.prefix_hash for entry in found.leading)
         entries = await self._verify_chain(request, links, found.leading)
         before = self._num_cached_tokens(request)
@@ -225,7 +226,7 @@ class RemotePrefetcher:
                         return
                     size += sum(entry.stored_length for entry in one.group)
         finally:
-            if time.perf_counter() >= deadline:  # if nothing came, so much was too much
+            if time.perf_counter() >= deadline:  # if nothing came, the first group was too much
                 size = size or sum(entry.stored_length for entry in groups[0])
             self._tier.latency.record_transfer(size, time.perf_counter() - began)
             hold.release()
@@ -274,7 +275,7 @@ class _Download:
     """A group of records whose payloads are downloaded."""
 
     group: list[RemoteRecord]
-    inserted: asyncio.Event = field(default_factory=asyncio.Event)  # set by who has used the payloads
+    inserted: asyncio.Event = field(default_factory=asyncio.Event)  # set once the payloads are used
     _payloads: list[list[bytes] | None] | None = None
     _done: asyncio.Event = field(default_factory=asyncio.Event)
 

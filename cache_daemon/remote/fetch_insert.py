@@ -23,7 +23,7 @@ from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.tenant_usage import TenantAccount
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A group's payloads are unpacked by so many threads: more than two wait for each other's memory.
+# Threads that decode a group: more than two wait for each other's memory.
 _THREADS = 2
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class RemoteChunkInserter:
                 self._tier.queue_removal(root, header.prefix_hash)
                 break
             there = self._tiers.index.get(header.prefix_hash)
-            if there is not None:  # somebody was faster
+            if there is not None:  # another request was faster
                 hold.add([there])
                 pieces.append(_Payload(entry, [], None))
                 continue

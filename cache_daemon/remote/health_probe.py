@@ -15,9 +15,9 @@ from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitState
 from cache_daemon.remote.remote_tier import RemoteTier
 
-# Within five seconds of the engine's return it must be in use: two tries, each with its connection.
+# The backend must be in use within five seconds of its return: two probes, each with a connection.
 _RETRY_SECONDS, _PROBE_TIMEOUT_SECONDS, _CONNECT_TIMEOUT_SECONDS = 0.5, 0.5, 1.5
-# What was measured is good for so long; then it is measured again, which also shows that the engine is there.
+# Age at which the latency is measured again, which also shows that the backend is up.
 _LATENCY_MAX_AGE_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
@@ -29,7 +29,7 @@ class HealthProbe:
     def __init__(self, tier: RemoteTier) -> None:
         self._tier = tier
         self._connected = False
-        self._is_reported_down = False  # that it is away
+        self._is_reported_down = False  # an outage is logged
 
     async def run(self) -> None:
         tier = self._tier
@@ -42,7 +42,7 @@ class HealthProbe:
             try:
                 await self._probe()
             except Exception:
-                log.exception("watching the remote tier failed, going on")
+                log.exception("probing the remote tier failed, going on")
             if not (tier.reads.allows_calls and tier.writes.allows_calls):
                 self._report_down()
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from cache_daemon.remote.backend import RemoteFailed
 
-# Good news counts more than bad: an answer is late for many reasons, and early for one.
+# Faster answers weigh more than slower ones: an answer is late for many reasons, and early for one.
 _SLOWER_WEIGHT, _FASTER_WEIGHT = 0.2, 0.5
-# A transfer of fewer bytes says nothing about what a byte costs.
+# Smaller transfers say nothing about the bandwidth.
 _MIN_TRANSFER_BYTES = 256 << 10
 _MAX_BYTES_PER_SECOND = 1e12
 

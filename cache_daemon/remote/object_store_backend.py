@@ -47,7 +47,7 @@ class ObjectStoreBackend(ABC):
         options: dict[str, Any] = {"allow_http": not self._address.tls, "connect_timeout": "1s", "timeout": "30s"}
         if self._credentials.ca:
             options["root_certificate"] = self._credentials.ca
-        # Who waits has a deadline of its own and asks again when it likes.
+        # Callers have timeouts and retry by themselves.
         retries: Any = {"max_retries": 0}
         try:
             self._stores = [self._new(client_options=options, retry_config=retries) for _ in range(self.lanes)]
@@ -94,7 +94,7 @@ class ObjectStoreBackend(ABC):
             try:
                 await self._obstore.delete_async(store, list(names))
             except self._missing:
-                # The client gives up at the first that is not there, with others still to be deleted.
+                # The client stops at the first missing object, with others still to be deleted.
                 await asyncio.gather(*(self._delete(store, name) for name in names))
 
     async def _delete(self, store: Any, name: str) -> None:

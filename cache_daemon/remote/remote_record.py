@@ -37,7 +37,7 @@ from cache_daemon.remote.key_schema import RECORD_VERSION
 
 EPOCH_BYTES = 16
 MAX_PARTS = 4096
-_MAX_UNIX_SECONDS = 1 << 40  # of Unix time; milliseconds of it still fit where ends of chunks are noted
+_MAX_UNIX_SECONDS = 1 << 40  # Unix seconds; as milliseconds they still fit into expiry notes
 _MAGIC = b"KVSR"
 _PREFIX = struct.Struct(f"<4sBBHQQQ{EPOCH_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
@@ -176,7 +176,7 @@ def decode_record(seal: Seal, name: str, record: bytes) -> RemoteRecord:
     if version != RECORD_VERSION or kind not in (codec.RAW, codec.PLANES):
         raise InvalidRecord("its record is of another version", corrupt=False)
     header = _open_header(seal, name, body[_PREFIX.size :])
-    # What is packed is smaller than what is not; what is sealed is larger by the seal.
+    # A compressed payload is smaller than a raw one; a sealed one is larger by the seal.
     if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + seal.overhead:
         raise InvalidRecord("its record has impossible sizes")
     if ends_at >= _MAX_UNIX_SECONDS:

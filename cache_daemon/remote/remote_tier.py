@@ -32,17 +32,17 @@ from cache_daemon.remote.remote_record import (
     new_epoch,
 )
 
-# A call that had less time than this and did not make it says nothing about the engine.
+# A timeout shorter than this says nothing about the backend.
 _MIN_MEANINGFUL_SECONDS = 0.1
-# A read is asked for again after so many times what it should take, and not before some milliseconds.
+# A read is hedged after this multiple of its estimated time, and not before some milliseconds.
 _HEDGE_FACTOR, _MIN_HEDGE_SECONDS = 3.0, 0.02
-# Values of one call, so that no answer keeps the event loop busy.
+# Bytes of one call, so that no answer keeps the event loop busy.
 _CALL_BYTES = 4 << 20
-# A call that writes, or looks before it writes, has this long, and longer by its bytes.
+# Timeout of a write, or of a lookup before it, which grows with its bytes.
 _WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
 _PAGE, _MAX_CORRUPT_RECORDS = 256, 1024
 _TRIAL_SECONDS = 0.002
-# Records that are checked before others have their turn on the event loop.
+# Records verified before other work runs on the event loop.
 _RECORDS_PER_SLICE = 32
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ log = structlog.get_logger("cache_daemon")
 class RemoteCounters:
     """Totals since the start."""
 
-    failures: int = 0  # calls that failed or were not answered in time
-    rejected: int = 0  # values that were not what they should have been
+    failures: int = 0  # calls that failed or timed out
+    rejected: int = 0  # values that failed verification
     read_bytes: int = 0
     written_bytes: int = 0
     written_chunks: int = 0
@@ -104,9 +104,9 @@ class RemoteTier:
         self.backend, self.key_schema, self.seal, self._clock = backend, key_schema, seal, clock
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.latency, self.counters, self.hedged_reads = LatencyModel(), RemoteCounters(), HedgedReads(backend.lanes)
-        self.demand = asyncio.Event()  # somebody wanted something that the circuit or the cost kept from going
-        self.corrupt_records: dict[tuple[bytes, bytes], None] = {}  # roots and hashes of what is to be removed
-        self.backend_generation = 0  # counts times that the engine came back: it may have lost what it had
+        self.demand = asyncio.Event()  # a caller was refused by the circuit or the cost
+        self.corrupt_records: dict[tuple[bytes, bytes], None] = {}  # roots and prefix hashes of records to remove
+        self.backend_generation = 0  # number of reconnects: the backend may have lost its data
 
     # ---- reading --------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class RemoteTier:
         flat = [name for of_one in names for name in of_one]
         size = sum(entry.stored_length for entry in entries)
         tried_until = time.monotonic() + seconds
-        # Of a look-up that has begun nothing is left out: it waits for the calls that try the engine.
+        # A lookup that has begun is completed: it waits for the trial calls.
         while self.reads.trials_full and time.monotonic() < tried_until:  # noqa: ASYNC110
             await asyncio.sleep(_TRIAL_SECONDS)
         found = await self._read(lambda lane: self.backend.get_many(flat, lane), seconds, size)
@@ -222,7 +222,7 @@ class RemoteTier:
         """Count an invalid record, and remove a corrupt one later, or every lookup would read it."""
         self.counters.rejected += 1
         if self.counters.rejected == 1:
-            log.warning("a value of the remote tier is not what it should be; it is not used", why=str(error))
+            log.warning("a value of the remote tier failed verification; it is not used", why=str(error))
         if error.corrupt:
             self.queue_removal(root, key)
 

@@ -26,10 +26,10 @@ from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.yield_timer import YieldTimer
 
-# How often is looked, and for how much longer than looking at all tenants took that is not done again.
+# Poll interval, the one before the first poll, and the pause after a poll of all tenants, as a multiple of its time.
 _POLL_SECONDS, _FIRST_POLL_SECONDS, _IDLE_FACTOR = 2.0, 0.25, 10.0
 _TENANTS_PER_READ = 128
-# A mark that is written back again so soon was contested.
+# An epoch that is written back again so soon was contested.
 _CONTESTED_SECONDS = 600.0
 
 log = structlog.get_logger("cache_daemon")
@@ -53,14 +53,12 @@ class TombstoneApplier:
         self._tier, self._epochs, self._deletions = tier, epochs, deletions
         self._write_behind, self._bulk, self._lookups = write_behind, bulk, lookups
         self.num_restored = 0  # deletions done again because the backend had lost them
-        self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # by whose it is, and when it was heard
+        self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # changes to apply, with the time of observation
         self._wake = asyncio.Event()
-        self._last_poll: tuple[int, int, bytes | None] | None = None  # at what everything was looked at
-        self._unseen_tenants: dict[
-            bytes, None
-        ] = {}  # tenants of which something was listed, and whose marks are not known
+        self._last_poll: tuple[int, int, bytes | None] | None = None  # state at the last poll of all tenants
+        self._unseen_tenants: dict[bytes, None] = {}  # tenants with chunks here whose epochs are unknown
         self._next_poll_at = 0.0
-        self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; everything's under an empty key
+        self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; the global one under an empty key
         bulk.tiers.on_indexed.append(self._on_indexed)
         epochs.on_change.append(self.on_epoch_change)
 
@@ -91,9 +89,9 @@ class TombstoneApplier:
                 await self._apply()
                 await self._poll()
             except RemoteFailed:
-                log.debug("the remote tier does not say what other nodes have deleted")
+                log.debug("reading deletion epochs of the remote tier failed")
             except Exception:
-                log.exception("doing what other nodes have deleted failed, going on")
+                log.exception("applying deletions of other nodes failed, going on")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FIRST_POLL_SECONDS if self._last_poll is None else _POLL_SECONDS):
                     await self._wake.wait()
@@ -140,7 +138,7 @@ class TombstoneApplier:
                     break
             await self._poll_tenants(roots)
             after = roots[-1] if len(roots) == _TENANTS_PER_READ else None
-        # Tenants that were deleted here have nothing left here: only their marks tell that the engine forgot it.
+        # A tenant that was deleted here has no chunks here: only its epoch shows that the backend lost the deletion.
         deleted = [root for root in self._epochs.tenants_with_deletions() if not self._bulk.page(root, root, 1)]
         for at in range(0, len(deleted), _TENANTS_PER_READ):
             await self._poll_tenants(deleted[at : at + _TENANTS_PER_READ])
@@ -162,13 +160,13 @@ class TombstoneApplier:
             else:
                 dropped = await self._bulk.delete(root, None, before=heard)
                 self._epochs.mark_applied(root, heard)
-                log.info("dropped here what another node has deleted", chunks=dropped)
+                log.info("removed chunks that another node has deleted", chunks=dropped)
             if self._unapplied.get((root, news)) == heard:
                 del self._unapplied[root, news]
 
     async def _apply_chunk_deletions(self, root: bytes, heard: float) -> None:
         gone = await tombstones.read_tombstones(self._tier, root)
-        async with self._write_behind.write_lock:  # what is being written now is known to be there afterwards
+        async with self._write_behind.write_lock:  # chunks being written now are known to be there afterwards
             fresh = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, gone))
             self._lookups.invalidate(root, fresh)
             for key in sorted(fresh):
@@ -204,7 +202,7 @@ class TombstoneApplier:
                 self._written_back[whose] = time.monotonic()
                 await tombstones.purge(self._tier, whose)
                 self.num_restored += 1
-                log.warning("the remote tier had lost a deletion, which is done there again", everything=not whose)
+                log.warning("the remote tier had lost a deletion; wrote it back", everything=not whose)
             if root:
                 unmarked = marks.chunks_epoch is None and self._epochs.has_tombstones(root)
                 await self._write_back_chunks(root, await tombstones.read_tombstones(self._tier, root), unmarked)
@@ -222,4 +220,4 @@ class TombstoneApplier:
         for key in hashes:
             self._tier.queue_removal(root, key)
         self.num_restored += 1
-        log.warning("the remote tier had lost deletions of chunks, which are done there again", chunks=len(hashes))
+        log.warning("the remote tier had lost tombstones; wrote them back", chunks=len(hashes))

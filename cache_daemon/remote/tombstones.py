@@ -22,12 +22,12 @@ from cache_daemon.remote.remote_record import new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
 
 NOTE_PREFIX = b"remote-forget:"
-# Of one tenant, and of all. A tenant's own deletion counts once, whatever waits of its chunks.
+# Pending deletions per tenant, and of all. The deletion of a tenant counts once, beside those of its chunks.
 MAX_PER_TENANT, MAX_DELETIONS = 256, 16384
 
 
 _PAGE, _LOOK_SECONDS = 256, 2.0
-# Names of deleted chunks of a tenant.
+# Tombstones per tenant.
 MAX_TOMBSTONES = 16384
 
 
@@ -83,7 +83,7 @@ async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int
     async for page in tier.scan(begin):
         await tier.remove([name for name in page if names.hash_of_key(root, name) in whole])
     await tier.remove([names.tombstone_key(root, name) for name in before if name[:-TOMBSTONE_ID_BYTES] in whole])
-    # Last, so that who hears of it finds nothing of it any more.
+    # Last, so that a node that polls it finds none of the records.
     await tier.write([(names.chunks_epoch_key(root), new_epoch(deletion=True))], None)
     await announce(tier)
     return len(whole & there), left
@@ -121,11 +121,9 @@ class PendingDeletion:
     is_known: bool
     done: asyncio.Future[int]
     started: bool = False
-    epoch: bytes = b""  # of a tenant or everything: to be written, or perhaps written already
-    bumped_generation: int = (
-        -1
-    )  # the generation of an engine in which nothing of it is believed any more, only to be removed
-    repeat: asyncio.Future[int] | None = None  # asked for once more after it began
+    epoch: bytes = b""  # new epoch of a tenant or of everything, perhaps written already
+    bumped_generation: int = -1  # backend generation in which its epoch was bumped already
+    repeat: asyncio.Future[int] | None = None  # requested again after it started
 
 
 class DeletionQueue:

@@ -36,7 +36,7 @@ RemoteWrite = Literal["second-use", "all", "never"]
 MAX_QUEUED_CHUNKS = 4096
 _BATCH_CHUNKS, _BATCH_BYTES = 64, 16 << 20
 _MAX_KNOWN_CHUNKS = 200_000
-# How long to wait for a circuit that is open, before it is looked at again.
+# Interval of checking an open circuit.
 _RETRY_SECONDS = 0.25
 _MAX_TRIES = 2
 _LOOKUP_TIMEOUT_SECONDS = 2.0
@@ -57,7 +57,7 @@ class WritePolicy:
 class WriteBehindCounters:
     """Totals since the start."""
 
-    dropped: int = 0  # chunks that found the queue full, or could not be written in their turn
+    dropped: int = 0  # chunks that found the queue full, or could not be written
     withheld: int = 0  # times that a chunk was not offered because the backend had just lost its data
 
 
@@ -145,7 +145,7 @@ class WriteBehindQueue:
 
         At half its TTL a chunk that is still in use is written once more, and so is one whose TTL was extended.
         """
-        if self._backend_generation != self._tier.backend_generation:  # it may have lost all that it had
+        if self._backend_generation != self._tier.backend_generation:  # it may have lost all data
             self._backend_generation = self._tier.backend_generation
             self._stored_until.clear()
         ends = self._stored_until.get(chunk.key)
@@ -239,7 +239,7 @@ class WriteBehindQueue:
         try:
             await self._write(batch)
         except BaseException as error:
-            # Before what came later, and once more only where it was tried.
+            # At the front again, and counted as a try only if the backend was asked.
             more = 0 if isinstance(error, RemoteBusy) else 1
             for chunk in reversed(batch):
                 if (

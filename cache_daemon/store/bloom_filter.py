@@ -11,7 +11,7 @@ from kvsidecar.cache.v1.cache_pb2 import IndexSummary
 
 from cache_daemon.store.chunk import Chunk
 
-# With a million chunks one prompt in ten is looked up in vain, with a hundred thousand one in a thousand.
+# False positives: one prompt in ten with a million chunks, one in a thousand with a hundred thousand.
 SUMMARY_BYTES = 1 << 19
 _SATURATED = 0xFFFF
 
@@ -33,7 +33,7 @@ class CountingBloomFilter:
 
     def remove(self, chunk: Chunk) -> None:
         for n in self._bits(chunk):
-            if self._counts[n] == _SATURATED:  # how many there are is not known any more: the bit stays
+            if self._counts[n] == _SATURATED:  # the count saturated and is unknown: the bit stays
                 continue
             self._counts[n] -= 1
             if not self._counts[n]:

@@ -23,7 +23,7 @@ from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
 _PAGE_CHUNKS = 256
-# So long a deletion waits for a disk that fails or hangs, and for one that has much to remove.
+# Longest wait of a deletion for a disk that fails or hangs, and for one that has much to remove.
 _REMOVAL_TIMEOUT_SECONDS, _MAX_REMOVAL_SECONDS = 5.0, 30.0
 
 
@@ -81,7 +81,7 @@ class BulkOps:
                     min(now, began + _MAX_REMOVAL_SECONDS) + _REMOVAL_TIMEOUT_SECONDS,
                 )
             if now >= until:
-                # Asked once: the writer's thread may succeed meanwhile.
+                # Read once: the writer's thread may succeed meanwhile.
                 why = (writer.failing or (f"that takes longer than {now - began:.0f} seconds",))[0]
                 raise StoreUnavailable(
                     "what was to be deleted is not found any more, but the durable store has not removed it yet "
@@ -93,7 +93,7 @@ class BulkOps:
         """Remove chunks whose TTL, set by requests or their tenant, has passed. Returns how many."""
         dropped, turns = 0, YieldTimer()
         for chunk in self._terms.expired():
-            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # not asked for meanwhile
+            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # its TTL was not extended meanwhile
                 dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, turns)
         if not self.tiers.accounts.has_ttl:
             return dropped

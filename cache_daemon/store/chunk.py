@@ -37,7 +37,7 @@ class ChunkSnapshot(NamedTuple):
     hits: int
     stored_bytes: int
     idle_seconds: float
-    ttl_left_seconds: float  # until the time is over that requests asked for
+    ttl_left_seconds: float  # until the TTL of requests ends
 
     def info(self, *, with_tokens: bool = False) -> ChunkInfo:
         """Build the message of ``List`` and ``Watch``."""
@@ -84,13 +84,13 @@ class Chunk:
     indexed: bool = True
     leases: int = 0
     pins: int = 0
-    anchors: int = 0  # insertions that continue it, see Insertion
+    anchors: int = 0  # insertions of its children that run, see Insertion
     hits: int = 0
     last_used_at: float = 0.0  # seconds, on the store's clock
-    expires_at: float = inf  # the same; what requests asked for, see Terms
+    expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
     stored_bytes: int = 0  # in the durable tier
-    maybe_on_disk: bool = False  # a write that failed may have reached the disk
-    superseder_count: int = 0  # longer siblings that take its place as soon as they are durable
+    maybe_on_disk: bool = False  # a failed write may have reached the disk
+    superseder_count: int = 0  # longer siblings that replace it once they are durable
     supersedes: list[Chunk] = field(default_factory=list, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
     inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)

@@ -146,13 +146,13 @@ class ChunkStore:
             await self.remote.close()
         if self._persistence is not None and self._writer is not None:
             self._persistence.retry_all()
-            with contextlib.suppress(TimeoutError):  # what is written meanwhile has a time of last use, too
+            with contextlib.suppress(TimeoutError):  # chunks written meanwhile have a time of last use, too
                 await asyncio.wait_for(self.settle(), 0 if self._writer.hung else shutdown.to_settle)
             self._lookup.apply_all_touches()
             self._persistence.write_recency()
             self.ttl.persist_changes()
             if not await shutdown.run(partial(self._writer.stop, shutdown.to_write)):
-                log.error("the durable tier did not take all that was queued in time", failing=self._writer.failing)
+                log.error("the durable tier did not write its queue in time", failing=self._writer.failing)
         await shutdown.run(self._threads.copying.shutdown)
         await shutdown.run(self._threads.reading.shutdown)
         if self._durable is not None:
@@ -272,7 +272,7 @@ class ChunkStore:
         in the remote tier.
         """
         found = self.tiers.index.get(prefix_hash)
-        if found is None:  # it may be on its way
+        if found is None:  # it may be reserved
             self._commit.invalidate(root, prefix_hash)
         async with self.bulk.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
@@ -372,7 +372,7 @@ class ChunkStore:
                 len(tiers.disk_ledger),
                 writer.pending + self._persistence.num_postponed,
             )
-            out.durable_failing = (self.failing or ("",))[0]  # asked once: it may have ended the next time
+            out.durable_failing = (self.failing or ("",))[0]  # read once: the outage may end before a second read
         if self.remote is not None:
             self.remote.write_to(out)
         return out

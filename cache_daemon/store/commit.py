@@ -42,15 +42,15 @@ from cache_daemon.store.tenant_usage import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A copy of so many bytes or chunks is one piece of work on the copying threads.
+# Bytes and chunks of one piece of work on the copy threads.
 _COPY_BYTES, _COPY_CHUNKS = 16 << 20, 32
-# A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
+# Longest wait of a commit for a full arena, which may be full of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS, _ARENA_POLL_SECONDS = 2.0, 0.25
 _RECENT_USE_SECONDS = 30.0
 
 _OUTCOMES = {
     InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
-    InsertOutcome.PRESENT: COMMIT_OUTCOME_COMMITTED,  # somebody else was faster
+    InsertOutcome.PRESENT: COMMIT_OUTCOME_COMMITTED,  # another writer was faster
     InsertOutcome.PARENT_MISSING: COMMIT_OUTCOME_PARENT_MISSING,
     InsertOutcome.DELETED: COMMIT_OUTCOME_PARENT_MISSING,
     InsertOutcome.ENTRIES_EXCEEDED: COMMIT_OUTCOME_QUOTA_EXCEEDED,

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
 _MODULUS = 1 << 64
-# What each field of a heartbeat counts.
+# Counters of a heartbeat, in the order of the message's fields.
 _HEARTBEAT_FIELDS = ("matches", "requested_tokens", "prompts", "prompt_tokens", "cached_tokens", "pool_tokens")
 
 

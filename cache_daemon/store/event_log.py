@@ -14,7 +14,7 @@ from cache_daemon.store.chunk import ChunkSnapshot
 
 MAX_EVENTS = 10_000
 _ALL = b""
-# Tenants whose numbers are remembered after their last event was forgotten.
+# Tenants whose last number is kept after their last event was dropped.
 _MAX_ROOTS = 100_000
 
 

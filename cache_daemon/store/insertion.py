@@ -27,7 +27,7 @@ class InsertOutcome(enum.Enum):
     """Result of the insertion of one chunk."""
 
     INSERTED = enum.auto()
-    PRESENT = enum.auto()  # it was listed already
+    PRESENT = enum.auto()  # it was indexed already
     PARENT_MISSING = enum.auto()
     DELETED = enum.auto()
     ENTRIES_EXCEEDED = enum.auto()
@@ -45,7 +45,7 @@ class NewChunk:
     tenant: TenantAccount
     slot: Slot
     expires_at: float  # on the store's clock
-    invalidated: bool = False  # a deletion concerns it that came after its beginning
+    invalidated: bool = False  # a deletion since the reservation concerns it
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,19 @@ from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A full arena may be full of chunks that are being written to disk: so long a reader waits for that.
+# Longest wait of a reader for a full arena, which may be full of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS = 0.25
-# Work on the event loop goes on for so many probes before others have their turn.
+# Chunks handled on the event loop before other work runs.
 _SLICE = 128
-# Uses are counted when the answer is on its way, so few at a time that the next request hardly waits.
+# Uses reach the policies once the answer is on its way, in batches small enough not to delay the next request.
 _TOUCH_AFTER_SECONDS, _MAX_TOUCHES = 0.002, 32
 
 log = structlog.get_logger("cache_daemon")
 
-# Windows that are looked for in one prompt.
+# Windows tried for one prompt.
 _MAX_WINDOW_TRIES = 4
 
-# Parts of a prompt, each ``(start, tokens)``.
+# Ranges of a prompt, each ``(start, tokens)``.
 TokenRanges = Sequence[tuple[int, int]]
 
 
@@ -116,7 +116,7 @@ class Lookup:
         A chunk that cannot be promoted (corrupt, arena full) ends the prefix; that is never an error. Raises
         UnknownSession when the session ended meanwhile. A caller that is cancelled holds nothing.
         """
-        limit: int | None = None  # where it ends was not there: another window is wanted, and then none
+        limit: int | None = None  # the prefix ended before its window: try another one, then none
         for _ in range(_MAX_WINDOW_TRIES):
             result, limit = await self._match(session, root, ids, contents, window, expires_at, limit)
             if result is not None:
@@ -169,7 +169,7 @@ class Lookup:
             fresh = set(map(id, missing))
             promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
             self._count(ids, behind, matches, placed, promoted)
-        except BaseException:  # the caller went away, or hears of an error: nobody will ever release these
+        except BaseException:  # the caller was cancelled or gets an error, and will never release these
             hold.release()
             raise
         lease_id = session.add_lease(hold) if hold.chunks else b""
@@ -217,7 +217,7 @@ class Lookup:
             return found
         dropped = self._tiers.remove_subtree(found[0].chunk, EVENT_TYPE_DELETED)
         self._tiers.counters.corrupt_chunks += dropped
-        log.error("chunks of another layout than their namespace's were dropped", chunks=dropped, client=session.name)
+        log.error("removed chunks with another layout than their namespace's", chunks=dropped, client=session.name)
         return []
 
     async def _match_contents(
@@ -256,7 +256,7 @@ class Lookup:
                     waits.append(chunk.load_future)
                     continue
                 slot = await self._allocate(chunk)
-                if chunk.arena_state is not Residency.ABSENT or not chunk.indexed:  # somebody was faster
+                if chunk.arena_state is not Residency.ABSENT or not chunk.indexed:  # another request was faster
                     if slot is not None:
                         self._tiers.release_slot(slot)
                     if chunk.load_future is not None:
@@ -267,7 +267,7 @@ class Lookup:
                 chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
                 jobs.append((chunk, slot))
         finally:
-            # Shielded: a caller that goes away must not leave half-loaded chunks behind.
+            # Shielded: a cancelled caller must not leave half-loaded chunks behind.
             loading = asyncio.ensure_future(self._load(jobs)) if jobs else None
         if loading is not None:
             await asyncio.shield(loading)

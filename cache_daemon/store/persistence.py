@@ -24,16 +24,16 @@ from cache_daemon.store.tier_accounting import TierLedger
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
-# full although the books say otherwise, a little more goes.
+# Eviction goes on to this share of the budget, so that it does not run at every write; when the disk is
+# full although the ledger says otherwise, it goes on a little further.
 _LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _MAX_RETRIES_IN_FLIGHT = 256
-# Evictions beyond those that make room now, at once on the event loop: about 4 ms.
+# Extra evictions in one slice on the event loop: about 4 ms.
 _MAX_EXTRA_EVICTIONS = 64
-# What was brought from elsewhere becomes durable so much later: until then who asked for it has the cores.
+# Delay of persist_delayed: until then the request that fetches has the cores.
 _DELAY_SECONDS = 1.0
-# Of a stored header and its index entries, beside up to five bytes for each token.
+# Size of a stored header and its index entries, beside up to five bytes per token.
 _HEADER_BYTES = 1024
 
 log = structlog.get_logger("cache_daemon")
@@ -46,13 +46,13 @@ class Persistence:
         self._tiers, self._ledger, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._in_flight = 0
-        # In the arena only, oldest first: what the disk did not take, and what the budget has no place for.
+        # In the arena only, oldest first: chunks whose write failed, and chunks that the budget does not admit.
         self._failed: dict[Chunk, None] = {}
         self._not_admitted: dict[Chunk, None] = {}
-        self._delayed: dict[Chunk, None] = {}  # see persist_later
+        self._delayed: dict[Chunk, None] = {}  # see persist_delayed
         self._timer: asyncio.TimerHandle | None = None
         self._progress_event = asyncio.Event()
-        # What the tier was seen to hold when it had no more room, although the budget says otherwise: the disk is full.
+        # Bytes that the tier held when the disk was full although the budget says otherwise.
         self._max_bytes = self._target_bytes = float(budget_bytes)
         self._full_since, self._full_at = 0.0, float("-inf")
         tiers.on_unindexed.append(self._on_unindexed)
@@ -149,13 +149,13 @@ class Persistence:
         While the disk hangs, queued writes are given up, except those being written: the arena needs the memory.
         """
         if self._writer.hung and (given_up := self._writer.give_up_queued()):
-            log.error("the disk hangs; chunks that waited for it are in memory alone", chunks=given_up)
-        # While nothing can be written, one is enough to see whether it can again.
+            log.error("the disk hangs; queued chunks stay in memory only", chunks=given_up)
+        # During an outage one retry shows whether writes succeed again.
         most = (1 if self.failing else _MAX_RETRIES_IN_FLIGHT) - self._in_flight
         if most > 0 and self._failed:
             self._retry_failed(most)
         elif most > 0 and self.failing and self._not_admitted:
-            # All that failed has left the arena: one that was refused shows whether the disk has room again.
+            # All failed chunks have left the arena: one that was not admitted shows whether the disk has space again.
             self._max_bytes = float(self.budget_bytes)
             self.persist(next(iter(self._not_admitted)))
         elif most > 0:
@@ -238,7 +238,7 @@ class Persistence:
         elif stored:
             self._tiers.finish_write(chunk, result.stored_bytes)
             for old in replaced:
-                if old.indexed:  # the transaction removed it, but it may be on its way again
+                if old.indexed:  # the transaction removed it, but it may be in flight again
                     self._tiers.remove_subtree(old, on_disk_too=old.disk_state is not Residency.PRESENT)
             for old in chunk.supersedes:
                 old.superseder_count -= 1
@@ -258,9 +258,7 @@ class Persistence:
         """Remove a chunk whose bytes in the arena are no longer those committed."""
         self._tiers.counters.corrupt_chunks += 1
         dropped = self._tiers.remove_subtree(chunk)
-        log.error(
-            "a chunk in memory is damaged: dropped with what continues it", chunk=chunk.key.hex(), dropped=dropped
-        )
+        log.error("a chunk in memory is corrupt: removed with its descendants", chunk=chunk.key.hex(), dropped=dropped)
 
     def _record_failure(self, chunk: Chunk, outcome: PutOutcome) -> None:
         self._tiers.counters.failed_writes += 1
@@ -278,7 +276,7 @@ class Persistence:
         self._failed.pop(chunk, None)
         self._not_admitted.pop(chunk, None)
         self._delayed.pop(chunk, None)
-        for old in chunk.supersedes:  # it never became durable: what it was to replace stays
+        for old in chunk.supersedes:  # it never became durable: the chunks that it would replace stay
             old.superseder_count -= 1
         chunk.supersedes.clear()
 
@@ -333,7 +331,7 @@ class Persistence:
                 return False
             victim = next((c for c in self._ledger.all_victims() if not c.in_use), None)
             if victim is None:
-                log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
+                log.warning("the durable tier cannot shrink: all its chunks are pinned or in use")
                 return False
             self._tiers.evict_from_disk(victim)
         return self._ledger.used_bytes > self._target_bytes

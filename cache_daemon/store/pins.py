@@ -22,8 +22,8 @@ _ARENA_SHARE = 0.5
 
 @dataclass(eq=False, slots=True)
 class _Pin:
-    requested_key: bytes  # the prefix hash that was named
-    chunk: Chunk  # where it is now: a longer chunk may have taken its place
+    requested_key: bytes  # the prefix hash that was pinned
+    chunk: Chunk  # the chunk now: a longer one may have superseded it
     count: int
 
 

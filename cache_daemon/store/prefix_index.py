@@ -18,11 +18,11 @@ from sortedcontainers import SortedDict, SortedList
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 
-# Copies of one text in different contexts that are looked at for the one to reuse.
+# Copies of one text behind different prefixes that are considered for reuse.
 _MAX_COPIES = 16
 # Enough for 2^20 tokens in chunks of 128.
 MAX_MATCHED_CHUNKS = 8192
-# Ways to cut one prompt that a look-up follows; and lengths of siblings that it tries.
+# Branches (cuts of one prompt) that a match follows, and lengths of siblings that it tries.
 _MAX_BRANCHES, _MAX_LENGTHS = 256, 64
 
 
@@ -191,7 +191,7 @@ class PrefixIndex:
             parent, at, depth = open_ends.pop()
             ways, steps = ways + 1, steps - depth
             siblings = self._children.get(parent)
-            # Most of a path has one child at each step: this loop is what a long prompt's time goes into.
+            # Most of a path has one child at each step: a long prompt spends its time in this loop.
             only: Chunk | None = None
             while isinstance(siblings, Chunk) and depth < MAX_MATCHED_CHUNKS and tokens.startswith(siblings.ids, at):
                 only, at, depth = siblings, at + len(siblings.ids), depth + 1
@@ -201,7 +201,7 @@ class PrefixIndex:
                 best, last, shared_last = at, only, len(only.ids)
             if siblings is None or at == len(tokens) or depth == MAX_MATCHED_CHUNKS:
                 continue
-            # The one that shares most comes first: it is followed first, as the last one in.
+            # The child that shares most comes first in the list: pushed last, it is followed first.
             for chunk, shared in reversed(list(self._continuations(siblings, tokens, at))):
                 if at + shared > best:
                     best, last, shared_last = at + shared, chunk, shared

@@ -43,7 +43,7 @@ class StoreRestorer:
             if n % _CHUNKS_PER_SLICE == 0:
                 await asyncio.sleep(0)
         if unfit:
-            log.warning("dropping stored chunks that do not continue their parents", chunks=unfit)
+            log.warning("removing stored chunks that do not follow their parents", chunks=unfit)
         await self.persistence.finish_restore()
         tiers.counters.corrupt_chunks += durable.load_report.corrupt + unfit
         for name, value in notes.items():
@@ -55,7 +55,7 @@ class StoreRestorer:
         tiers = self.inserter.tiers
         tenant = tiers.accounts.account_of(item.header.tenant)
         used_at = min(now, item.last_use / 1000)
-        if not item.last_use:  # it came in shortly before a sudden end: from now on that is known
+        if not item.last_use:  # stored shortly before a crash: its recency is persisted from now on
             used_at = tiers.unsaved_recency[item.header.prefix_hash] = now
         return Chunk(
             item.header,

@@ -22,7 +22,7 @@ from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenant_usage import TenantAccount
 
 _Handle = TypeVar("_Handle")
-# Where no memory is shared.
+# Expiry of leases of sessions that share no memory.
 LEASE_SECONDS = 60.0
 
 
@@ -81,7 +81,7 @@ class Reservation:
     staged: Slot
     expires_at: float  # on the store's clock
     reserved_at: float = field(default_factory=time.monotonic)
-    invalidated: bool = False  # what it belongs to was deleted since
+    invalidated: bool = False  # a deletion since the reservation concerns it
 
 
 def rename_handle(held: dict[bytes, _Handle], given: bytes, name: bytes) -> bytes:
@@ -100,15 +100,15 @@ class Session:
     namespace: bytes
     descriptor: NamespaceDescriptor
     staging: Staging | None  # None once the session has ended
-    shares_memory: bool = True  # its caller maps the arena and its staging; if not, it is sent and sends bytes
+    shares_memory: bool = True  # the caller maps arena and staging; if not, bytes are streamed
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     opened_at: float = field(default_factory=lambda: time.monotonic())
     leases: dict[bytes, LeaseGuard] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
     committing: int = 0  # commits that copy from staging now
     closed: bool = False
-    heartbeat_totals: tuple[int, ...] = ()  # the totals of its last heartbeat
-    owner: object = None  # who opened it
+    heartbeat_totals: tuple[int, ...] = ()  # totals of its last heartbeat
+    owner: object = None  # the principal that opened it
 
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)

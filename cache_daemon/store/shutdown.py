@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import structlog
 
-# The end may take so long: of that, what is queued to be written, and then all but the closing of files.
+# Deadlines since the begin of the shutdown: of all, of queued writes, and of the writer's end.
 SECONDS, SETTLE_SECONDS, WRITE_SECONDS = 20.0, 14.0, 18.0
 
 log = structlog.get_logger("cache_daemon")
@@ -48,7 +48,7 @@ class Shutdown:
                 outcome.append(work())
             except BaseException as error:
                 raised.append(error)
-            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: nothing is left to hear
+            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: there is no reader
                 loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=run, name="store-end", daemon=True).start()
@@ -57,7 +57,7 @@ class Shutdown:
                 await ended.wait()
         except TimeoutError:
             self.late = True
-            log.error("the store does not close in time", waits_for=getattr(work, "__qualname__", repr(work)))
+            log.error("the store did not close in time", waits_for=getattr(work, "__qualname__", repr(work)))
             return None
         if raised:
             raise raised[0]

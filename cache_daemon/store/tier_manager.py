@@ -28,7 +28,7 @@ from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.tenant_usage import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_accounting import TierLedger
 
-# One allocation pushes out at most so much more than it needs, before it gives up on finding room in one piece.
+# One allocation evicts at most this multiple of its size before it gives up on a contiguous slot.
 _MAX_EVICTED_FACTOR = 16
 _MIN_EVICTED_BYTES = 64 << 20
 
@@ -49,15 +49,15 @@ class TierManager:
     accounts: TenantAccounts
     counters: Counters
     clock: Callable[[], float]
-    zombies: set[Chunk] = field(default_factory=set)  # not listed, but in use
+    zombies: set[Chunk] = field(default_factory=set)  # not indexed, but in use
     on_indexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots that no chunk has yet
-    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned ones that only the arena has
+    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned chunks that only the arena has
     unsaved_recency: dict[bytes, float] = field(
         default_factory=dict
-    )  # durable chunks used since that was last written down
+    )  # durable chunks used since recency was last persisted
 
     # ---- arrivals -------------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class TierManager:
         self.arena_ledger.touch(chunk)
         if self.disk_ledger is not None:
             self.disk_ledger.touch(chunk)
-        if chunk.disk_state is not Residency.ABSENT:  # one that arrives may have been written with an earlier use
+        if chunk.disk_state is not Residency.ABSENT:  # one in flight may be written with an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 
     def update_evictable(self, chunk: Chunk) -> None:
@@ -161,7 +161,7 @@ class TierManager:
         evicted = 0
         while (slot := self.arena.allocate(size_bytes)) is None:
             if evicted > max(_MAX_EVICTED_FACTOR * size_bytes, _MIN_EVICTED_BYTES):
-                return None  # there is room, but not in one piece
+                return None  # enough is free, but not contiguous
             gone = self._evict_from_arena(tenant, own=False)
             if not gone:
                 return None
@@ -236,7 +236,7 @@ class TierManager:
         """
         members = self.index.subtree(chunk) if chunk.indexed else []
         for member in reversed(members):
-            if member.indexed:  # one may take another along
+            if member.indexed:  # removing one may remove another
                 self._unindex(member, why, on_disk_too=on_disk_too or member is not chunk)
         return len(members)
 

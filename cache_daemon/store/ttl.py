@@ -18,8 +18,8 @@ class TtlIndex:
 
     def __init__(self, tiers: TierManager) -> None:
         self._tiers = tiers
-        self._expiring: dict[bytes, Chunk] = {}  # listed chunks that end, by prefix hash
-        self._changed: dict[bytes, None] = {}  # since it was last written down
+        self._expiring: dict[bytes, Chunk] = {}  # indexed chunks with an expiry, by prefix hash
+        self._changed: dict[bytes, None] = {}  # since the last persist_changes
         self._persisted: set[bytes] = set()
         tiers.on_indexed.append(self._on_indexed)
         tiers.on_unindexed.append(self._on_unindexed)
@@ -55,7 +55,7 @@ class TtlIndex:
                 self._tiers.write_note(NOTE_PREFIX + key, note_of(chunk.expires_at))
                 self._persisted.add(key)
             else:
-                continue  # it may arrive there
+                continue  # it may reach the disk later
             del self._changed[key]
 
     def restore(self, name: bytes, value: bytes) -> None:
