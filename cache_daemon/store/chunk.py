@@ -63,16 +63,24 @@ class ChunkSnapshot(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class WriteState:
+    """State of a chunk's write to the durable tier, owned by Persistence."""
+
+    maybe_on_disk: bool = False  # a failed write may have reached the disk
+    superseder_count: int = 0  # longer siblings that replace it once they are durable
+    supersedes: list[Chunk] = field(default_factory=list, repr=False)
+
+
+@dataclass(eq=False, slots=True)
 class Chunk:
     """A committed chunk: in the arena, in the durable tier, or in both.
 
     It is ``indexed`` while the index has it. Users of its slot (leases, the writer, the reader) keep the slot even
     after the chunk has left the index.
 
-    Each mutable field has one writer: ``slot``, the states, ``indexed``, ``stored_bytes`` and ``load_future``
-    TierManager (loads: Lookup; writes: Persistence), ``leases`` LeaseGuard, ``pins`` Pins, ``anchors`` Insertion,
-    ``expires_at`` TtlIndex, ``hits`` and ``last_used_at`` Lookup (``last_used_at`` also TwoPhaseCommit), the last three
-    Persistence.
+    Each mutable field has one writer: TierManager (``slot``, the two states, ``indexed``, ``stored_bytes``, ``hits``,
+    ``last_used_at``, ``load_future``), LeaseGuard (``leases``), Pins (``pins``), Insertion (``anchors``), TtlIndex
+    (``expires_at``) and Persistence (``write_state``).
     """
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
@@ -89,9 +97,7 @@ class Chunk:
     last_used_at: float = 0.0  # seconds, on the store's clock
     expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
     stored_bytes: int = 0  # in the durable tier
-    maybe_on_disk: bool = False  # a failed write may have reached the disk
-    superseder_count: int = 0  # longer siblings that replace it once they are durable
-    supersedes: list[Chunk] = field(default_factory=list, repr=False)
+    write_state: WriteState = field(default_factory=WriteState, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
     inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)
     # The header's, at hand: a Match reads them of every chunk that it finds.

@@ -297,7 +297,7 @@ class TwoPhaseCommit:
         for reservation in committed:
             chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
             while chunk is not None and chunk.last_used_at < since:
-                chunk.last_used_at = self._tiers.clock()
+                self._tiers.record_use([chunk], self._tiers.clock(), is_hit=False)
                 self._tiers.touch(chunk)
                 chunk = self._tiers.parent_of(chunk)
 

@@ -70,7 +70,10 @@ class ChunkInserter:
             return start == 0
         parent = self.tiers.index.get(parent_key)
         return (
-            parent is not None and parent.root == root and parent.end_position == start and not parent.superseder_count
+            parent is not None
+            and parent.root == root
+            and parent.end_position == start
+            and not parent.write_state.superseder_count
         )
 
     def restore(self, chunk: Chunk) -> bool:

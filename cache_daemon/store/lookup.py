@@ -264,7 +264,7 @@ class Lookup:
                     continue
                 if slot is None:
                     break
-                chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
+                self._tiers.begin_load(chunk)
                 jobs.append((chunk, slot))
         finally:
             # Shielded: a cancelled caller must not leave half-loaded chunks behind.
@@ -310,8 +310,7 @@ class Lookup:
                 self._finish_load(chunk, slot, outcome)
 
     def _finish_load(self, chunk: Chunk, slot: Slot, outcome: ReadResult) -> None:
-        arrival, chunk.load_future = chunk.load_future, None
-        chunk.arena_state = Residency.ABSENT
+        load_future = self._tiers.end_load(chunk)
         if outcome is ReadResult.SOUND:
             self._tiers.finish_load(chunk, slot)
         else:
@@ -320,8 +319,8 @@ class Lookup:
                 self._tiers.counters.corrupt_chunks += 1
                 self._tiers.remove_subtree(chunk, EVENT_TYPE_DELETED)
         self._tiers.on_released(chunk)
-        if arrival is not None and not arrival.done():
-            arrival.set_result(None)
+        if load_future is not None and not load_future.done():
+            load_future.set_result(None)
 
     def _count(
         self,
@@ -338,17 +337,14 @@ class Lookup:
         counts.promoted_tokens += promoted
         counts.content_tokens += sum(m.tokens for _, m in placed)
 
-    def _record_use(self, path: list[Chunk], elsewhere: list[Chunk]) -> None:
+    def _record_use(self, path: list[Chunk], contents: list[Chunk]) -> None:
         """Count a use now, and tell the eviction policies once the answer is on its way."""
-        now = self._tiers.clock()
-        for chunk in (*path, *elsewhere):
-            chunk.hits += 1
-            chunk.last_used_at = now
+        self._tiers.record_use((*path, *contents), self._tiers.clock(), is_hit=True)
         if not self._pending_touches:
             asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._apply_some_touches)
         # Parents count as used after their children, which they outlive.
         self._pending_touches.extend(reversed(path))
-        self._pending_touches.extend(elsewhere)
+        self._pending_touches.extend(contents)
 
     def _apply_some_touches(self) -> None:
         self._apply_touches(_MAX_TOUCHES)

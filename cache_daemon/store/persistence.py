@@ -95,7 +95,7 @@ class Persistence:
         self._in_flight += 1
         replaced = [
             old
-            for old in chunk.supersedes
+            for old in chunk.write_state.supersedes
             if old.indexed and old.disk_state is not Residency.ABSENT and not self._tiers.index.has_children(old)
         ]
         self._writer.put(
@@ -133,8 +133,8 @@ class Persistence:
         if old.disk_state is Residency.ABSENT:
             self._tiers.remove_subtree(old)
         else:
-            old.superseder_count += 1
-            chunk.supersedes.append(old)
+            old.write_state.superseder_count += 1
+            chunk.write_state.supersedes.append(old)
 
     def retry_used(self, chunks: Iterable[Chunk]) -> None:
         """Retry chunks that were used and are not on disk: the tier may admit them now."""
@@ -232,7 +232,7 @@ class Persistence:
         self._in_flight -= 1
         stored = result.outcome is PutOutcome.STORED
         if not chunk.indexed:
-            chunk.disk_state = Residency.ABSENT
+            self._tiers.discard_write(chunk)
             for old in replaced if stored else []:
                 self._requeue(old)
         elif stored:
@@ -240,9 +240,9 @@ class Persistence:
             for old in replaced:
                 if old.indexed:  # the transaction removed it, but it may be in flight again
                     self._tiers.remove_subtree(old, on_disk_too=old.disk_state is not Residency.PRESENT)
-            for old in chunk.supersedes:
-                old.superseder_count -= 1
-            chunk.supersedes.clear()
+            for old in chunk.write_state.supersedes:
+                old.write_state.superseder_count -= 1
+            chunk.write_state.supersedes.clear()
             self._tiers.emit(EVENT_TYPE_PERSISTED, chunk)
         else:
             self._tiers.abort_write(chunk)
@@ -262,7 +262,7 @@ class Persistence:
 
     def _record_failure(self, chunk: Chunk, outcome: PutOutcome) -> None:
         self._tiers.counters.failed_writes += 1
-        chunk.maybe_on_disk = chunk.maybe_on_disk or outcome is PutOutcome.FAILED
+        chunk.write_state.maybe_on_disk = chunk.write_state.maybe_on_disk or outcome is PutOutcome.FAILED
         if outcome is PutOutcome.NO_ROOM:
             if not self._is_full:
                 self._full_since = time.monotonic()
@@ -276,9 +276,9 @@ class Persistence:
         self._failed.pop(chunk, None)
         self._not_admitted.pop(chunk, None)
         self._delayed.pop(chunk, None)
-        for old in chunk.supersedes:  # it never became durable: the chunks that it would replace stay
-            old.superseder_count -= 1
-        chunk.supersedes.clear()
+        for old in chunk.write_state.supersedes:  # it never became durable: the chunks that it would replace stay
+            old.write_state.superseder_count -= 1
+        chunk.write_state.supersedes.clear()
 
     def _requeue(self, chunk: Chunk) -> None:
         """Handle a chunk that the transaction of its successor removed, when the successor is gone."""

@@ -5,8 +5,9 @@ The only code that changes the index, the arena and both tiers' ledgers.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import (
@@ -76,6 +77,16 @@ class TierManager:
         for told in self.on_indexed:
             told(chunk)
 
+    def begin_load(self, chunk: Chunk) -> None:
+        """Record that a durable chunk is being read; ``load_future`` ends with that."""
+        chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
+
+    def end_load(self, chunk: Chunk) -> asyncio.Future[None] | None:
+        """Record that the read has ended. Returns the future to resolve once its result is recorded."""
+        future, chunk.load_future = chunk.load_future, None
+        chunk.arena_state = Residency.ABSENT
+        return future
+
     def finish_load(self, chunk: Chunk, slot: Slot) -> None:
         """Record that a slot holds the chunk's payload."""
         self.pending_slots.pop(slot, None)
@@ -99,6 +110,10 @@ class TierManager:
         self.disk_ledger.resize(chunk, stored_bytes)
         self.update_evictable(chunk)
 
+    def discard_write(self, chunk: Chunk) -> None:
+        """Record the end of a write whose chunk has left the index meanwhile."""
+        chunk.disk_state = Residency.ABSENT
+
     def abort_write(self, chunk: Chunk) -> None:
         """Record that the durable tier did not take the chunk, or has removed it unasked."""
         assert self.disk_ledger is not None
@@ -116,6 +131,13 @@ class TierManager:
     def parent_of(self, chunk: Chunk) -> Chunk | None:
         """Return the parent in the index; None for a first chunk."""
         return None if chunk.is_first else self.index.get(chunk.parent_key)
+
+    @staticmethod
+    def record_use(chunks: Iterable[Chunk], now: float, *, is_hit: bool) -> None:
+        """Record the time of a use, and hits. ``touch`` tells the eviction policies later."""
+        for chunk in chunks:
+            chunk.hits += is_hit
+            chunk.last_used_at = now
 
     def touch(self, chunk: Chunk) -> None:
         """Tell both eviction policies that a chunk was used."""
@@ -251,7 +273,7 @@ class TierManager:
         if (
             self.writer is not None
             and on_disk_too
-            and (chunk.maybe_on_disk or chunk.disk_state is not Residency.ABSENT)
+            and (chunk.write_state.maybe_on_disk or chunk.disk_state is not Residency.ABSENT)
         ):
             self.writer.remove([chunk.key])
         if chunk.disk_state is Residency.PRESENT:

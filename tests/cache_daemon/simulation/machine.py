@@ -208,7 +208,7 @@ class Machine(Traffic):
     def crash(self, at: int, stay: bool) -> None:
         """A sudden end: what was told durable is found, with whatever the disk was doing."""
         daemon = self._at(at)
-        durable = [chunk for chunk in daemon.durable if not chunk.superseder_count]
+        durable = [chunk for chunk in daemon.durable if not chunk.write_state.superseder_count]
         daemon.keep_durable()
         daemon.crash()
         self.world.may_forget(daemon)
