@@ -83,17 +83,17 @@ class TenantTransfer:
             yield progress
 
     async def _push_batch(self, batch: Sequence[Chunk]) -> tuple[Sequence[Chunk], int]:
-        holds: list[LeaseGuard] = []
+        leases: list[LeaseGuard] = []
         try:
             for chunk in batch:
-                hold = await self._services.lookup.acquire(chunk) if chunk.indexed else None
-                if hold is not None:
-                    holds.append(hold)
-            held = [chunk for hold in holds for chunk in hold.chunks]
+                lease = await self._services.lookup.acquire(chunk) if chunk.indexed else None
+                if lease is not None:
+                    leases.append(lease)
+            held = [chunk for lease in leases for chunk in lease.chunks]
             return await self._write_behind.push(held) if held else ([], 0)
         finally:
-            for hold in holds:
-                hold.release()
+            for lease in leases:
+                lease.release()
 
     def _batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         """Split chunks into batches that the arena can hold beside all else."""
@@ -120,25 +120,25 @@ class TenantTransfer:
         yield progress
         budget = _WaitBudget()
         for at in range(0, len(missing), _BATCH_CHUNKS):
-            some = missing[at : at + _BATCH_CHUNKS]
+            batch_keys = missing[at : at + _BATCH_CHUNKS]
             with _as_unavailable(progress), self._lookups.track(root) as lookup:
-                placed = await self._pull_batch(request, lookup, some, budget)
+                placed = await self._pull_batch(request, lookup, batch_keys, budget)
             progress = replace(
                 progress,
                 chunks=progress.chunks + len(placed),
                 payload_bytes=progress.payload_bytes + sum(placed),
-                lost=progress.lost + len(some) - len(placed),
+                lost=progress.lost + len(batch_keys) - len(placed),
             )
             yield progress
 
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[bytes], int]:
         """Return the hashes of valid chunks that are not here, parents first, and how many are here."""
         found: list[tuple[int, bytes]] = []
-        known, turns = 0, YieldTimer()
+        known, yield_timer = 0, YieldTimer()
         hashes = await self._tier.list_prefix_hashes(request.root)
         for at in range(0, len(hashes), _BATCH_CHUNKS):
             for entry in await self._find_records(request, hashes[at : at + _BATCH_CHUNKS]):
-                await turns.maybe_yield()
+                await yield_timer.maybe_yield()
                 key = entry.header.prefix_hash
                 if self._tiers.index.get(key) is None:
                     found.append((entry.header.start_position, key))
@@ -175,15 +175,15 @@ class TenantTransfer:
         budget: _WaitBudget,
     ) -> bool:
         while True:
-            hold = LeaseGuard([], self._tiers.on_released)
+            lease = LeaseGuard([], self._tiers.on_released)
             try:
                 if await self._inserter.insert(
-                    request, [entry], [parts], hold, lambda: lookup.invalidated, delay_persist=False
+                    request, [entry], [parts], lease, lambda: lookup.invalidated, delay_persist=False
                 ):
                     budget.waits_left = _MAX_WAITS
                     return True
             finally:
-                hold.release()
+                lease.release()
             lost = parts is None or lookup.invalidated or not self._inserter.parent_is_live(request.root, entry)
             if lost or not budget.waits_left or not await self._services.wait_progress(_WAIT_SECONDS):
                 return False

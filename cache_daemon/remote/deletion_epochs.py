@@ -93,17 +93,17 @@ class DeletionEpochs:
 
     def predates_deletion(self, chunk: Chunk) -> bool:
         """Return True if a chunk was inserted here before the last remote deletion that may concern it."""
-        known = self._tenants.get(chunk.root)
-        of_tenant = self._forgotten_deleted_at if known is None else max(known.deleted_at, known.unsure_until)
+        record = self._tenants.get(chunk.root)
+        of_tenant = self._forgotten_deleted_at if record is None else max(record.deleted_at, record.unsure_until)
         return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
 
     def is_withheld(self, chunk: Chunk) -> bool:
         """Return True while a chunk from before a loss of the backend's data is not offered again."""
-        known = self._tenants.get(chunk.root)
+        record = self._tenants.get(chunk.root)
         return (
-            known is not None
-            and chunk.inserted_at <= known.lost_at
-            and time.monotonic() < known.lost_at + GRACE_SECONDS
+            record is not None
+            and chunk.inserted_at <= record.lost_at
+            and time.monotonic() < record.lost_at + GRACE_SECONDS
         )
 
     def observe(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
@@ -125,7 +125,7 @@ class DeletionEpochs:
         now = time.monotonic()
         if self.is_global_deletion_lost(epochs.global_epoch):
             return EpochChange.DELETION_LOST
-        everything = self._observe_global(epochs.global_epoch, now)
+        global_change = self._observe_global(epochs.global_epoch, now)
         tenant, chunks, deletion = (
             epoch_digest(epochs.tenant_epoch),
             epoch_digest(epochs.chunks_epoch),
@@ -134,17 +134,17 @@ class DeletionEpochs:
         before = self._tenants.get(root)
         if before is None or before.global_digest != self._global_digest:
             # A deletion of everything covers those of chunks.
-            change = EpochChange.CHUNKS_DELETED if chunks and everything is EpochChange.NONE else EpochChange.NONE
+            change = EpochChange.CHUNKS_DELETED if chunks and global_change is EpochChange.NONE else EpochChange.NONE
             after = _TenantRecord(self._global_digest or b"", tenant, chunks, deleted_at=self._forgotten_deleted_at)
             after.past_digests = () if before is None else _append_digest(before.past_digests, before.tenant_digest)
         elif before.has_lost_deletion(tenant, deletion, chunks):
             self._tenants.move_to_end(root)
-            return everything if everything is not EpochChange.NONE else EpochChange.DELETION_LOST
+            return global_change if global_change is not EpochChange.NONE else EpochChange.DELETION_LOST
         else:
             change = _compare(before, tenant, deletion, chunks)
             if change is EpochChange.NONE and (before.tenant_digest or not tenant):
                 self._tenants.move_to_end(root)
-                return everything
+                return global_change
             after = replace(
                 before, tenant_digest=tenant or before.tenant_digest, chunks_digest=chunks or before.chunks_digest
             )
@@ -163,39 +163,39 @@ class DeletionEpochs:
             after.deleted_at = after.unapplied_since = now
             after.chunks_digest, after.tombstones = chunks, set()
         self._remember(root, after)
-        return everything if everything is not EpochChange.NONE else change
+        return global_change if global_change is not EpochChange.NONE else change
 
-    def is_global_deletion_lost(self, mark: bytes | None) -> bool:
+    def is_global_deletion_lost(self, epoch: bytes | None) -> bool:
         """Return True if a backend with this global epoch has lost a known deletion of everything."""
-        value = epoch_digest(mark)
+        value = epoch_digest(epoch)
         return bool(self._global_deletion_epoch) and value != self._global_digest and (
             not value or value in self._past_global_digests
         )  # fmt: skip
 
-    def _observe_global(self, mark: bytes | None, now: float) -> EpochChange:
-        value = epoch_digest(mark)
+    def _observe_global(self, epoch: bytes | None, now: float) -> EpochChange:
+        value = epoch_digest(epoch)
         if value == self._global_digest or (not value and self._global_digest is not None):
             return EpochChange.NONE
         first = self._global_digest is None
-        self._adopt_global(value, mark)
+        self._adopt_global(value, epoch)
         if first:
             self._persist_global()
             return EpochChange.NONE
         self._all_deleted_at = now
         return EpochChange.ALL_DELETED
 
-    def _adopt_global(self, value: bytes, mark: bytes | None) -> None:
+    def _adopt_global(self, value: bytes, epoch: bytes | None) -> None:
         self._past_global_digests = _append_digest(self._past_global_digests, self._global_digest or b"")
         self._global_digest, self._global_deletion_epoch = (
             value,
-            mark if mark is not None and is_deletion_epoch(mark) else b"",
+            epoch if epoch is not None and is_deletion_epoch(epoch) else b"",
         )
 
-    def _remember(self, root: bytes, known: _TenantRecord) -> None:
+    def _remember(self, root: bytes, record: _TenantRecord) -> None:
         before = self._tenants.get(root)
-        if before is not None and before.tombstones and not known.tombstones:
+        if before is not None and before.tombstones and not record.tombstones:
             self._write_note(TOMBSTONES_PREFIX + root, None)
-        self._tenants[root] = known
+        self._tenants[root] = record
         self._tenants.move_to_end(root)
         self._persist(root)
         if len(self._tenants) > _MAX_TENANTS:
@@ -206,7 +206,7 @@ class DeletionEpochs:
     # ---- deletions ------------------------------------------------------------------------------------------
 
     def record_own_deletion(
-        self, root: bytes, mark: bytes, before: bytes | None = None, *, crossed: bool = False
+        self, root: bytes, epoch: bytes, before: bytes | None = None, *, crossed: bool = False
     ) -> None:
         """Record this node's deletion of a tenant, without ``root`` of everything.
 
@@ -216,69 +216,71 @@ class DeletionEpochs:
         now = time.monotonic()
         if not root:
             self._past_global_digests = _append_digest(self._past_global_digests, epoch_digest(before))
-            self._adopt_global(epoch_digest(mark), mark)
+            self._adopt_global(epoch_digest(epoch), epoch)
             self._all_deleted_at = now
             self._persist_global()
             return
-        known = self._tenants.get(root)
-        past = () if known is None else _append_digest(known.past_digests, known.tenant_digest)
-        after = _TenantRecord(self._global_digest or b"", epoch_digest(mark), b"", deleted_at=now, deletion_epoch=mark)
+        record = self._tenants.get(root)
+        past = () if record is None else _append_digest(record.past_digests, record.tenant_digest)
+        after = _TenantRecord(
+            self._global_digest or b"", epoch_digest(epoch), b"", deleted_at=now, deletion_epoch=epoch
+        )
         after.past_digests = _append_digest(past, epoch_digest(before))
-        after.unapplied_since = now if crossed else 0.0 if known is None else known.unapplied_since
+        after.unapplied_since = now if crossed else 0.0 if record is None else record.unapplied_since
         self._remember(root, after)
 
     def record_own_tombstones(self, root: bytes, gone: set[bytes]) -> None:
         """Record tombstones of this node's deletion of chunks: they need not be applied."""
-        known = self._tenants.get(root)
-        if known is not None:
-            self._set_tombstones(root, known, gone)
+        record = self._tenants.get(root)
+        if record is not None:
+            self._set_tombstones(root, record, gone)
 
     def unapplied_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
         """Return which tombstones of a tenant were not applied yet."""
-        known = self._tenants.get(root)
-        return gone if known is None else gone - known.tombstones
+        record = self._tenants.get(root)
+        return gone if record is None else gone - record.tombstones
 
     def has_tombstones(self, root: bytes) -> bool:
         """Return True if tombstones of the tenant are known."""
-        known = self._tenants.get(root)
-        return known is not None and bool(known.tombstones)
+        record = self._tenants.get(root)
+        return record is not None and bool(record.tombstones)
 
     def missing_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
         """Return known tombstones that the backend has no longer."""
-        known = self._tenants.get(root)
-        if known is None:
+        record = self._tenants.get(root)
+        if record is None:
             return set()
         there = {name[: keys.HASH_BYTES] for name in gone}
-        return {name for name in known.tombstones if name[: keys.HASH_BYTES] not in there}
+        return {name for name in record.tombstones if name[: keys.HASH_BYTES] not in there}
 
     def lost_deletions(self, root: bytes, epochs: TenantEpochs) -> dict[bytes, bytes]:
         """Return deletion epochs to write back: the global one under an empty key, the tenant's under ``root``."""
         out: dict[bytes, bytes] = {}
         if self.is_global_deletion_lost(epochs.global_epoch):
             out[b""] = self._global_deletion_epoch
-        known = self._tenants.get(root)
+        record = self._tenants.get(root)
         tenant, deletion = epoch_digest(epochs.tenant_epoch), is_deletion_epoch(epochs.tenant_epoch)
         if (
-            known is None
-            or known.global_digest != self._global_digest
-            or not known.deletion_epoch
-            or tenant == known.tenant_digest
+            record is None
+            or record.global_digest != self._global_digest
+            or not record.deletion_epoch
+            or tenant == record.tenant_digest
         ):
             return out
-        if not deletion or tenant in known.past_digests:
-            out[root] = known.deletion_epoch
+        if not deletion or tenant in record.past_digests:
+            out[root] = record.deletion_epoch
         return out
 
     def tenants_with_deletions(self) -> list[bytes]:
         """Return the tenants of which a deletion is known."""
-        return [root for root, known in self._tenants.items() if known.deletion_epoch or known.tombstones]
+        return [root for root, record in self._tenants.items() if record.deletion_epoch or record.tombstones]
 
     def observed_at(self, root: bytes) -> float:
         """Return when the last change of a tenant, without ``root`` of everything, was observed (monotonic)."""
         if not root:
             return self._all_deleted_at
-        known = self._tenants.get(root)
-        return time.monotonic() if known is None else known.unapplied_since
+        record = self._tenants.get(root)
+        return time.monotonic() if record is None else record.unapplied_since
 
     def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
         """Record that a change observed at ``heard`` is applied here.
@@ -288,34 +290,36 @@ class DeletionEpochs:
         if not root:
             self._persist_global()
             return
-        known = self._tenants.get(root)
-        if known is None:
+        record = self._tenants.get(root)
+        if record is None:
             return
         if gone is not None:
-            self._set_tombstones(root, known, gone)
-        if known.unapplied_since == heard:
-            known.unapplied_since = known.unsure_until = 0.0
+            self._set_tombstones(root, record, gone)
+        if record.unapplied_since == heard:
+            record.unapplied_since = record.unsure_until = 0.0
             self._persist(root)
 
-    def _set_tombstones(self, root: bytes, known: _TenantRecord, gone: set[bytes]) -> None:
+    def _set_tombstones(self, root: bytes, record: _TenantRecord, gone: set[bytes]) -> None:
         """Replace tombstones of chunks that were deleted more than once by the last one."""
-        fresh = {name[: keys.HASH_BYTES] for name in gone}
-        kept = {name for name in known.tombstones if name[: keys.HASH_BYTES] not in fresh} | gone
-        if kept != known.tombstones:
-            known.tombstones = kept
-            self._write_note(TOMBSTONES_PREFIX + root, b"".join(sorted(kept)))
+        replaced = {name[: keys.HASH_BYTES] for name in gone}
+        merged = {name for name in record.tombstones if name[: keys.HASH_BYTES] not in replaced} | gone
+        if merged != record.tombstones:
+            record.tombstones = merged
+            self._write_note(TOMBSTONES_PREFIX + root, b"".join(sorted(merged)))
 
     # ---- over restarts --------------------------------------------------------------------------------------
 
     def _persist_global(self) -> None:
-        mark = self._global_deletion_epoch or _NONE
-        self._write_note(NOTE_PREFIX, (self._global_digest or _NONE) + mark + b"".join(self._past_global_digests))
+        epoch = self._global_deletion_epoch or _NONE
+        self._write_note(NOTE_PREFIX, (self._global_digest or _NONE) + epoch + b"".join(self._past_global_digests))
 
     def _persist(self, root: bytes) -> None:
-        known = self._tenants[root]
-        if not known.unapplied_since:
-            value = _NOTE.pack(known.global_digest, known.tenant_digest, known.chunks_digest, bool(known.lost_at))
-            self._write_note(NOTE_PREFIX + root, value + (known.deletion_epoch or _NONE) + b"".join(known.past_digests))
+        record = self._tenants[root]
+        if not record.unapplied_since:
+            value = _NOTE.pack(record.global_digest, record.tenant_digest, record.chunks_digest, bool(record.lost_at))
+            self._write_note(
+                NOTE_PREFIX + root, value + (record.deletion_epoch or _NONE) + b"".join(record.past_digests)
+            )
 
     def restore(self, name: bytes, value: bytes) -> None:
         """Restore a note of an earlier start, once durable chunks are indexed; an unreadable one is removed."""
@@ -329,34 +333,34 @@ class DeletionEpochs:
         if not whole or len(root) not in (0, keys.HASH_BYTES):
             self._write_note(name, None)
             return
-        mark, past = (_read(rest[0]), tuple(rest[1:])) if rest else (b"", ())
+        epoch, past = (_read(rest[0]), tuple(rest[1:])) if rest else (b"", ())
         if not root:
             self._global_digest, self._global_deletion_epoch, self._past_global_digests = (
                 _read(value[:size]),
-                mark,
+                epoch,
                 past,
             )
             return
-        everything, tenant, chunks, lost = _NOTE.unpack(value[:size])
+        global_change, tenant, chunks, lost = _NOTE.unpack(value[:size])
         since = time.monotonic() if lost else 0.0
-        known = _TenantRecord(
-            _read(everything), _read(tenant), _read(chunks), lost_at=since, deletion_epoch=mark, past_digests=past
+        record = _TenantRecord(
+            _read(global_change), _read(tenant), _read(chunks), lost_at=since, deletion_epoch=epoch, past_digests=past
         )
-        known.tombstones = self._tenants[root].tombstones if root in self._tenants else set()
-        self._tenants[root] = known
+        record.tombstones = self._tenants[root].tombstones if root in self._tenants else set()
+        self._tenants[root] = record
 
     def _restore_tombstones(self, name: bytes, value: bytes) -> None:
         root, size = name[len(TOMBSTONES_PREFIX) :], keys.HASH_BYTES + TOMBSTONE_ID_BYTES
         if len(root) != keys.HASH_BYTES or len(value) % size:
             self._write_note(name, None)
             return
-        known = self._tenants.setdefault(root, _TenantRecord(b"", b"", b""))
-        known.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
+        record = self._tenants.setdefault(root, _TenantRecord(b"", b"", b""))
+        record.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
         """Forget a tenant that has no chunks here, unless a deletion is known that the backend may lose."""
-        known = self._tenants.get(root)
-        if known is not None and not known.deletion_epoch and not known.tombstones:
+        record = self._tenants.get(root)
+        if record is not None and not record.deletion_epoch and not record.tombstones:
             del self._tenants[root]
             self._erase(root)
 

@@ -94,30 +94,30 @@ class RemotePrefetcher:
         return FetchResult(tokens, time.perf_counter() - began)
 
     async def _fetch_missing(self, request: FetchRequest, began: float) -> int:
-        links, ahead = await self._missing_chunks(request)
-        if not links:
+        spans, ahead = await self._missing_chunks(request)
+        if not spans:
             return 0
-        worth = request.hints.seconds_per_token * ahead
-        if worth and self._tier.latency.estimate_seconds(0, 2) > worth:
+        prefill_seconds = request.hints.seconds_per_token * ahead
+        if prefill_seconds and self._tier.latency.estimate_seconds(0, 2) > prefill_seconds:
             self._record_bypass()
             return 0
-        while (other := self._inflight_by_key.get(links[0].key)) is not None:
+        while (running := self._inflight_by_key.get(spans[0].key)) is not None:
             # Another request fetches the same; the result is matched later, unless that request was cancelled.
-            limit = min(request.hints.timeout_seconds, worth or _LOOKUP_SECONDS)
-            await asyncio.wait({other}, timeout=max(0.0, began + limit - time.perf_counter()))
-            if not other.done() or other.result():
+            limit = min(request.hints.timeout_seconds, prefill_seconds or _LOOKUP_SECONDS)
+            await asyncio.wait({running}, timeout=max(0.0, began + limit - time.perf_counter()))
+            if not running.done() or running.result():
                 return 0
-        mine, done = asyncio.get_running_loop().create_future(), True
-        self._inflight_by_key[links[0].key] = mine
+        future, done = asyncio.get_running_loop().create_future(), True
+        self._inflight_by_key[spans[0].key] = future
         try:
             with self._lookups.track(request.root) as lookup:
-                return await self._look_up(request, lookup, links, worth, began)
+                return await self._look_up(request, lookup, spans, prefill_seconds, began)
         except asyncio.CancelledError:
             done = False
             raise
         finally:
-            del self._inflight_by_key[links[0].key]
-            mine.set_result(done)
+            del self._inflight_by_key[spans[0].key]
+            future.set_result(done)
 
     # ---- what to ask for ------------------------------------------------------------------------------------
 
@@ -125,7 +125,7 @@ class RemotePrefetcher:
         """Return the prompt's chunks that are not stored, and the tokens that they would add; none if these are too
         few."""
         out: list[_ChunkSpan] = []
-        parent, start, turns = request.root, 0, YieldTimer()
+        parent, start, yield_timer = request.root, 0, YieldTimer()
         for end in request.hints.chunk_ends:
             ids = request.ids[start * keys.TOKEN_BYTES : end * keys.TOKEN_BYTES]
             parent = keys.prefix_hash(parent, ids)
@@ -134,7 +134,7 @@ class RemotePrefetcher:
                 if len(out) == _MAX_CHUNKS:
                     break
             start = end
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
         ahead = out[-1].end - self._num_cached_tokens(request) if out else 0
         return (out, ahead) if ahead >= _MIN_TOKENS else ([], 0)
 
@@ -142,36 +142,41 @@ class RemotePrefetcher:
         return sum(n for _, n in self._tiers.index.match(request.root, request.ids))
 
     async def _look_up(
-        self, request: FetchRequest, lookup: InflightLookup, links: list[_ChunkSpan], worth: float, began: float
+        self,
+        request: FetchRequest,
+        lookup: InflightLookup,
+        spans: list[_ChunkSpan],
+        prefill_seconds: float,
+        began: float,
     ) -> int:
         self.counters.lookups += 1
         usual = min(
             _LOOKUP_MAX_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR * self._tier.latency.latency_seconds)
         )
-        patience = min(usual, request.hints.timeout_seconds, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
-        found = await self._tier.find(request.root, [link.key for link in links], patience)
-        void = lookup.invalidated
+        patience = min(usual, request.hints.timeout_seconds, prefill_seconds * _LOOKUP_SHARE or _LOOKUP_SECONDS)
+        found = await self._tier.find(request.root, [span.key for span in spans], patience)
+        was_invalidated = lookup.invalidated
         if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
             return 0
         # This lookup already carries the post-deletion epoch: the deletion just observed must not invalidate it.
-        lookup.invalidated = void
-        lookup.keys = frozenset(entry.header.prefix_hash for entry in found.leading)
-        entries = await self._verify_chain(request, links, found.leading)
+        lookup.invalidated = was_invalidated
+        lookup.keys = frozenset(record.header.prefix_hash for record in found.leading)
+        records = await self._verify_chain(request, spans, found.leading)
         before = self._num_cached_tokens(request)
-        while entries and links[len(entries) - 1].end - before < _MIN_TOKENS:
-            entries.pop()
-        if not entries or lookup.invalidated:
+        while records and spans[len(records) - 1].end - before < _MIN_TOKENS:
+            records.pop()
+        if not records or lookup.invalidated:
             return 0
-        ready = _prefill_deadlines(request.hints.seconds_per_token, entries, [link.end - before for link in links])
+        ready = _prefill_deadlines(request.hints.seconds_per_token, records, [span.end - before for span in spans])
         spent = time.perf_counter() - began
         chosen = self._num_worth_fetching(
-            entries, ready, min(request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
+            records, ready, min(request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
         )
         if not chosen:
-            self._record_bypass(entries)
+            self._record_bypass(records)
             return 0
         limit = min(ready[chosen - 1], request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
-        await self._download(request, lookup, entries[:chosen], limit)
+        await self._download(request, lookup, records[:chosen], limit)
         tokens = max(0, self._num_cached_tokens(request) - before)
         self.counters.tokens += tokens
         self.counters.hits += tokens > 0
@@ -179,32 +184,32 @@ class RemotePrefetcher:
 
     @staticmethod
     async def _verify_chain(
-        request: FetchRequest, links: Sequence[_ChunkSpan], entries: Sequence[RemoteRecord]
+        request: FetchRequest, spans: Sequence[_ChunkSpan], records: Sequence[RemoteRecord]
     ) -> list[RemoteRecord]:
         """Return leading records that are the prompt's chunks in every respect, tokens included."""
         out: list[RemoteRecord] = []
-        turns = YieldTimer()
-        for link, entry in zip(links, entries, strict=False):
-            await turns.maybe_yield()
-            header = entry.header
-            ids = request.ids[link.start * keys.TOKEN_BYTES : link.end * keys.TOKEN_BYTES]
+        yield_timer = YieldTimer()
+        for span, record in zip(spans, records, strict=False):
+            await yield_timer.maybe_yield()
+            header = record.header
+            ids = request.ids[span.start * keys.TOKEN_BYTES : span.end * keys.TOKEN_BYTES]
             if (
-                header.start_position != link.start
+                header.start_position != span.start
                 or not request.accepts(header)
                 or keys.token_bytes(header.token_ids[:]) != ids
             ):
                 break
-            out.append(entry)
+            out.append(record)
         return out
 
-    def _num_worth_fetching(self, entries: Sequence[RemoteRecord], ready: Sequence[float], left: float) -> int:
+    def _num_worth_fetching(self, records: Sequence[RemoteRecord], ready: Sequence[float], left: float) -> int:
         """Count the leading records that arrive before they could be computed.
 
         ``ready`` has the prefill time up to each record, ``left`` the seconds left.
         """
         size = best = 0
-        for n, (entry, computed) in enumerate(zip(entries, ready, strict=True), 1):
-            size += entry.stored_length
+        for n, (record, computed) in enumerate(zip(records, ready, strict=True), 1):
+            size += record.stored_length
             takes = self._tier.latency.estimate_seconds(size)
             if takes <= left and takes <= computed:
                 best = n
@@ -213,47 +218,47 @@ class RemotePrefetcher:
     # ---- bringing -------------------------------------------------------------------------------------------
 
     async def _download(
-        self, request: FetchRequest, lookup: InflightLookup, entries: Sequence[RemoteRecord], limit: float
+        self, request: FetchRequest, lookup: InflightLookup, records: Sequence[RemoteRecord], limit: float
     ) -> None:
         """Download groups concurrently, and insert their chunks in order."""
         began, size = time.perf_counter(), 0
-        deadline, groups = began + limit, self._tier.group_by_call(entries)
-        hold = LeaseGuard([], self._tiers.on_released)
+        deadline, groups = began + limit, self._tier.group_by_call(records)
+        lease = LeaseGuard([], self._tiers.on_released)
         try:
             with self._downloads.start(groups) as downloads:
-                for one in downloads:
-                    if not await self._insert(request, lookup, one, deadline, hold):
+                for download in downloads:
+                    if not await self._insert(request, lookup, download, deadline, lease):
                         return
-                    size += sum(entry.stored_length for entry in one.group)
+                    size += sum(record.stored_length for record in download.group)
         finally:
             if time.perf_counter() >= deadline:  # if nothing came, the first group was too much
-                size = size or sum(entry.stored_length for entry in groups[0])
+                size = size or sum(record.stored_length for record in groups[0])
             self._tier.latency.record_transfer(size, time.perf_counter() - began)
-            hold.release()
+            lease.release()
 
     async def _insert(
-        self, request: FetchRequest, lookup: InflightLookup, one: _Download, deadline: float, hold: LeaseGuard
+        self, request: FetchRequest, lookup: InflightLookup, download: _Download, deadline: float, lease: LeaseGuard
     ) -> bool:
         """Wait for a group and insert it. Returns False at the end of the prefix."""
-        payloads = await one.wait_payloads(max(0.0, deadline - time.perf_counter()))
+        payloads = await download.wait_payloads(max(0.0, deadline - time.perf_counter()))
         if payloads is None:
             self.counters.late += time.perf_counter() >= deadline
             return False
         placed = await self._inserter.insert(
-            request, one.group, payloads, hold, lambda: lookup.invalidated, delay_persist=True
+            request, download.group, payloads, lease, lambda: lookup.invalidated, delay_persist=True
         )
-        one.inserted.set()
+        download.inserted.set()
         return placed
 
     # ---- what is not brought --------------------------------------------------------------------------------
 
-    def _record_bypass(self, entries: Sequence[RemoteRecord] = ()) -> None:
+    def _record_bypass(self, records: Sequence[RemoteRecord] = ()) -> None:
         """Count a prompt that is faster computed, and measure the backend now and then in the background."""
         self.counters.bypassed += 1
         self._tier.demand.set()
         idle = self._measurement is None or self._measurement.done()
-        if entries and idle and time.monotonic() - self._tier.latency.bandwidth_measured_at > _MEASURE_SECONDS:
-            self._measurement = asyncio.create_task(self._measure(self._tier.group_by_call(entries)[0]))
+        if records and idle and time.monotonic() - self._tier.latency.bandwidth_measured_at > _MEASURE_SECONDS:
+            self._measurement = asyncio.create_task(self._measure(self._tier.group_by_call(records)[0]))
 
     async def _measure(self, group: list[RemoteRecord]) -> None:
         began = time.perf_counter()
@@ -311,7 +316,7 @@ class _Downloads:
         behind it, and prompts do not wait for each other for ever.
         """
         downloads = [_Download(group) for group in groups]
-        tasks = [asyncio.create_task(one.run(self._tier, self._slots)) for one in downloads]
+        tasks = [asyncio.create_task(download.run(self._tier, self._slots)) for download in downloads]
         try:
             yield downloads
         finally:
@@ -320,13 +325,13 @@ class _Downloads:
                 task.add_done_callback(consume_exception)
 
 
-def _prefill_deadlines(seconds_per_token: float, entries: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
+def _prefill_deadlines(seconds_per_token: float, records: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
     """Return the seconds in which the caller could compute up to each record.
 
     Without a ``seconds_per_token`` of the caller, the writers' own prefill times count.
     """
     out, known = [], 0.0
-    for entry, ahead in zip(entries, tokens, strict=False):
-        known += entry.header.prefill_seconds
+    for record, ahead in zip(records, tokens, strict=False):
+        known += record.header.prefill_seconds
         out.append(seconds_per_token * ahead or known or _MAX_FETCH_SECONDS)
     return out

@@ -66,7 +66,7 @@ class RemoteChunkInserter:
         request: FetchRequest,
         group: Sequence[RemoteRecord],
         payloads: Sequence[list[bytes] | None],
-        hold: LeaseGuard,
+        lease: LeaseGuard,
         is_invalidated: Callable[[], bool],
         delay_persist: bool,
     ) -> bool:
@@ -83,10 +83,12 @@ class RemoteChunkInserter:
             return False
         tenant = self._tiers.accounts.account_of(request.tenant)
         with self._inserter.begin([group[0].header.parent_prefix_hash]) as insertion:
-            pieces = self._allocate_slots(request.root, group, payloads, tenant, hold)
+            pieces = self._allocate_slots(request.root, group, payloads, tenant, lease)
             try:
                 await self._decode_all(pieces)
-                listed = await self._insert_all(insertion, request, pieces, tenant, hold, is_invalidated, delay_persist)
+                listed = await self._insert_all(
+                    insertion, request, pieces, tenant, lease, is_invalidated, delay_persist
+                )
                 return listed and len(pieces) == len(group)
             finally:
                 for piece in pieces:
@@ -99,7 +101,7 @@ class RemoteChunkInserter:
         group: Sequence[RemoteRecord],
         payloads: Sequence[list[bytes] | None],
         tenant: TenantAccount,
-        hold: LeaseGuard,
+        lease: LeaseGuard,
     ) -> list[_Payload]:
         """Allocate slots for as many chunks of a group as have a payload and fit."""
         pieces: list[_Payload] = []
@@ -108,9 +110,9 @@ class RemoteChunkInserter:
             if parts is None:
                 self._tier.queue_removal(root, header.prefix_hash)
                 break
-            there = self._tiers.index.get(header.prefix_hash)
-            if there is not None:  # another request was faster
-                hold.add([there])
+            present = self._tiers.index.get(header.prefix_hash)
+            if present is not None:  # another request was faster
+                lease.add([present])
                 pieces.append(_Payload(entry, [], None))
                 continue
             slot = self._tiers.allocate(header.payload_bytes, tenant)
@@ -154,26 +156,29 @@ class RemoteChunkInserter:
         request: FetchRequest,
         pieces: Sequence[_Payload],
         tenant: TenantAccount,
-        hold: LeaseGuard,
+        lease: LeaseGuard,
         is_invalidated: Callable[[], bool],
         delay_persist: bool,
     ) -> bool:
-        turns = YieldTimer()
+        yield_timer = YieldTimer()
         for piece in pieces:
             if piece.slot is None:
                 continue
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
             header = piece.record.header
             if piece.error is not None:
                 self._tier.reject(request.root, header.prefix_hash, piece.error)
                 return False
             ids, left = keys.token_bytes(header.token_ids[:]), self._tier.seconds_left(piece.record)
-            arrival, piece.slot = NewChunk(header, ids, tenant, piece.slot, request.expires_at, is_invalidated()), None
-            outcome = insertion.insert([arrival], delay_persist=delay_persist)[0]
+            new_chunk, piece.slot = (
+                NewChunk(header, ids, tenant, piece.slot, request.expires_at, is_invalidated()),
+                None,
+            )
+            outcome = insertion.insert([new_chunk], delay_persist=delay_persist)[0]
             chunk = self._tiers.index.get(header.prefix_hash)
             if chunk is None or outcome is InsertOutcome.DELETED:
                 return False
-            hold.add([chunk])
+            lease.add([chunk])
             if outcome is InsertOutcome.INSERTED:
                 self._on_inserted(chunk, left)
         return True

@@ -68,16 +68,16 @@ class TombstoneApplier:
             self._unseen_tenants[chunk.root] = None
             self._wake.set()
 
-    def on_epoch_change(self, root: bytes, news: EpochChange) -> None:
+    def on_epoch_change(self, root: bytes, change: EpochChange) -> None:
         """Schedule the deletion here of what another node has deleted."""
-        if news is EpochChange.EPOCH_LOST:
+        if change is EpochChange.EPOCH_LOST:
             return
-        root = b"" if news is EpochChange.ALL_DELETED else root
-        if news is not EpochChange.CHUNKS_DELETED:
+        root = b"" if change is EpochChange.ALL_DELETED else root
+        if change is not EpochChange.CHUNKS_DELETED:
             self._lookups.invalidate(root)
-        if news is EpochChange.DELETION_LOST and (root, news) in self._unapplied:
+        if change is EpochChange.DELETION_LOST and (root, change) in self._unapplied:
             return
-        self._unapplied[root, news] = self._epochs.observed_at(root)
+        self._unapplied[root, change] = self._epochs.observed_at(root)
         self._wake.set()
 
     async def run(self) -> None:
@@ -98,11 +98,11 @@ class TombstoneApplier:
 
     async def _forget_absent_tenants(self) -> None:
         """Forget tenants that have no chunks on disk any more."""
-        turns = YieldTimer()
+        yield_timer = YieldTimer()
         for root in self._epochs:
             if not self._bulk.page(root, root, 1):
                 self._epochs.forget(root)
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
 
     # ---- finding out ----------------------------------------------------------------------------------------
 
@@ -152,19 +152,21 @@ class TombstoneApplier:
 
     async def _apply(self) -> None:
         """Apply scheduled deletions; those that need the backend come last, and may fail."""
-        for (root, news), heard in sorted(self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True):
-            if news is EpochChange.DELETION_LOST:
+        for (root, change), observed_at in sorted(
+            self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True
+        ):
+            if change is EpochChange.DELETION_LOST:
                 await self._write_back(root)
-            elif news is EpochChange.CHUNKS_DELETED:
-                await self._apply_chunk_deletions(root, heard)
+            elif change is EpochChange.CHUNKS_DELETED:
+                await self._apply_chunk_deletions(root, observed_at)
             else:
-                dropped = await self._bulk.delete(root, None, before=heard)
-                self._epochs.mark_applied(root, heard)
+                dropped = await self._bulk.delete(root, None, before=observed_at)
+                self._epochs.mark_applied(root, observed_at)
                 log.info("removed chunks that another node has deleted", chunks=dropped)
-            if self._unapplied.get((root, news)) == heard:
-                del self._unapplied[root, news]
+            if self._unapplied.get((root, change)) == observed_at:
+                del self._unapplied[root, change]
 
-    async def _apply_chunk_deletions(self, root: bytes, heard: float) -> None:
+    async def _apply_chunk_deletions(self, root: bytes, observed_at: float) -> None:
         gone = await tombstones.read_tombstones(self._tier, root)
         async with self._write_behind.write_lock:  # chunks being written now are known to be there afterwards
             fresh = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, gone))
@@ -177,7 +179,7 @@ class TombstoneApplier:
                     self._tier.queue_removal(root, key)
             await self._write_back_chunks(root, gone)
         self._write_behind.wake_for_corrupt()
-        self._epochs.mark_applied(root, heard, gone)
+        self._epochs.mark_applied(root, observed_at, gone)
 
     # ---- deletions that the engine has lost -----------------------------------------------------------------
 
@@ -190,19 +192,19 @@ class TombstoneApplier:
         async with self._write_behind.write_lock:
             everything = TenantEpochs(await self._tier.read_global_epoch(), None, None)
             marks = (await self._tier.read_epochs([root]))[0] if root else everything
-            for whose, mark in self._epochs.lost_deletions(root, marks).items():
-                again = time.monotonic() - self._written_back.get(whose, -inf) < _CONTESTED_SECONDS
+            for owner, epoch in self._epochs.lost_deletions(root, marks).items():
+                again = time.monotonic() - self._written_back.get(owner, -inf) < _CONTESTED_SECONDS
                 if again:
-                    mark = new_epoch(deletion=True)
-                    self._epochs.record_own_deletion(whose, mark)
+                    epoch = new_epoch(deletion=True)
+                    self._epochs.record_own_deletion(owner, epoch)
                 name = (
-                    self._tier.key_schema.tenant_epoch_key(whose) if whose else self._tier.key_schema.global_epoch_key
+                    self._tier.key_schema.tenant_epoch_key(owner) if owner else self._tier.key_schema.global_epoch_key
                 )
-                await self._tier.write([(name, mark)], None)
-                self._written_back[whose] = time.monotonic()
-                await tombstones.purge(self._tier, whose)
+                await self._tier.write([(name, epoch)], None)
+                self._written_back[owner] = time.monotonic()
+                await tombstones.purge(self._tier, owner)
                 self.num_restored += 1
-                log.warning("the remote tier had lost a deletion; wrote it back", everything=not whose)
+                log.warning("the remote tier had lost a deletion; wrote it back", everything=not owner)
             if root:
                 unmarked = marks.chunks_epoch is None and self._epochs.has_tombstones(root)
                 await self._write_back_chunks(root, await tombstones.read_tombstones(self._tier, root), unmarked)

@@ -285,13 +285,13 @@ class WriteBehindQueue:
         if news is not EpochChange.NONE and not (by_command and news is EpochChange.EPOCH_LOST):
             self.counters.dropped += len(batch)
             return [], 0
-        entries = {key: entry for key, entry in zip(asked, found.records, strict=True) if entry is not None}
-        there = set(entries)
+        found_records = {key: record for key, record in zip(asked, found.records, strict=True) if record is not None}
+        there = set(found_records)
         fresh, known = list[Chunk](), 0
         for chunk in batch:
-            entry = entries.get(chunk.key)
-            if entry is not None and self._tier.outlives_half_ttl(entry, self._ttl_of(chunk)):
-                self._record_stored(chunk.key, self._tier.seconds_left(entry))
+            record = found_records.get(chunk.key)
+            if record is not None and self._tier.outlives_half_ttl(record, self._ttl_of(chunk)):
+                self._record_stored(chunk.key, self._tier.seconds_left(record))
                 known += 1
             elif self._is_sendable(chunk, by_command) and (chunk.is_first or chunk.parent_key in there):
                 fresh.append(chunk)
@@ -300,11 +300,11 @@ class WriteBehindQueue:
                 self.counters.dropped += 1
         if not fresh:
             return [], known
-        hold = LeaseGuard(fresh, self._tiers.on_released)
+        lease = LeaseGuard(fresh, self._tiers.on_released)
         try:
             outgoing = await self._run_in_thread(self._encode_work(fresh, found.record_epoch))
         finally:
-            hold.release()
+            lease.release()
         await self._tier.store(outgoing)
         for out in outgoing:
             self._record_stored(out.header.prefix_hash, inf if out.ttl_seconds is None else out.ttl_seconds)

@@ -84,14 +84,14 @@ class Chunks(AtDoor):
         def give_back() -> None:
             self.store.abort(session, [r.reservation_id for r in reserved if r.reservation_id])
 
-        turns = YieldTimer()
+        yield_timer = YieldTimer()
         try:
             for at in range(0, len(request.headers), _HEADERS):
                 headers = request.headers[at : at + _HEADERS]
                 for made, name in zip(self.store.reserve(session, salt, headers, until), names[at:], strict=False):
                     reservation_id = rename_handle(session.reservations, made.reservation_id, name)
                     reserved.append(replace(made, reservation_id=reservation_id))
-                await turns.maybe_yield()
+                await yield_timer.maybe_yield()
                 if session.closed:
                     raise UnknownSession("the session ended while its request was served; call Attach again")
         except BaseException:

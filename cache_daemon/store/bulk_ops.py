@@ -43,10 +43,10 @@ class BulkOps:
         self.invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:
             return await self._remove_subtree(chunk, EVENT_TYPE_DELETED, YieldTimer())
-        dropped, turns = 0, YieldTimer()
+        dropped, yield_timer = 0, YieldTimer()
         async for found in self.iter_chunks(root):
             if found.indexed and found.inserted_at <= before:
-                dropped += await self._remove_subtree(found, EVENT_TYPE_DELETED, turns)
+                dropped += await self._remove_subtree(found, EVENT_TYPE_DELETED, yield_timer)
         return dropped
 
     @asynccontextmanager
@@ -67,13 +67,13 @@ class BulkOps:
         writer, began = self.tiers.writer, time.monotonic()
         if writer is None:
             return
-        heard, until, transactions = _removal_outcome(writer), began + _REMOVAL_TIMEOUT_SECONDS, writer.transactions
+        removal, until, transactions = _removal_outcome(writer), began + _REMOVAL_TIMEOUT_SECONDS, writer.transactions
         while True:
-            await asyncio.wait({heard}, timeout=max(0.0, until - time.monotonic()))
-            if heard.done():
-                if heard.result() is PutOutcome.STORED:
+            await asyncio.wait({removal}, timeout=max(0.0, until - time.monotonic()))
+            if removal.done():
+                if removal.result() is PutOutcome.STORED:
                     return
-                heard = _removal_outcome(writer)
+                removal = _removal_outcome(writer)
             now = time.monotonic()
             if writer.transactions != transactions:
                 transactions, until = (
@@ -91,16 +91,16 @@ class BulkOps:
 
     async def expire(self) -> int:
         """Remove chunks whose TTL, set by requests or their tenant, has passed. Returns how many."""
-        dropped, turns = 0, YieldTimer()
+        dropped, yield_timer = 0, YieldTimer()
         for chunk in self._terms.expired():
             if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # its TTL was not extended meanwhile
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, turns)
+                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
         if not self.tiers.accounts.has_ttl:
             return dropped
         now = self.tiers.clock()
         async for chunk in self.iter_chunks(b""):
             if chunk.indexed and chunk.is_expired(now):
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, turns)
+                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
         return dropped
 
     async def count(self, root: bytes) -> StatsResponse:
@@ -144,35 +144,35 @@ class BulkOps:
 
     async def iter_chunks(self, root: bytes) -> AsyncIterator[Chunk]:
         """Yield a tenant's chunks, with an empty root all; chunks that come or go meanwhile may be missing."""
-        after, turns = b"", YieldTimer()
+        after, yield_timer = b"", YieldTimer()
         while page := self.page(root, after, _PAGE_CHUNKS):
             after = page[-1].root + page[-1].key
             for chunk in page:
                 yield chunk
-                await turns.maybe_yield()
+                await yield_timer.maybe_yield()
 
-    async def _remove_subtree(self, chunk: Chunk, why: EventType.ValueType, turns: YieldTimer) -> int:
+    async def _remove_subtree(self, chunk: Chunk, why: EventType.ValueType, yield_timer: YieldTimer) -> int:
         """Remove a chunk and its descendants, leaves first. Returns how many."""
         branch = [chunk]
         for member in branch:
             branch.extend(self.tiers.index.children(member.key))
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
         dropped = 0
         while branch:
             member = branch.pop()
             if member.indexed:
                 dropped += self.tiers.remove_subtree(member, why)
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
         return dropped
 
 
 def _removal_outcome(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
     """Return a future of the outcome of all removals queued so far."""
-    heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
+    removal: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
 
     def hear(result: PutResult) -> None:
-        if not heard.done():
-            heard.set_result(result.outcome)
+        if not removal.done():
+            removal.set_result(result.outcome)
 
     writer.written(hear)
-    return heard
+    return removal

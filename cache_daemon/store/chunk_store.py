@@ -167,8 +167,8 @@ class ChunkStore:
         """Free all that a session holds. Idempotent."""
         session.closed = True
         self.sessions.remove(session)
-        for hold in session.leases.values():
-            hold.release()
+        for lease in session.leases.values():
+            lease.release()
         session.leases.clear()
         self._commit.abort(session, list(session.reservations))
         session.close_staging()
@@ -230,19 +230,19 @@ class ChunkStore:
         """Release leases; unknown ones are ignored. Returns how many were held."""
         released = 0
         for lease_id in lease_ids:
-            hold = session.leases.pop(lease_id, None)
-            if hold is not None:
-                hold.release()
+            lease = session.leases.pop(lease_id, None)
+            if lease is not None:
+                lease.release()
                 released += 1
         return released
 
     @contextlib.asynccontextmanager
     async def open_chunk(self, chunk: Chunk) -> AsyncIterator[memoryview]:
         """Lease a chunk's payload for the length of a block. Raises ArenaFull when it cannot be promoted."""
-        hold = await self._lookup.acquire(chunk)
-        if hold is None or chunk.slot is None:
+        lease = await self._lookup.acquire(chunk)
+        if lease is None or chunk.slot is None:
             raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
-        with hold:
+        with lease:
             yield await self.read_leased(chunk)
 
     async def read_leased(self, chunk: Chunk) -> memoryview:

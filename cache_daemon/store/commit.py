@@ -131,9 +131,9 @@ class TwoPhaseCommit:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
         key = keys.prefix_hash(parent, ids)
-        stored = self._tiers.index.get(key)
-        if stored is not None:
-            self._terms.extend(stored, expires_at)
+        present = self._tiers.index.get(key)
+        if present is not None:
+            self._terms.extend(present, expires_at)
             return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._open_reservations:
             other = self._open_reservations[key][1]
@@ -161,8 +161,8 @@ class TwoPhaseCommit:
 
     def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:
         quota = tenant.limits.arena_bytes
-        room = min(staging_bytes, self._tiers.arena.size_bytes)
-        return footprint(size_bytes) > (room if quota is None else min(room, quota))
+        capacity = min(staging_bytes, self._tiers.arena.size_bytes)
+        return footprint(size_bytes) > (capacity if quota is None else min(capacity, quota))
 
     def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
         """Return True if the parent is the root, stored, or reserved by this session, and ends at ``start``."""
@@ -191,9 +191,9 @@ class TwoPhaseCommit:
         for reservation_id, _ in items:
             if reservation_id not in session.reservations:
                 raise UnknownLease("the reservation is not one of this session's; reserve the chunk again")
-        taken = [(session.reservations.pop(reservation_id), checksum) for reservation_id, checksum in items]
+        items_taken = [(session.reservations.pop(reservation_id), checksum) for reservation_id, checksum in items]
         session.committing += 1
-        running = asyncio.ensure_future(self._commit(session, taken))
+        running = asyncio.ensure_future(self._commit(session, items_taken))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return await asyncio.shield(running)
@@ -203,51 +203,55 @@ class TwoPhaseCommit:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
+    async def _commit(
+        self, session: Session, items_taken: list[tuple[Reservation, int]]
+    ) -> list[CommitOutcome.ValueType]:
         outcomes: list[CommitOutcome.ValueType] = []
-        patience, turns = _ARENA_WAIT_SECONDS, YieldTimer()
+        wait_seconds, yield_timer = _ARENA_WAIT_SECONDS, YieldTimer()
         try:
-            with self._inserter.begin(r.header.parent_prefix_hash for r, _ in taken) as insertion:
-                while len(outcomes) < len(taken):
-                    copies, refusal, patience = await self._allocate_slots(taken[len(outcomes) :], patience)
-                    sound = await self._copy_and_verify(session, copies)
-                    outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, sound, strict=True)]
-                    await turns.maybe_yield()
-                    if refusal is not None and len(outcomes) < len(taken):
+            with self._inserter.begin(r.header.parent_prefix_hash for r, _ in items_taken) as insertion:
+                while len(outcomes) < len(items_taken):
+                    copies, refusal, wait_seconds = await self._allocate_slots(
+                        items_taken[len(outcomes) :], wait_seconds
+                    )
+                    is_valid = await self._copy_and_verify(session, copies)
+                    outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, is_valid, strict=True)]
+                    await yield_timer.maybe_yield()
+                    if refusal is not None and len(outcomes) < len(items_taken):
                         outcomes.append(refusal)
         finally:
-            for reservation, _ in taken:
+            for reservation, _ in items_taken:
                 self._end_reservation(session, reservation)
             session.committing -= 1
             session.close_staging()
-        self._touch([r for (r, _), o in zip(taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
+        self._touch([r for (r, _), o in zip(items_taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
         return outcomes
 
     async def _allocate_slots(
-        self, taken: Sequence[tuple[Reservation, int]], patience: float
+        self, items_taken: Sequence[tuple[Reservation, int]], wait_seconds: float
     ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
         """Allocate slots for the next copy. Also returns the refusal of the chunk after them, and the waiting time
         left."""
         copies: list[_Copy] = []
         size = 0
-        for reservation, checksum in taken:
+        for reservation, checksum in items_taken:
             header, tenant = reservation.header, reservation.tenant
             if len(copies) == _COPY_CHUNKS or (size and size + header.payload_bytes > _COPY_BYTES):
                 break
             slot = self._tiers.allocate(header.payload_bytes, tenant)
-            while slot is None and not copies and patience > 0 and self._persistence is not None:
+            while slot is None and not copies and wait_seconds > 0 and self._persistence is not None:
                 if not await self._persistence.wait_progress(_ARENA_POLL_SECONDS):
                     break
-                patience -= _ARENA_POLL_SECONDS / 4
+                wait_seconds -= _ARENA_POLL_SECONDS / 4
                 slot = self._tiers.allocate(header.payload_bytes, tenant)
             if slot is None:
                 if copies:
                     break
                 over = self._tiers.over_quota(tenant, header.payload_bytes)
-                return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, patience
+                return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, wait_seconds
             copies.append(_Copy(reservation, slot, checksum))
             size += header.payload_bytes
-        return copies, None, patience
+        return copies, None, wait_seconds
 
     async def _copy_and_verify(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
         """Copy from staging; returns for each copy whether it has the promised checksum."""
@@ -256,11 +260,11 @@ class TwoPhaseCommit:
         views = [staging.view(c.reservation.staged) for c in copies]
 
         def work() -> list[bool]:
-            sound = []
+            is_valid = []
             for view, copy in zip(views, copies, strict=True):
                 arena.write(copy.slot, view)
-                sound.append(keys.checksum(arena.read(copy.slot)) == copy.checksum)
-            return sound
+                is_valid.append(keys.checksum(arena.read(copy.slot)) == copy.checksum)
+            return is_valid
 
         try:
             return await self._threads.copy(work)
@@ -273,13 +277,13 @@ class TwoPhaseCommit:
                 with contextlib.suppress(BufferError):
                     view.release()
 
-    def _insert(self, insertion: Insertion, copy: _Copy, sound: bool) -> CommitOutcome.ValueType:
+    def _insert(self, insertion: Insertion, copy: _Copy, is_valid: bool) -> CommitOutcome.ValueType:
         reservation = copy.reservation
-        if not sound:
+        if not is_valid:
             self._tiers.release_slot(copy.slot)
             return COMMIT_OUTCOME_CHECKSUM_MISMATCH
         reservation.header.checksum = copy.checksum
-        arrival = NewChunk(
+        new_chunk = NewChunk(
             reservation.header,
             reservation.ids,
             reservation.tenant,
@@ -287,7 +291,7 @@ class TwoPhaseCommit:
             reservation.expires_at,
             reservation.invalidated,
         )
-        outcome = insertion.insert([arrival])[0]
+        outcome = insertion.insert([new_chunk])[0]
         self._tiers.counters.commits += outcome is InsertOutcome.INSERTED
         return _OUTCOMES[outcome]
 

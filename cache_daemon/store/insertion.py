@@ -112,42 +112,42 @@ class Insertion:
             chunk.anchors -= 1
             self.inserter.tiers.update_evictable(chunk)
 
-    def insert(self, arrivals: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
+    def insert(self, new_chunks: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
         """Index chunks, parents before children, and queue them for the durable tier.
 
         It takes over the slots: those of chunks that are not inserted are freed. With ``delay_persist`` a request waits
         for more of the group, and the chunks are written a moment later.
         """
-        return [self._insert(arrival, delay_persist) for arrival in arrivals]
+        return [self._insert(new_chunk, delay_persist) for new_chunk in new_chunks]
 
-    def _insert(self, arrival: NewChunk, delay_persist: bool) -> InsertOutcome:
-        tiers, header = self.inserter.tiers, arrival.header
-        there = tiers.index.get(header.prefix_hash)
+    def _insert(self, new_chunk: NewChunk, delay_persist: bool) -> InsertOutcome:
+        tiers, header = self.inserter.tiers, new_chunk.header
+        present = tiers.index.get(header.prefix_hash)
         parent = tiers.index.get(header.parent_prefix_hash)
-        if arrival.invalidated:
+        if new_chunk.invalidated:
             outcome = InsertOutcome.DELETED
-        elif there is not None:
+        elif present is not None:
             outcome = InsertOutcome.PRESENT
-            self._anchor(there)
-            self.inserter.ttl.extend(there, arrival.expires_at)
+            self._anchor(present)
+            self.inserter.ttl.extend(present, new_chunk.expires_at)
         elif not self.inserter.parent_is_live(header.root, header.parent_prefix_hash, header.start_position):
             outcome = InsertOutcome.PARENT_MISSING
         else:
             self._anchor(parent)
-            made = tiers.enforce_entry_quota(arrival.tenant)
+            made = tiers.enforce_entry_quota(new_chunk.tenant)
             outcome = InsertOutcome.INSERTED if made else InsertOutcome.ENTRIES_EXCEEDED
         if outcome is not InsertOutcome.INSERTED:
-            tiers.release_slot(arrival.slot)
+            tiers.release_slot(new_chunk.slot)
             return outcome
         header.ClearField("token_ids")
         chunk = Chunk(
             header,
-            arrival.ids,
-            arrival.tenant,
-            arrival.slot,
+            new_chunk.ids,
+            new_chunk.tenant,
+            new_chunk.slot,
             arena_state=Residency.PRESENT,
             last_used_at=tiers.clock(),
-            expires_at=arrival.expires_at,
+            expires_at=new_chunk.expires_at,
         )
         self._make_visible(chunk, delay_persist)
         self._anchor(chunk)

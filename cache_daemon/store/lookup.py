@@ -141,15 +141,15 @@ class Lookup:
         """
         known = ids if limit is None else ids[: limit * keys.TOKEN_BYTES]
         found = self._drop_other_layout(session, self._drop_expired(self._tiers.index.match(root, known)))
-        covered, passed = sum(n for _, n in found), _num_outside_window(found, window)
-        prefix, behind = found[passed:], sum(n for _, n in found[:passed])
-        hold = LeaseGuard([c for c, _ in prefix], self._tiers.on_released)
+        num_matched, passed = sum(n for _, n in found), _num_outside_window(found, window)
+        prefix, num_passed = found[passed:], sum(n for _, n in found[:passed])
+        lease = LeaseGuard([c for c, _ in prefix], self._tiers.on_released)
         try:
             if len(prefix) > _SLICE:
                 await asyncio.sleep(0)
-            elsewhere = await self._match_contents(session, root, ids, contents, covered)
-            hold.add([c for _, c, _ in elsewhere])
-            wanted = dict.fromkeys(hold.chunks)
+            content_hits = await self._match_contents(session, root, ids, contents, num_matched)
+            lease.add([c for _, c, _ in content_hits])
+            wanted = dict.fromkeys(lease.chunks)
             missing = [c for c in wanted if c.arena_state is not Residency.PRESENT]
             began = time.perf_counter()
             if missing:
@@ -160,38 +160,38 @@ class Lookup:
             if session.closed:
                 raise UnknownSession("the session ended while its request was served; call Attach again")
             matches = self._usable(prefix)
-            end = behind + sum(m.tokens for m in matches)
+            end = num_passed + sum(m.tokens for m in matches)
             if passed and len(matches) < len(prefix):
-                hold.release()
+                lease.release()
                 return None, end
-            placed = tuple((start, MatchedChunk(c, n)) for start, c, n in elsewhere if _is_readable(c))
-            hold.retain_only([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
-            fresh = set(map(id, missing))
-            promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
-            self._count(ids, behind, matches, placed, promoted)
+            content_matches = tuple((start, MatchedChunk(c, n)) for start, c, n in content_hits if _is_readable(c))
+            lease.retain_only([*(m.chunk for m in matches), *(m.chunk for _, m in content_matches)])
+            missing_ids = set(map(id, missing))
+            promoted = sum(m.tokens for m in matches if id(m.chunk) in missing_ids) if missing_ids else 0
+            self._count(ids, num_passed, matches, content_matches, promoted)
         except BaseException:  # the caller was cancelled or gets an error, and will never release these
-            hold.release()
+            lease.release()
             raise
-        lease_id = session.add_lease(hold) if hold.chunks else b""
+        lease_id = session.add_lease(lease) if lease.chunks else b""
         used = [*(c for c, _ in found[:passed] if c.indexed), *(m.chunk for m in matches)]
-        self._record_use(used, [m.chunk for _, m in placed])
-        for chunk in (*used[-1:], *(m.chunk for _, m in placed)):
+        self._record_use(used, [m.chunk for _, m in content_matches])
+        for chunk in (*used[-1:], *(m.chunk for _, m in content_matches)):
             self._ttl.extend(chunk, expires_at)
-        return MatchResult(matches, behind, placed, promoted, promote_ms, lease_id), end
+        return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
     async def acquire(self, chunk: Chunk) -> LeaseGuard | None:
         """Lease one chunk in the arena; None when it cannot be promoted."""
-        hold = LeaseGuard([chunk], self._tiers.on_released)
+        lease = LeaseGuard([chunk], self._tiers.on_released)
         try:
             if chunk.arena_state is not Residency.PRESENT:
                 await self._promote([chunk])
         except BaseException:
-            hold.release()
+            lease.release()
             raise
         if _is_readable(chunk):
             self._record_use([chunk], [])
-            return hold
-        hold.release()
+            return lease
+        lease.release()
         return None
 
     # ---- parts ----------------------------------------------------------------------------------------------
@@ -221,13 +221,13 @@ class Lookup:
         return []
 
     async def _match_contents(
-        self, session: Session, root: bytes, ids: bytes, contents: TokenRanges, covered: int
+        self, session: Session, root: bytes, ids: bytes, contents: TokenRanges, num_matched: int
     ) -> list[tuple[int, Chunk, int]]:
         turns = YieldTimer()
         found = []
         for start, count in contents:
             await turns.maybe_yield()
-            if start + count > covered:
+            if start + count > num_matched:
                 stretch = ids[start * keys.TOKEN_BYTES : (start + count) * keys.TOKEN_BYTES]
                 chunk = self._tiers.index.find_by_content(keys.content_hash(root, stretch), stretch)
                 if chunk is not None and self._drop_other_layout(
@@ -325,17 +325,17 @@ class Lookup:
     def _count(
         self,
         ids: bytes,
-        behind: int,
+        num_passed: int,
         matches: Sequence[MatchedChunk],
-        placed: Sequence[tuple[int, MatchedChunk]],
+        content_matches: Sequence[tuple[int, MatchedChunk]],
         promoted: int,
     ) -> None:
         counts = self._tiers.counters
         counts.matches += 1
         counts.requested_tokens += len(ids) // keys.TOKEN_BYTES
-        counts.matched_tokens += behind + sum(m.tokens for m in matches)
+        counts.matched_tokens += num_passed + sum(m.tokens for m in matches)
         counts.promoted_tokens += promoted
-        counts.content_tokens += sum(m.tokens for _, m in placed)
+        counts.content_tokens += sum(m.tokens for _, m in content_matches)
 
     def _record_use(self, path: list[Chunk], contents: list[Chunk]) -> None:
         """Count a use now, and tell the eviction policies once the answer is on its way."""

@@ -67,9 +67,9 @@ class Persistence:
         """Evict what exceeds the budget once all chunks are indexed: the budget may have been larger."""
         if self._ledger.used_bytes > self.budget_bytes:
             self._target_bytes = self.budget_bytes * _LOW_WATERMARK
-            turns = YieldTimer()
+            yield_timer = YieldTimer()
             while self._shrink_once(_MAX_EXTRA_EVICTIONS):
-                await turns.maybe_yield()
+                await yield_timer.maybe_yield()
 
     # ---- writing --------------------------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class Persistence:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        later, self._delayed = self._delayed, {}
-        for chunk in later:
+        delayed, self._delayed = self._delayed, {}
+        for chunk in delayed:
             self.persist(chunk)
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
@@ -220,10 +220,10 @@ class Persistence:
         self.flush_delayed()
         if not self._in_flight:
             return False
-        waited = self._progress_event
+        event = self._progress_event
         try:
             async with asyncio.timeout(seconds):
-                await waited.wait()
+                await event.wait()
         except TimeoutError:
             return False
         return True

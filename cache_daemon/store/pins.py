@@ -104,18 +104,18 @@ class Pins:
 
     # ---- parts ----------------------------------------------------------------------------------------------
 
-    def _check_budget(self, chunk: Chunk, fresh: int) -> None:
+    def _check_budget(self, chunk: Chunk, added: int) -> None:
         tenant = chunk.tenant
         for limit, used in ((self._budget, self.pinned_bytes), (tenant.limits.pin_bytes, tenant.pinned_bytes)):
-            if limit is not None and used + fresh > limit:
+            if limit is not None and used + added > limit:
                 raise QuotaExceeded(
-                    f"the prefix has {format_size(fresh)} more to pin; {format_size(used)} of {format_size(limit)} are "
+                    f"the prefix has {format_size(added)} more to pin; {format_size(used)} of {format_size(limit)} are "
                     "pinned already: unpin something first"
                 )
 
-    def _check_arena(self, fresh: Sequence[Chunk]) -> None:
+    def _check_arena(self, added: Sequence[Chunk]) -> None:
         """Check the share of the arena that pinned chunks without a durable copy occupy: they cannot leave it."""
-        size, most = sum(footprint(c.size_bytes) for c in fresh), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
+        size, most = sum(footprint(c.size_bytes) for c in added), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
         used = sum(footprint(c.size_bytes) for c in self._tiers.arena_only_pins)
         if size and used + size > most:
             raise QuotaExceeded(

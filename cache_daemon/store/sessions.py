@@ -55,9 +55,9 @@ class LeaseGuard:
         if len(wanted) == len(self.chunks):
             return
         kept = set(map(id, wanted))
-        gone = [c for c in self.chunks if id(c) not in kept]
+        released = [c for c in self.chunks if id(c) not in kept]
         self.chunks = [c for c in self.chunks if id(c) in kept]
-        self._release(gone)
+        self._release(released)
 
     def release(self) -> None:
         """Release all chunks. Idempotent."""
@@ -84,11 +84,11 @@ class Reservation:
     invalidated: bool = False  # a deletion since the reservation concerns it
 
 
-def rename_handle(held: dict[bytes, _Handle], given: bytes, name: bytes) -> bytes:
+def rename_handle(handles: dict[bytes, _Handle], generated: bytes, name: bytes) -> bytes:
     """Rename a lease or reservation to the client's ``name``, unless that is empty or taken. Returns its name."""
-    if not given or not name or name in held:
-        return given
-    held[name] = held.pop(given)
+    if not generated or not name or name in handles:
+        return generated
+    handles[name] = handles.pop(generated)
     return name
 
 
@@ -113,16 +113,16 @@ class Session:
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)
 
-    def add_lease(self, hold: LeaseGuard) -> bytes:
+    def add_lease(self, lease: LeaseGuard) -> bytes:
         """Make a lease the session's. Returns its id, opaque and not to be guessed by another session."""
         lease_id = secrets.token_bytes(ID_BYTES)
-        self.leases[lease_id] = hold
+        self.leases[lease_id] = lease
         return lease_id
 
     def leased_chunks(self, lease_id: bytes, prefix_hashes: Sequence[bytes]) -> list[Chunk]:
         """Return chunks of a lease by their prefix hashes. Raises UnknownLease."""
-        hold = self.leases.get(lease_id)
-        there = {} if hold is None else {chunk.key: chunk for chunk in hold.chunks}
+        lease = self.leases.get(lease_id)
+        there = {} if lease is None else {chunk.key: chunk for chunk in lease.chunks}
         found = [there[key] for key in prefix_hashes if key in there]
         if len(found) < len(prefix_hashes):
             raise UnknownLease("the lease has ended, or holds no such chunk; match the prompt again")
@@ -190,7 +190,7 @@ class SessionTable:
         before = time.monotonic() - older_than_seconds
         for session in self:
             if not session.shares_memory:
-                for lease_id in [key for key, hold in session.leases.items() if hold.acquired_at < before]:
+                for lease_id in [key for key, lease in session.leases.items() if lease.acquired_at < before]:
                     session.leases.pop(lease_id).release()
 
     def __len__(self) -> int:

@@ -74,8 +74,8 @@ class TierManager:
             self.disk_ledger.insert(chunk, chunk.stored_bytes, self._if_on_disk(parent))
         if parent is not None:
             self.update_evictable(parent)
-        for told in self.on_indexed:
-            told(chunk)
+        for notify in self.on_indexed:
+            notify(chunk)
 
     def begin_load(self, chunk: Chunk) -> None:
         """Record that a durable chunk is being read; ``load_future`` ends with that."""
@@ -156,13 +156,13 @@ class TierManager:
         other one has. A pinned chunk that both have is kept by the disk only: the arena is for what is used.
         """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
-        here = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
-        self.arena_ledger.set_protected(chunk, here)
+        protected = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
+        self.arena_ledger.set_protected(chunk, protected)
         if self.disk_ledger is not None:
             self.disk_ledger.set_protected(
                 chunk, chunk.pins > 0 or (needed and chunk.arena_state is not Residency.PRESENT)
             )
-        if chunk.pins > 0 and here:
+        if chunk.pins > 0 and protected:
             self.arena_only_pins[chunk] = None
         else:
             self.arena_only_pins.pop(chunk, None)
@@ -184,10 +184,10 @@ class TierManager:
         while (slot := self.arena.allocate(size_bytes)) is None:
             if evicted > max(_MAX_EVICTED_FACTOR * size_bytes, _MIN_EVICTED_BYTES):
                 return None  # enough is free, but not contiguous
-            gone = self._evict_from_arena(tenant, own=False)
-            if not gone:
+            freed = self._evict_from_arena(tenant, own=False)
+            if not freed:
                 return None
-            evicted += gone
+            evicted += freed
         self.pending_slots[slot] = tenant
         return slot
 
@@ -200,8 +200,8 @@ class TierManager:
         """Return True if a payload exceeds the tenant's arena quota, counting slots that are being filled."""
         if tenant.limits.arena_bytes is None:
             return False
-        promised = sum(footprint(slot.size_bytes) for slot, owner in self.pending_slots.items() if owner is tenant)
-        return self.arena_ledger.over_quota(tenant, promised + footprint(size_bytes))
+        pending_bytes = sum(footprint(slot.size_bytes) for slot, owner in self.pending_slots.items() if owner is tenant)
+        return self.arena_ledger.over_quota(tenant, pending_bytes + footprint(size_bytes))
 
     def _evict_from_arena(self, tenant: TenantAccount, own: bool) -> int:
         """Evict one chunk. Returns the bytes freed; 0 when no chunk can be evicted."""
@@ -280,8 +280,8 @@ class TierManager:
             chunk.disk_state = Residency.ABSENT
         self.unsaved_recency.pop(chunk.key, None)
         self.emit(why, chunk)
-        for told in self.on_unindexed:
-            told(chunk)
+        for notify in self.on_unindexed:
+            notify(chunk)
         parent = self.parent_of(chunk)
         if parent is not None:
             self.update_evictable(parent)
@@ -312,8 +312,8 @@ class TierManager:
         """Append an event with the chunk's state."""
         self.events.append(kind, chunk.snapshot(self.clock()))
         if kind == EVENT_TYPE_COMMITTED:
-            for told in self.on_committed:
-                told(chunk)
+            for notify in self.on_committed:
+                notify(chunk)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every slot is accounted for once and the ledgers agree with the chunks."""

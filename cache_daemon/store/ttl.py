@@ -61,12 +61,12 @@ class TtlIndex:
     def restore(self, name: bytes, value: bytes) -> None:
         """Restore a note of an earlier start, once all chunks are indexed."""
         key = name.removeprefix(NOTE_PREFIX)
-        chunk, until = self._tiers.index.get(key), until_of(value)
+        chunk, expires_at = self._tiers.index.get(key), until_of(value)
         self._persisted.add(key)
-        if chunk is None or until is None:
+        if chunk is None or expires_at is None:
             self._forget(key)
             return
-        chunk.expires_at = until
+        chunk.expires_at = expires_at
         self._expiring[key] = chunk
 
     def finish_restore(self) -> None:

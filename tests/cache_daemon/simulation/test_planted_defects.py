@@ -27,7 +27,7 @@ PLANTED = {
         "shows other bytes", 6,
     ),
     "a Match that is cancelled keeps its chunks": (
-        Lookup, "_match", "            hold.release()\n            raise\n", "            raise\n", "", 12,
+        Lookup, "_match", "            lease.release()\n            raise\n", "            raise\n", "", 12,
     ),
 }  # fmt: skip
 
