@@ -50,7 +50,7 @@ from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_usage import TenantAccounts
 from cache_daemon.store.tier_accounting import TierLedger
-from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.tier_manager import StoreContext, TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.upkeep import Upkeep
 
@@ -90,8 +90,8 @@ class ChunkStore:
         disk_ledger = TierLedger(config.new_policy, lambda limits: limits.store_bytes) if durable else None
         self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
-            arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer, self.events, self.accounts,
-            self.counters, config.clock,
+            arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
+            StoreContext(self.events, self.accounts, self.counters, config.clock),
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None

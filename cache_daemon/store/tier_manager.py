@@ -34,11 +34,21 @@ _MAX_EVICTED_FACTOR = 16
 _MIN_EVICTED_BYTES = 64 << 20
 
 
+@dataclass(frozen=True)
+class StoreContext:
+    """Objects that all parts of a store share. ``clock`` gives Unix seconds that never go back and survive restarts."""
+
+    events: EventLog
+    accounts: TenantAccounts
+    counters: Counters
+    clock: Callable[[], float]
+
+
 @dataclass(eq=False)
 class TierManager:
     """Moves chunks between the tiers and keeps index, ledgers and events in step.
 
-    ``clock`` gives Unix seconds that never go back and survive restarts. The ``on_*`` lists hold subscribers.
+    The ``on_*`` lists hold subscribers.
     """
 
     arena: Arena
@@ -46,10 +56,11 @@ class TierManager:
     arena_ledger: TierLedger
     disk_ledger: TierLedger | None
     writer: DurableWriter | None
-    events: EventLog
-    accounts: TenantAccounts
-    counters: Counters
-    clock: Callable[[], float]
+    context: StoreContext
+    events: EventLog = field(init=False)
+    accounts: TenantAccounts = field(init=False)
+    counters: Counters = field(init=False)
+    clock: Callable[[], float] = field(init=False)
     zombies: set[Chunk] = field(default_factory=set)  # not indexed, but in use
     on_indexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
@@ -59,6 +70,10 @@ class TierManager:
     unsaved_recency: dict[bytes, float] = field(
         default_factory=dict
     )  # durable chunks used since recency was last persisted
+
+    def __post_init__(self) -> None:
+        self.events, self.accounts = self.context.events, self.context.accounts
+        self.counters, self.clock = self.context.counters, self.context.clock
 
     # ---- arrivals -------------------------------------------------------------------------------------------
 
