@@ -1,4 +1,4 @@
-"""Where the remote tier is: the value of ``--remote``, and the secrets that belong to it.
+"""Address of the remote tier: the value of ``--remote``, and its secrets.
 
 ==========================================================  ======================================================
 redis://[USER@]HOST[:PORT][/DB][?prefix=P]                  Valkey or Redis; ``valkey://`` is the same, ``rediss://``
@@ -55,8 +55,11 @@ _MAX_SECRET_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's
-    container) and ``endpoint`` are those of a store of objects."""
+    """A parsed URL.
+
+    ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's container) and ``endpoint`` are those of an
+    object store.
+    """
 
     backend: BackendKind
     prefix: str
@@ -72,15 +75,18 @@ class RemoteAddress:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What must not be shown: the password or secret key, empty for none; and the CA to trust, as PEM."""
+    """Secrets: the password or secret key, empty for none, and the CA to trust, as PEM."""
 
     secret: str = field(default="", repr=False)
     ca: bytes | None = None
 
 
 def parse_remote(url: str) -> RemoteAddress:
-    """Raises ValueError with a sentence that quotes nothing of the URL: any part of it may be a password that has a
-    character too many."""
+    """Parse a URL.
+
+    Raises ValueError with a sentence that quotes nothing of the URL: any part of it may be a password that has a
+    character too many.
+    """
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -169,13 +175,13 @@ def _parse_database(path: str, cluster: bool) -> int:
 
 
 def credentials_of(secret: str, secret_file: Path | None, ca: Path | None) -> Credentials:
-    """Reads what files hold. Raises ConfigurationError."""
+    """Read secrets from files. Raises ConfigurationError."""
     pem = read_ca(ca) if ca is not None else None
     return Credentials(secret or (_read_secret(secret_file) if secret_file is not None else ""), pem)
 
 
 def _read_secret(path: Path) -> str:
-    """A secret from a file that only its owner may read; a line's end is no part of it. Raises ConfigurationError."""
+    """Read a secret from a file that only its owner may read, without the line end. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

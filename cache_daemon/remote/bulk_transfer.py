@@ -1,7 +1,7 @@
-"""Bulk transfer of a tenant's chunks to the remote tier, or from there, by command.
+"""Bulk transfer of a tenant to or from the remote tier.
 
-Chunks that are there are not sent again, so a failed transfer is simply repeated. Writes and deletions of this node
-exclude it, and chunks that are deleted meanwhile are not transferred.
+It runs by an operator's command. Chunks that are there are not sent again, so a failed transfer is simply repeated.
+Writes and deletions of this node exclude it, and chunks that are deleted meanwhile are not transferred.
 """
 
 from __future__ import annotations
@@ -132,7 +132,10 @@ class TenantTransfer:
             yield progress
 
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[bytes], int]:
-        """Return the hashes of valid chunks that are not here, parents first, and how many are here."""
+        """Return the hashes of valid chunks that are not here, parents first.
+
+        Also returns how many are here.
+        """
         found: list[tuple[int, bytes]] = []
         known, yield_timer = 0, YieldTimer()
         hashes = await self._tier.list_prefix_hashes(request.root)

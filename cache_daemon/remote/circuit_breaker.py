@@ -39,7 +39,7 @@ class CircuitBreaker:
 
     @property
     def trials_full(self) -> bool:
-        """Return True if it is half open and has as many calls in flight as may be."""
+        """Return True while it is half open with all trial calls in flight."""
         return self.state is CircuitState.HALF_OPEN and len(self._trials) >= _TRUSTED_AFTER
 
     def begin_call(self) -> object | None:

@@ -51,7 +51,7 @@ class RemoteSettings:
 
 
 class RemoteCoordinator:
-    """Builds the parts of the remote tier and runs their tasks from ``start`` to ``close``."""
+    """Owner of the remote tier's parts and their tasks, from ``start`` to ``close``."""
 
     def __init__(self, settings: RemoteSettings, services: StoreServices) -> None:
         tiers, tier = services.tiers, settings.tier

@@ -48,7 +48,10 @@ class EpochChange(Enum):
 
 @dataclass(slots=True)
 class _TenantRecord:
-    """Last observed epoch digests of a tenant, and (monotonic) times up to which its chunks predate a deletion."""
+    """Last observed epochs of a tenant, as digests.
+
+    Its times are monotonic; chunks inserted here before them predate a deletion.
+    """
 
     global_digest: bytes
     tenant_digest: bytes
@@ -92,13 +95,13 @@ class DeletionEpochs:
         return root in self._tenants
 
     def predates_deletion(self, chunk: Chunk) -> bool:
-        """Return True if a chunk was inserted here before the last remote deletion that may concern it."""
+        """Return True if a remote deletion may concern a chunk inserted before it."""
         record = self._tenants.get(chunk.root)
         of_tenant = self._forgotten_deleted_at if record is None else max(record.deleted_at, record.unsure_until)
         return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
 
     def is_withheld(self, chunk: Chunk) -> bool:
-        """Return True while a chunk from before a loss of the backend's data is not offered again."""
+        """Return True while a chunk from before a loss of data is not offered."""
         record = self._tenants.get(chunk.root)
         return (
             record is not None
@@ -166,7 +169,7 @@ class DeletionEpochs:
         return global_change if global_change is not EpochChange.NONE else change
 
     def is_global_deletion_lost(self, epoch: bytes | None) -> bool:
-        """Return True if a backend with this global epoch has lost a known deletion of everything."""
+        """Return True if a global epoch shows that a known deletion was lost."""
         value = epoch_digest(epoch)
         return bool(self._global_deletion_epoch) and value != self._global_digest and (
             not value or value in self._past_global_digests
@@ -276,7 +279,7 @@ class DeletionEpochs:
         return [root for root, record in self._tenants.items() if record.deletion_epoch or record.tombstones]
 
     def observed_at(self, root: bytes) -> float:
-        """Return when the last change of a tenant, without ``root`` of everything, was observed (monotonic)."""
+        """Return when a tenant last changed, without ``root`` everything (monotonic seconds)."""
         if not root:
             return self._all_deleted_at
         record = self._tenants.get(root)
@@ -358,7 +361,10 @@ class DeletionEpochs:
         record.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
-        """Forget a tenant that has no chunks here, unless a deletion is known that the backend may lose."""
+        """Forget a tenant without chunks here, unless a deletion of it is known.
+
+        The backend may lose that deletion.
+        """
         record = self._tenants.get(root)
         if record is not None and not record.deletion_epoch and not record.tombstones:
             del self._tenants[root]

@@ -122,8 +122,10 @@ class RemotePrefetcher:
     # ---- what to ask for ------------------------------------------------------------------------------------
 
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[_ChunkSpan], int]:
-        """Return the prompt's chunks that are not stored, and the tokens that they would add; none if these are too
-        few."""
+        """Return the prompt's chunks that are not stored.
+
+        Also returns the tokens that they would add; no chunks if these are too few.
+        """
         out: list[_ChunkSpan] = []
         parent, start, yield_timer = request.root, 0, YieldTimer()
         for end in request.hints.chunk_ends:
@@ -253,7 +255,10 @@ class RemotePrefetcher:
     # ---- what is not brought --------------------------------------------------------------------------------
 
     def _record_bypass(self, records: Sequence[RemoteRecord] = ()) -> None:
-        """Count a prompt that is faster computed, and measure the backend now and then in the background."""
+        """Count a prompt that is faster computed.
+
+        Measures the backend now and then, in the background.
+        """
         self.counters.bypassed += 1
         self._tier.demand.set()
         idle = self._measurement is None or self._measurement.done()

@@ -103,7 +103,7 @@ class RemoteChunkInserter:
         tenant: TenantAccount,
         lease: LeaseGuard,
     ) -> list[_Payload]:
-        """Allocate slots for as many chunks of a group as have a payload and fit."""
+        """Allocate slots for the leading chunks that have a payload and fit."""
         pieces: list[_Payload] = []
         for entry, parts in zip(group, payloads, strict=True):
             header = entry.header

@@ -1,4 +1,4 @@
-"""Requests to the remote tier: what is fetched for a prompt, the result, and lookups in flight."""
+"""Requests to the remote tier, their results, and lookups in flight."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FetchRequest:
 
 @dataclass(frozen=True)
 class FetchResult:
-    """Tokens that a fetch added to the prefix, and the seconds that it took, in vain or not."""
+    """Tokens added to the prefix, and the seconds that it took, in vain or not."""
 
     tokens: int = 0
     seconds: float = 0.0

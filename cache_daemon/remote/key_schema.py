@@ -83,7 +83,7 @@ class KeySchema:
         return self.hash_of_key(root, name) if name.endswith("/head") else None
 
     def hash_of_key(self, root: bytes, name: str) -> bytes | None:
-        """Return the prefix hash of the chunk that a tenant's key belongs to, None for other keys."""
+        """Return the prefix hash in a tenant's key, None for other keys."""
         middle, slash, _ = name.removeprefix(self.tenant_prefix(root)).partition("/")
         if not slash or len(middle) != 2 * keys.HASH_BYTES:
             return None

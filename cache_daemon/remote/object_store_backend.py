@@ -1,7 +1,7 @@
-"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, and Azure's blobs.
+"""Object store backends, through ``obstore``: S3 and its protocol, and Azure Blob Storage.
 
 Credentials are those of ``--remote``, or what the AWS or AZURE variables, files and services of the environment say.
-Objects have no time to live of their own: what is over is not believed, and the store's lifecycle rules remove it.
+Objects have no TTL of their own: readers ignore expired records, and the store's lifecycle rules remove them.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _set(given: dict[str, str]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What happened, without the store's own words, which name objects and may quote headers."""
+    """Describe an error without the store's own words, which name objects and may quote headers."""
     text = str(error)
     if why := tls_error_reason(text):
         return why

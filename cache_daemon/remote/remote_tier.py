@@ -62,7 +62,10 @@ class RemoteCounters:
 
 @dataclass(frozen=True)
 class RecordLookup:
-    """Valid records of a tenant in the order asked, None for missing ones, and the tenant's epochs."""
+    """Valid records of a tenant, and its epochs.
+
+    ``records`` are in the order asked, None for missing ones.
+    """
 
     records: list[RemoteRecord | None]
     epochs: TenantEpochs
@@ -219,7 +222,10 @@ class RemoteTier:
         return left == inf or (ttl_seconds is not None and left > ttl_seconds / 2 - 1)
 
     def reject(self, root: bytes, key: bytes, error: InvalidRecord) -> None:
-        """Count an invalid record, and remove a corrupt one later, or every lookup would read it."""
+        """Count an invalid record.
+
+        A corrupt one is removed later, or every lookup would read it.
+        """
         self.counters.rejected += 1
         if self.counters.rejected == 1:
             log.warning("a value of the remote tier failed verification; it is not used", why=str(error))

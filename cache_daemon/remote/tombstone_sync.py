@@ -184,7 +184,7 @@ class TombstoneApplier:
     # ---- deletions that the engine has lost -----------------------------------------------------------------
 
     async def _write_back(self, root: bytes) -> None:
-        """Write deletion epochs back that the backend has lost, so that older records count no more.
+        """Write lost deletion epochs back, so that older records count no more.
 
         The same epoch comes back, which nodes that know the deletion need not apply. Where two nodes disagree which
         epoch is the later one, a second time within minutes, a new deletion ends that.

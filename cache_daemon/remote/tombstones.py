@@ -52,10 +52,11 @@ async def purge(tier: RemoteTier, root: bytes) -> None:
 
 
 async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int, set[bytes]]:
-    """Remove a chunk and its descendants, with all payload parts ever written of them, and leave tombstones.
+    """Remove a chunk and its descendants, and leave tombstones.
 
-    Returns how many there were, and the tombstones. Raises RemoteFailed. Two scans, of which the first remembers only
-    who is whose parent, and which tombstones there are.
+    Removes all payload parts that were ever written of them. Returns how many chunks there were, and the tombstones.
+    Raises RemoteFailed. Two scans, of which the first remembers only who is whose parent, and which tombstones there
+    are.
     """
     names, begin = tier.key_schema, tier.key_schema.tenant_prefix(root)
     children: dict[bytes, list[bytes]] = {}
@@ -111,9 +112,10 @@ async def announce(tier: RemoteTier) -> None:
 
 @dataclass(eq=False)
 class PendingDeletion:
-    """A deletion of a chunk with its subtree, without ``key`` of a tenant, without ``root`` of everything.
+    """A deletion of a chunk with its subtree, of a tenant, or of everything.
 
-    ``is_known`` says that this node has the chunk, so that its descendants may be there even if it is not.
+    ``key`` is empty for a tenant, ``root`` too for everything. ``is_known`` says that this node has the chunk, so that
+    its descendants may be there even if it is not.
     """
 
     root: bytes

@@ -46,7 +46,7 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class WritePolicy:
-    """When and how chunks are written; ``ttl_seconds`` None sets no expiry."""
+    """Write mode, TTL and compression of the remote tier; ``ttl_seconds`` None sets no expiry."""
 
     write: RemoteWrite
     ttl_seconds: int | None
@@ -62,10 +62,10 @@ class WriteBehindCounters:
 
 
 class WriteBehindQueue:
-    """Bounded queue of chunks to write, and the task that writes them and runs deletions, in order.
+    """Bounded queue of chunks to write, and the task that works it off.
 
-    ``run_in_thread`` runs the encoding of payloads. ``write_lock`` is held while anything is written to the backend.
-    Runs on the event loop.
+    The task also runs deletions, in order with the writes. ``run_in_thread`` runs the encoding of payloads.
+    ``write_lock`` is held while anything is written to the backend. Runs on the event loop.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class WriteBehindQueue:
         self._record_stored(chunk.key, seconds)
 
     def on_deletion(self, root: bytes, key: bytes) -> None:
-        """Drop queued chunks of a deleted tenant, and wake the task that runs the deletion."""
+        """Drop queued chunks of a deleted tenant, and wake the task."""
         if not key:
             self._drop_queued_of(root)
         self.wake()
@@ -161,7 +161,7 @@ class WriteBehindQueue:
             self._stored_until.popitem(last=False)
 
     def _ttl_of(self, chunk: Chunk) -> int | None:
-        """Return the least of the tier's TTL, the tenant's, and what is left of the requests'."""
+        """Return the least TTL: the tier's, the tenant's, and the rest of the requests'."""
         limits = [n for n in (self._policy.ttl_seconds, chunk.tenant.limits.ttl_seconds) if n is not None]
         if chunk.expires_at < inf:
             limits.append(chunk.expires_at - self._tiers.clock())

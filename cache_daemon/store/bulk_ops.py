@@ -35,10 +35,10 @@ class BulkOps:
         self.tiers, self._terms, self.invalidate = tiers, ttl, invalidate
 
     async def delete(self, root: bytes, chunk: Chunk | None, before: float = inf) -> int:
-        """Remove a chunk with its subtree, without one a tenant's chunks, with an empty ``root`` everything.
+        """Remove a chunk with its subtree, a tenant's chunks, or everything.
 
-        Only chunks inserted by ``before`` (monotonic), and their descendants. Earlier reservations are invalidated.
-        Returns how many chunks were removed.
+        ``chunk`` None removes a tenant, with an empty ``root`` everything. Only chunks inserted by ``before``
+        (monotonic), and their descendants. Earlier reservations are invalidated. Returns how many chunks were removed.
         """
         self.invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:

@@ -384,7 +384,7 @@ class ChunkStore:
         return out
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot and byte is accounted for once and leased chunks are kept."""
+        """Raise AssertionError unless all slots, bytes and leases add up."""
         for part in (self.tiers, self.ttl, self._persistence):
             if part is not None:
                 part.check_integrity()

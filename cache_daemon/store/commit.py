@@ -165,7 +165,10 @@ class TwoPhaseCommit:
         return footprint(size_bytes) > (capacity if quota is None else min(capacity, quota))
 
     def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
-        """Return True if the parent is the root, stored, or reserved by this session, and ends at ``start``."""
+        """Return True if the parent ends at ``start`` and will be there.
+
+        It is the root, stored, or reserved by this session.
+        """
         if parent == root or self._tiers.index.get(parent) is not None:
             return self._inserter.parent_is_live(root, parent, start)
         writer, reservation = self._open_reservations.get(parent, (None, None))

@@ -1,4 +1,4 @@
-"""The event log behind ``Watch``, kept for a while so that a reader can resume."""
+"""The event log behind ``Watch``, from which readers can resume."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class _Event:
 
 
 class EventLog:
-    """Numbers events from 1 without gaps, for all and per tenant root, and keeps the last ``MAX_EVENTS``."""
+    """Events numbered from 1 without gaps, for all and per tenant root.
+
+    It keeps the last ``MAX_EVENTS``.
+    """
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch

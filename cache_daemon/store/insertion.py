@@ -154,7 +154,10 @@ class Insertion:
         return outcome
 
     def _make_visible(self, chunk: Chunk, delay_persist: bool) -> None:
-        """Index a chunk and let it supersede siblings that are a prefix of it, unless their pins cannot move on."""
+        """Index a chunk and let it supersede siblings that are a prefix of it.
+
+        A sibling stays if its pins cannot move on.
+        """
         inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
         tiers.index_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):

@@ -338,7 +338,7 @@ class Lookup:
         counts.content_tokens += sum(m.tokens for _, m in content_matches)
 
     def _record_use(self, path: list[Chunk], contents: list[Chunk]) -> None:
-        """Count a use now, and tell the eviction policies once the answer is on its way."""
+        """Count a use now, and tell the eviction policies after the answer."""
         self._tiers.record_use((*path, *contents), self._tiers.clock(), is_hit=True)
         if not self._pending_touches:
             asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._apply_some_touches)

@@ -86,7 +86,7 @@ class Persistence:
         if parent is not None and parent.disk_state is Residency.ABSENT:
             (self._failed if parent in self._failed else self._not_admitted)[chunk] = None
             return
-        if not self._make_room(chunk, parent):
+        if not self._evict_for(chunk, parent):
             self._not_admitted[chunk] = None
             return
         slot = chunk.slot
@@ -197,7 +197,7 @@ class Persistence:
         return time.monotonic() - self._full_at < _FULL_SECONDS
 
     def write_recency(self) -> None:
-        """Persist the last use of durable chunks used since the last call, for eviction after a restart."""
+        """Persist recent uses of durable chunks, for eviction after a restart."""
         used, self._tiers.unsaved_recency = self._tiers.unsaved_recency, {}
         if used:
             self._writer.used({key: _milliseconds(at) for key, at in used.items()})
@@ -281,7 +281,10 @@ class Persistence:
         chunk.write_state.supersedes.clear()
 
     def _requeue(self, chunk: Chunk) -> None:
-        """Handle a chunk that the transaction of its successor removed, when the successor is gone."""
+        """Queue a superseded chunk again whose successor is gone.
+
+        The transaction that stored the successor had removed it from the tier.
+        """
         if not chunk.indexed or chunk.disk_state is not Residency.PRESENT:
             return
         self._tiers.abort_write(chunk)
@@ -292,7 +295,7 @@ class Persistence:
 
     # ---- room -----------------------------------------------------------------------------------------------
 
-    def _make_room(self, chunk: Chunk, parent: Chunk | None) -> bool:
+    def _evict_for(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Evict for a new chunk, if the tier admits it."""
         size, most = _max_stored_bytes(chunk), min(self.budget_bytes, self._max_bytes)
         if size > most:

@@ -54,7 +54,7 @@ class Pins:
         return len(path)
 
     def remove(self, root: bytes, prefix_hash: bytes) -> int:
-        """End one pin, by the hash that was pinned or by that of the chunk that superseded it.
+        """End one pin, by the hash that was pinned or its successor's.
 
         Returns the number of chunks of the prefix. Raises ChunkNotFound.
         """

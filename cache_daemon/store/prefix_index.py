@@ -69,7 +69,10 @@ class _Siblings:
 
 
 class PrefixIndex:
-    """Committed chunks by prefix hash and by parent, mirrored in a Bloom filter if there is one. Not thread-safe."""
+    """Committed chunks by prefix hash and by parent, mirrored in a Bloom filter.
+
+    Not thread-safe.
+    """
 
     def __init__(self, bloom_filter: CountingBloomFilter | None = None) -> None:
         self.bloom_filter = bloom_filter

@@ -17,7 +17,10 @@ _WRITTEN_SECONDS = 10.0
 
 
 class ReuseVerdicts:
-    """Verdicts in memory, so that a heartbeat reads no disk, and as notes in the durable tier if there is one."""
+    """Verdicts in memory, and as notes in the durable tier if there is one.
+
+    So a heartbeat reads no disk.
+    """
 
     def __init__(self, writer: DurableWriter | None) -> None:
         self._writer = writer

@@ -27,7 +27,7 @@ LEASE_SECONDS = 60.0
 
 
 class LeaseGuard:
-    """Keeps chunks' slots from being moved, reused or freed until ``release``, which may be called again.
+    """Keeps chunks' slots from being moved, reused or freed until ``release``.
 
     ``on_released`` is called with every chunk whose last lease ended.
     """
@@ -85,7 +85,10 @@ class Reservation:
 
 
 def rename_handle(handles: dict[bytes, _Handle], generated: bytes, name: bytes) -> bytes:
-    """Rename a lease or reservation to the client's ``name``, unless that is empty or taken. Returns its name."""
+    """Rename a lease or reservation to the client's ``name``. Returns its name.
+
+    It keeps its generated one if ``name`` is empty or taken.
+    """
     if not generated or not name or name in handles:
         return generated
     handles[name] = handles.pop(generated)
@@ -129,7 +132,7 @@ class Session:
         return found
 
     def close_staging(self) -> None:
-        """Free the staging memory once the session has ended and no copy from it runs."""
+        """Free the staging memory of an ended session once no copy runs."""
         if self.closed and not self.committing and self.staging is not None:
             self.staging.close()
             self.staging = None
@@ -215,7 +218,7 @@ class SessionTable:
         return found
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
-        """Raise AssertionError unless leased chunks are kept, and each session's staging is what it has reserved."""
+        """Raise AssertionError unless leases and staging add up."""
         leased: Counter[int] = Counter(id(c) for s in self for guard in s.leases.values() for c in guard.chunks)
         # Calls that run now lease chunks, too.
         assert all(c.leases >= leased[id(c)] for c in chunks), "a lease on a chunk that is not kept"

@@ -17,7 +17,10 @@ log = structlog.get_logger("cache_daemon")
 
 
 class Shutdown:
-    """A deadline over several pieces of work, each on a daemon thread that does not delay the exit."""
+    """A deadline over several pieces of blocking work.
+
+    Each runs on a daemon thread that does not delay the exit.
+    """
 
     def __init__(self) -> None:
         self._began = time.monotonic()

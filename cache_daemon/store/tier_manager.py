@@ -112,7 +112,10 @@ class TierManager:
             self.emit(EVENT_TYPE_PROMOTED, chunk)
 
     def begin_write(self, chunk: Chunk, most_bytes: int) -> None:
-        """Record that a chunk is being written, and reserve the most bytes that it can take on disk."""
+        """Record that a chunk is being written.
+
+        ``most_bytes``, the most that it can take, count as used meanwhile.
+        """
         assert self.disk_ledger is not None
         chunk.disk_state = Residency.IN_FLIGHT
         self.disk_ledger.insert(chunk, most_bytes, self._if_on_disk(self.parent_of(chunk)))
@@ -130,7 +133,7 @@ class TierManager:
         chunk.disk_state = Residency.ABSENT
 
     def abort_write(self, chunk: Chunk) -> None:
-        """Record that the durable tier did not take the chunk, or has removed it unasked."""
+        """Record that the disk did not take the chunk, or has removed it unasked."""
         assert self.disk_ledger is not None
         chunk.disk_state, chunk.stored_bytes = Residency.ABSENT, 0
         self.disk_ledger.remove(chunk)
@@ -212,7 +215,10 @@ class TierManager:
         self.arena.free(slot)
 
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
-        """Return True if a payload exceeds the tenant's arena quota, counting slots that are being filled."""
+        """Return True if a payload exceeds the tenant's arena quota.
+
+        Slots that are being filled count.
+        """
         if tenant.limits.arena_bytes is None:
             return False
         pending_bytes = sum(footprint(slot.size_bytes) for slot, owner in self.pending_slots.items() if owner is tenant)
@@ -305,7 +311,7 @@ class TierManager:
         self.on_released(chunk)
 
     def on_released(self, chunk: Chunk) -> None:
-        """Free the slot of a released chunk if it has left the index and has no other user."""
+        """Free a released chunk's slot if it has no other user and is not indexed."""
         if not chunk.indexed and not chunk.in_use:
             self._free_slot(chunk)
             self.zombies.discard(chunk)
@@ -331,7 +337,7 @@ class TierManager:
                 notify(chunk)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every slot is accounted for once and the ledgers agree with the chunks."""
+        """Raise AssertionError unless slots, ledgers and entries add up."""
         self.arena.check_integrity()
         self.index.check_integrity()
         self.arena_ledger.check_integrity()
