@@ -63,7 +63,7 @@ class TenantTransfer:
         self._tiers, self._services, self._tier = services.tiers, services, tier
         self._write_behind, self._inserter, self._epochs, self._lookups = write_behind, inserter, epochs, lookups
 
-    # ---- there ----------------------------------------------------------------------------------------------
+    # ---- push -----------------------------------------------------------------------------------------------
 
     async def push(self, chunks: Sequence[Chunk]) -> AsyncIterator[TransferProgress]:
         """Write a tenant's chunks to the tier. Raises Unavailable."""
@@ -109,7 +109,7 @@ class TenantTransfer:
         if batch:
             yield batch
 
-    # ---- and back -------------------------------------------------------------------------------------------
+    # ---- pull -----------------------------------------------------------------------------------------------
 
     async def pull(self, root: bytes, tenant: bytes, geometry: Geometry) -> AsyncIterator[TransferProgress]:
         """Insert here what the tier has of a tenant. Raises Unavailable."""

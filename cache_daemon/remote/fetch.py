@@ -119,7 +119,7 @@ class RemotePrefetcher:
             del self._inflight_by_key[spans[0].key]
             future.set_result(done)
 
-    # ---- what to ask for ------------------------------------------------------------------------------------
+    # ---- missing chunks -------------------------------------------------------------------------------------
 
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[_ChunkSpan], int]:
         """Return the prompt's chunks that are not stored.
@@ -217,7 +217,7 @@ class RemotePrefetcher:
                 best = n
         return best
 
-    # ---- bringing -------------------------------------------------------------------------------------------
+    # ---- download -------------------------------------------------------------------------------------------
 
     async def _download(
         self, request: FetchRequest, lookup: InflightLookup, records: Sequence[RemoteRecord], limit: float
@@ -252,7 +252,7 @@ class RemotePrefetcher:
         download.inserted.set()
         return placed
 
-    # ---- what is not brought --------------------------------------------------------------------------------
+    # ---- bypass ---------------------------------------------------------------------------------------------
 
     def _record_bypass(self, records: Sequence[RemoteRecord] = ()) -> None:
         """Count a prompt that is faster computed.

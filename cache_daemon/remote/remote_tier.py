@@ -344,7 +344,7 @@ class RemoteTier:
         if breaker.num_opened == turn and breaker.record_failure(why):
             self.demand.set()
 
-    # ---- watching -------------------------------------------------------------------------------------------
+    # ---- probes ---------------------------------------------------------------------------------------------
 
     async def probe_read(self, seconds: float) -> None:
         """Read a small value past the circuit breaker, and record its latency. Raises RemoteFailed."""

@@ -104,7 +104,7 @@ class TombstoneApplier:
                 self._epochs.forget(root)
             await yield_timer.maybe_yield()
 
-    # ---- finding out ----------------------------------------------------------------------------------------
+    # ---- polling --------------------------------------------------------------------------------------------
 
     async def _poll(self) -> None:
         if not self._tier.reads.allows_calls:
@@ -144,11 +144,11 @@ class TombstoneApplier:
             await self._poll_tenants(deleted[at : at + _TENANTS_PER_READ])
 
     async def _poll_tenants(self, roots: list[bytes]) -> None:
-        for root, marks in zip(roots, await self._tier.read_epochs(roots) if roots else [], strict=True):
-            self._epochs.observe(root, marks)
+        for root, epochs in zip(roots, await self._tier.read_epochs(roots) if roots else [], strict=True):
+            self._epochs.observe(root, epochs)
             self._unseen_tenants.pop(root, None)
 
-    # ---- doing it -------------------------------------------------------------------------------------------
+    # ---- applying -------------------------------------------------------------------------------------------
 
     async def _apply(self) -> None:
         """Apply scheduled deletions; those that need the backend come last, and may fail."""
@@ -167,21 +167,21 @@ class TombstoneApplier:
                 del self._unapplied[root, change]
 
     async def _apply_chunk_deletions(self, root: bytes, observed_at: float) -> None:
-        gone = await tombstones.read_tombstones(self._tier, root)
+        present = await tombstones.read_tombstones(self._tier, root)
         async with self._write_behind.write_lock:  # chunks being written now are known to be there afterwards
-            fresh = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, gone))
-            self._lookups.invalidate(root, fresh)
-            for key in sorted(fresh):
+            new_keys = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, present))
+            self._lookups.invalidate(root, new_keys)
+            for key in sorted(new_keys):
                 chunk = self._bulk.get(key)
                 if chunk is not None and chunk.root == root:
                     await self._bulk.delete(root, chunk)
                 if self._write_behind.is_known_stored(key):
                     self._tier.queue_removal(root, key)
-            await self._write_back_chunks(root, gone)
+            await self._write_back_chunks(root, present)
         self._write_behind.wake_for_corrupt()
-        self._epochs.mark_applied(root, observed_at, gone)
+        self._epochs.mark_applied(root, observed_at, present)
 
-    # ---- deletions that the engine has lost -----------------------------------------------------------------
+    # ---- deletions that the backend has lost ----------------------------------------------------------------
 
     async def _write_back(self, root: bytes) -> None:
         """Write lost deletion epochs back, so that older records count no more.
@@ -190,9 +190,9 @@ class TombstoneApplier:
         epoch is the later one, a second time within minutes, a new deletion ends that.
         """
         async with self._write_behind.write_lock:
-            everything = TenantEpochs(await self._tier.read_global_epoch(), None, None)
-            marks = (await self._tier.read_epochs([root]))[0] if root else everything
-            for owner, epoch in self._epochs.lost_deletions(root, marks).items():
+            global_only = TenantEpochs(await self._tier.read_global_epoch(), None, None)
+            epochs = (await self._tier.read_epochs([root]))[0] if root else global_only
+            for owner, epoch in self._epochs.lost_deletions(root, epochs).items():
                 again = time.monotonic() - self._written_back.get(owner, -inf) < _CONTESTED_SECONDS
                 if again:
                     epoch = new_epoch(deletion=True)
@@ -206,15 +206,15 @@ class TombstoneApplier:
                 self.num_restored += 1
                 log.warning("the remote tier had lost a deletion; wrote it back", everything=not owner)
             if root:
-                unmarked = marks.chunks_epoch is None and self._epochs.has_tombstones(root)
-                await self._write_back_chunks(root, await tombstones.read_tombstones(self._tier, root), unmarked)
+                lacks_epoch = epochs.chunks_epoch is None and self._epochs.has_tombstones(root)
+                await self._write_back_chunks(root, await tombstones.read_tombstones(self._tier, root), lacks_epoch)
             await tombstones.announce(self._tier)
         self._write_behind.wake_for_corrupt()
 
-    async def _write_back_chunks(self, root: bytes, gone: set[bytes], unmarked: bool = False) -> None:
-        """Write lost tombstones back; ``gone`` are those that the backend has, perhaps without their epoch."""
-        missing = self._epochs.missing_tombstones(root, gone)
-        if not missing and not unmarked:
+    async def _write_back_chunks(self, root: bytes, present: set[bytes], lacks_epoch: bool = False) -> None:
+        """Write lost tombstones back; ``present`` are those that the backend has, perhaps without their epoch."""
+        missing = self._epochs.missing_tombstones(root, present)
+        if not missing and not lacks_epoch:
             return
         hashes = frozenset(name[: keys.HASH_BYTES] for name in missing)
         self._lookups.invalidate(root, hashes)

@@ -26,15 +26,15 @@ NOTE_PREFIX = b"remote-forget:"
 MAX_PER_TENANT, MAX_DELETIONS = 256, 16384
 
 
-_PAGE, _LOOK_SECONDS = 256, 2.0
+_PAGE, _LOOKUP_TIMEOUT_SECONDS = 256, 2.0
 # Tombstones per tenant.
 MAX_TOMBSTONES = 16384
 
 
-async def bump_epoch(tier: RemoteTier, root: bytes, mark: bytes) -> None:
+async def bump_epoch(tier: RemoteTier, root: bytes, epoch: bytes) -> None:
     """Replace a tenant's epoch, without ``root`` the global one. Older records count no more. Raises RemoteFailed."""
     await tier.write(
-        [(tier.key_schema.tenant_epoch_key(root) if root else tier.key_schema.global_epoch_key, mark)], None
+        [(tier.key_schema.tenant_epoch_key(root) if root else tier.key_schema.global_epoch_key, epoch)], None
     )
 
 
@@ -66,28 +66,28 @@ async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int
         hashes = [h for h in (names.hash_of_record_key(root, name) for name in page) if h is not None]
         before.update(filter(None, (names.parse_tombstone_key(root, name) for name in page)))
         for at in range(0, len(hashes), _PAGE):
-            found = await tier.find(root, hashes[at : at + _PAGE], _LOOK_SECONDS)
-            for entry in filter(None, found.records):
-                children.setdefault(entry.header.parent_prefix_hash, []).append(entry.header.prefix_hash)
-                there.add(entry.header.prefix_hash)
+            found = await tier.find(root, hashes[at : at + _PAGE], _LOOKUP_TIMEOUT_SECONDS)
+            for record in filter(None, found.records):
+                children.setdefault(record.header.parent_prefix_hash, []).append(record.header.prefix_hash)
+                there.add(record.header.prefix_hash)
     doomed = [key]
-    for read_tombstones in doomed:
-        doomed += children.pop(read_tombstones, ())
-    whole = set(doomed)
-    left = {read_tombstones + secrets.token_bytes(TOMBSTONE_ID_BYTES) for read_tombstones in whole}
+    for parent in doomed:
+        doomed += children.pop(parent, ())
+    deleted = set(doomed)
+    left = {one + secrets.token_bytes(TOMBSTONE_ID_BYTES) for one in deleted}
     if len(before) + len(left) > MAX_TOMBSTONES:
         await bump_epoch(tier, root, new_epoch(deletion=True))
         await purge(tier, root)
-        return len(whole & there), set()
+        return len(deleted & there), set()
     await tier.write([(names.tombstone_key(root, name), b"") for name in left], None)
-    await tier.remove([names.record_key(root, read_tombstones) for read_tombstones in doomed])
+    await tier.remove([names.record_key(root, one) for one in doomed])
     async for page in tier.scan(begin):
-        await tier.remove([name for name in page if names.hash_of_key(root, name) in whole])
-    await tier.remove([names.tombstone_key(root, name) for name in before if name[:-TOMBSTONE_ID_BYTES] in whole])
+        await tier.remove([name for name in page if names.hash_of_key(root, name) in deleted])
+    await tier.remove([names.tombstone_key(root, name) for name in before if name[:-TOMBSTONE_ID_BYTES] in deleted])
     # Last, so that a node that polls it finds none of the records.
     await tier.write([(names.chunks_epoch_key(root), new_epoch(deletion=True))], None)
     await announce(tier)
-    return len(whole & there), left
+    return len(deleted & there), left
 
 
 async def read_tombstones(tier: RemoteTier, root: bytes) -> set[bytes]:

@@ -308,7 +308,7 @@ class TwoPhaseCommit:
                 self._tiers.touch(chunk)
                 chunk = self._tiers.parent_of(chunk)
 
-    # ---- giving up ------------------------------------------------------------------------------------------
+    # ---- abort and invalidation -----------------------------------------------------------------------------
 
     def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
         """End reservations; unknown ones are ignored. Returns how many were open."""

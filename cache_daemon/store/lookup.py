@@ -194,7 +194,7 @@ class Lookup:
         lease.release()
         return None
 
-    # ---- parts ----------------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------------
 
     def _drop_expired(self, found: list[MatchedChunk]) -> list[MatchedChunk]:
         """Cut a match at the first expired chunk, which is removed."""

@@ -57,7 +57,7 @@ class Persistence:
         self._full_since, self._full_at = 0.0, float("-inf")
         tiers.on_unindexed.append(self._on_unindexed)
 
-    # ---- at start -------------------------------------------------------------------------------------------
+    # ---- restore --------------------------------------------------------------------------------------------
 
     def discard(self, key: bytes) -> None:
         """Remove a chunk from the tier that cannot be indexed."""
@@ -293,7 +293,7 @@ class Persistence:
         else:
             self._tiers.remove_subtree(chunk)
 
-    # ---- room -----------------------------------------------------------------------------------------------
+    # ---- eviction -------------------------------------------------------------------------------------------
 
     def _evict_for(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Evict for a new chunk, if the tier admits it."""

@@ -102,7 +102,7 @@ class Pins:
                 return
         self._tiers.write_note(name, None)
 
-    # ---- parts ----------------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------------
 
     def _check_budget(self, chunk: Chunk, added: int) -> None:
         tenant = chunk.tenant

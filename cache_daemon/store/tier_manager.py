@@ -75,7 +75,7 @@ class TierManager:
         self.events, self.accounts = self.context.events, self.context.accounts
         self.counters, self.clock = self.context.counters, self.context.clock
 
-    # ---- arrivals -------------------------------------------------------------------------------------------
+    # ---- admission ------------------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
         """Add a chunk to the index. Its parent is there, or it is the first of a prompt."""
@@ -185,7 +185,7 @@ class TierManager:
         else:
             self.arena_only_pins.pop(chunk, None)
 
-    # ---- room in the arena ----------------------------------------------------------------------------------
+    # ---- arena slots and eviction ---------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
         """Allocate an arena slot for a new payload, evicting as long as that helps.

@@ -29,7 +29,7 @@ from tests.cache_daemon.doubles.memory_tier import MemoryTier
 
 @dataclass
 class FakeClock:
-    """Seconds that pass when they are told to."""
+    """Seconds that a test advances."""
 
     now: float = 1_000_000.0
 
@@ -39,7 +39,7 @@ class FakeClock:
 
 @dataclass
 class Bench:
-    """A running store with one session, and what a worker does in short."""
+    """A running store with one session, and a worker's operations in short."""
 
     store: ChunkStore
     tier: FaultyTier
@@ -64,7 +64,7 @@ class Bench:
         return header
 
     def fill(self, reserved: ReserveResult, ids: list[int], session: Session | None = None) -> tuple[bytes, int]:
-        """Writes the payload that belongs to the tokens. Returns what Commit wants."""
+        """Write the payload that belongs to the tokens. Returns an item for Commit."""
         staging = (session or self.session).staging
         assert staging is not None
         assert reserved.staged is not None
@@ -75,7 +75,7 @@ class Bench:
     async def put(
         self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"", session: Session | None = None
     ) -> tuple[bytes, int]:
-        """Stores a chunk. Returns its prefix hash and what became of it."""
+        """Store a chunk. Returns its prefix hash and its outcome."""
         session = session or self.session
         reserved = self.store.reserve(session, salt, [self.header(ids, start, parent)])[0]
         assert reserved.outcome == pb.RESERVE_OUTCOME_GRANTED, pb.ReserveOutcome.Name(reserved.outcome)
@@ -83,7 +83,7 @@ class Bench:
         return reserved.prefix_hash, outcomes[0]
 
     async def found(self, ids: list[int], salt: bytes = b"", session: Session | None = None) -> int:
-        """Matches, checks every byte of whole chunks, releases. Returns the tokens found."""
+        """Match, check every byte of whole chunks, and release. Returns the tokens found."""
         session = session or self.session
         result = await self.store.match(session, salt, keys.token_bytes(ids))
         at = 0
@@ -109,7 +109,10 @@ async def opened(
     clock: FakeClock | None = None,
     remote: RemoteSettings | None = None,
 ) -> AsyncIterator[Bench]:
-    """``limits`` are by salt. The store is checked at the end; nothing may be held by then."""
+    """Run a store for the length of a block. It is checked at the end; nothing may be leased by then.
+
+    ``limits`` are by salt.
+    """
     by_id = {keys.tenant_id(salt): of for salt, of in (limits or {}).items()}
     clock, faulty = clock or FakeClock(), FaultyTier(tier or MemoryTier())
     store = ChunkStore(

@@ -1,4 +1,4 @@
-"""``--remote`` and its secrets: what is understood, what is refused, and that nothing is shown."""
+"""``--remote`` and its secrets: accepted and refused values, and that no secret is shown."""
 
 from __future__ import annotations
 

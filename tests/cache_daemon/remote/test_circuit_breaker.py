@@ -1,4 +1,4 @@
-"""The circuit breaker, hedged reads, and what is measured."""
+"""The circuit breaker, hedged reads, and the latency model."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_good_news_is_believed_sooner_than_bad() -> None:
 
 
 class Held(InMemoryBackend):
-    """An engine whose reads end when told to, well or not."""
+    """A backend whose reads end on command, well or not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Deletions that a remote engine loses: by a failover, a restored backup, a restart without its data."""
+"""Deletions that a backend loses: by a failover, a restored backup, a restart without its data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deletion_of(a: FleetNode, what: str) -> tuple[bytes, bytes]:
-    """The arguments of Delete."""
+    """Build the request of Delete."""
     root = a.bench.root(SALT)
     first = keys.prefix_hash(root, IDS[:CHUNK])
     return (b"" if what == "everything" else root), (first if what == "chunk" else b"")
@@ -45,7 +45,7 @@ async def delete(a: FleetNode, what: str) -> None:
 
 
 def fail_over(engine: InMemoryBackend, values: dict[str, tuple[bytes, float | None]], *nodes: FleetNode) -> None:
-    """Gives the engine an earlier state; nodes that are named notice that they were connected anew."""
+    """Restore an earlier state of the backend; the named nodes notice a reconnect."""
     engine.values = copy.deepcopy(values)
     for one in nodes:
         one.tier.backend_generation += 1

@@ -1,4 +1,4 @@
-"""Engines over TLS: a real server with a certificate of an authority, believed by that one and by no other."""
+"""Backends over TLS: a server certificate is trusted by its authority, and by no other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server that speaks TLS and nothing else."""
+    """Port of a server that speaks TLS and nothing else."""
     issued, found = authority.issue("server", hosts=("localhost", "127.0.0.1")), free_port()
     # The last --port counts.
     flags = ("--port", "0", "--tls-port", str(found), "--tls-auth-clients", "no", "--requirepass", PASSWORD)

@@ -1,4 +1,4 @@
-"""What other nodes have deleted: gone here as well, also from the disk of a node that was down meanwhile."""
+"""Deletions by other nodes, applied here, also on the disk of a node that was down meanwhile."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shared:
-    """An engine that stays when a node ends; ``fresh`` is a connection of another node's."""
+    """A backend that stays when a node ends; ``fresh`` is a connection of another node."""
 
     def __init__(self, url: str = "") -> None:
         self._url, self._one = url, InMemoryBackend()

@@ -1,4 +1,4 @@
-"""Deletion and time to live: what is gone here is found by nobody in the engine."""
+"""Deletion and TTL: no node finds in the backend what is deleted here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects that are put into the store on purpose: the state machine finds each, and shows it in a few steps."""
+"""Defects planted in the store: the state machine finds each, and shrinks it to a few steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks that the durable tier did not take are tried again, whatever else is written, and are counted as waiting."""
+"""Retries of failed writes, and their count."""
 
 from __future__ import annotations
 

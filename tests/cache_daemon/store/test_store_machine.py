@@ -1,5 +1,7 @@
-"""The store as a state machine: whatever happens in whatever order, and whatever disks, networks and daemons do, its
-promises hold. Runs are simulated, see ``simulation``: what fails once fails again, and is shrunk."""
+"""The store as a state machine: its promises hold in every order of events and faults.
+
+Runs are simulated, see ``simulation``: what fails once fails again, and is shrunk.
+"""
 
 from __future__ import annotations
 
