@@ -65,8 +65,8 @@ class Bound:
 
     def _forward(self, table: Any, context: int) -> float:
         began = time.perf_counter()
-        span = self._rows.Span(list(range(10, 10 + QUESTION_TOKENS)), context - QUESTION_TOKENS, table, True)
-        logits = self._decoder(self._rows.build([span], self._pool, self._loaded.device))
+        span = self._rows.SequenceSlice(list(range(10, 10 + QUESTION_TOKENS)), context - QUESTION_TOKENS, table, True)
+        logits = self._decoder(self._rows.build_batch([span], self._pool, self._loaded.device))
         int(logits[0].argmax())
         return (time.perf_counter() - began) * 1e3
 

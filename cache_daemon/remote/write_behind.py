@@ -79,7 +79,7 @@ class WriteBehindQueue:
     ) -> None:
         self._tiers, self._tier, self._policy = tiers, tier, policy
         self._epochs, self._deletions, self._run_in_thread = epochs, deletions, run_in_thread
-        self._packer = codec.Packer() if policy.compress else None
+        self._plane_compressor = codec.PlaneCompressor() if policy.compress else None
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash, with the number of tries
         self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # expiry there (monotonic), by prefix hash
         self._backend_generation, self._num_in_flight = tier.backend_generation, 0
@@ -320,12 +320,12 @@ class WriteBehindQueue:
         for chunk in chunks:
             assert chunk.slot is not None, "a resident has a slot"
             jobs.append((chunk.full_header(), chunk.slot, self._ttl_of(chunk)))
-        arena, seal, packer = self._tiers.arena, self._tier.seal, self._packer
+        arena, cipher, plane_compressor = self._tiers.arena, self._tier.cipher, self._plane_compressor
 
         def work() -> list[EncodedChunk]:
             out = []
             for header, slot, ttl in jobs:
-                kind, stored = encode_payload(seal, header, arena.read(slot), packer)
+                kind, stored = encode_payload(cipher, header, arena.read(slot), plane_compressor)
                 out.append(EncodedChunk(header, kind, stored, keys.checksum(stored), ttl, mark))
             return out
 

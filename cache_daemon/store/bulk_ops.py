@@ -16,7 +16,7 @@ from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED,
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
@@ -166,7 +166,7 @@ class BulkOps:
         return dropped
 
 
-def _removal_outcome(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
+def _removal_outcome(writer: GroupCommitWriter) -> asyncio.Future[PutOutcome]:
     """Return a future of the outcome of all removals queued so far."""
     removal: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
 
@@ -174,5 +174,5 @@ def _removal_outcome(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
         if not removal.done():
             removal.set_result(result.outcome)
 
-    writer.written(hear)
+    writer.flush(hear)
     return removal

@@ -27,7 +27,7 @@ from kvsidecar.errors import ArenaFull, ChunkNotFound, FailedPrecondition
 
 from cache_daemon.durable import expiry_note
 from cache_daemon.durable.durable_tier import DurableTier
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Arena
 from cache_daemon.store import pins, reuse_verdicts
 from cache_daemon.store.bloom_filter import CountingBloomFilter
@@ -88,7 +88,7 @@ class ChunkStore:
         self._durable, self._threads = durable, StoreThreads(config.span)
         arena_ledger = TierLedger(config.new_policy, lambda limits: limits.arena_bytes)
         disk_ledger = TierLedger(config.new_policy, lambda limits: limits.store_bytes) if durable else None
-        self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable is not None else None
+        self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
             StoreContext(self.events, self.accounts, self.counters, config.clock),
@@ -131,7 +131,7 @@ class ChunkStore:
             self.verdicts.restore(name, value)
         elif name.startswith(pins.NOTE_PREFIX):
             self._pins.restore(name, value)
-        elif name.startswith(expiry_note.NOTE_PREFIX):
+        elif name.startswith(expiry_note.EXPIRY_NOTE_PREFIX):
             self.ttl.restore(name, value)
         elif self.remote is not None:
             self.remote.restore_note(name, value)

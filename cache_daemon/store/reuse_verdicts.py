@@ -10,7 +10,7 @@ from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 
 NOTE_PREFIX = b"verdict:"
 _WRITTEN_SECONDS = 10.0
@@ -22,7 +22,7 @@ class ReuseVerdicts:
     So a heartbeat reads no disk.
     """
 
-    def __init__(self, writer: DurableWriter | None) -> None:
+    def __init__(self, writer: GroupCommitWriter | None) -> None:
         self._writer = writer
         self._verdicts: dict[bytes, ReuseVerdict] = {}
 

@@ -17,7 +17,7 @@ from kvsidecar.errors import NamespaceMismatch, UnknownLease, UnknownSession
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
-from cache_daemon.memory.staging import Allowance, Staging
+from cache_daemon.memory.staging import Staging, StagingBudget
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenant_usage import TenantAccount
 
@@ -144,7 +144,7 @@ class SessionTable:
     def __init__(self, staging_bytes: int) -> None:
         self._staging_bytes = staging_bytes
         self._open: dict[bytes, Session] = {}
-        self._allowances: WeakValueDictionary[object, Allowance] = WeakValueDictionary()
+        self._allowances: WeakValueDictionary[object, StagingBudget] = WeakValueDictionary()
 
     def open(
         self,
@@ -177,11 +177,11 @@ class SessionTable:
             self._open[session.id] = session
         return session
 
-    def _allowance(self, owner: object) -> Allowance:
+    def _allowance(self, owner: object) -> StagingBudget:
         """Return the staging allowance that an owner's sessions without shared memory share."""
         found = self._allowances.get(owner)
         if found is None:
-            found = self._allowances[owner] = Allowance(self._staging_bytes)
+            found = self._allowances[owner] = StagingBudget(self._staging_bytes)
         return found
 
     def expire_leases(self, older_than_seconds: float = LEASE_SECONDS) -> None:

@@ -20,7 +20,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EventType,
 )
 
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.counters import Counters
@@ -55,7 +55,7 @@ class TierManager:
     index: PrefixIndex
     arena_ledger: TierLedger
     disk_ledger: TierLedger | None
-    writer: DurableWriter | None
+    writer: GroupCommitWriter | None
     context: StoreContext
     events: EventLog = field(init=False)
     accounts: TenantAccounts = field(init=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import inf
 
-from cache_daemon.durable.expiry_note import NOTE_PREFIX, note_of, until_of
+from cache_daemon.durable.expiry_note import EXPIRY_NOTE_PREFIX, decode_expiry, encode_expiry
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import TierManager
 
@@ -52,7 +52,7 @@ class TtlIndex:
             if chunk is None:
                 self._forget(key)
             elif chunk.disk_state is Residency.PRESENT:
-                self._tiers.write_note(NOTE_PREFIX + key, note_of(chunk.expires_at))
+                self._tiers.write_note(EXPIRY_NOTE_PREFIX + key, encode_expiry(chunk.expires_at))
                 self._persisted.add(key)
             else:
                 continue  # it may reach the disk later
@@ -60,8 +60,8 @@ class TtlIndex:
 
     def restore(self, name: bytes, value: bytes) -> None:
         """Restore a note of an earlier start, once all chunks are indexed."""
-        key = name.removeprefix(NOTE_PREFIX)
-        chunk, expires_at = self._tiers.index.get(key), until_of(value)
+        key = name.removeprefix(EXPIRY_NOTE_PREFIX)
+        chunk, expires_at = self._tiers.index.get(key), decode_expiry(value)
         self._persisted.add(key)
         if chunk is None or expires_at is None:
             self._forget(key)
@@ -89,7 +89,7 @@ class TtlIndex:
     def _forget(self, key: bytes) -> None:
         if key in self._persisted:
             self._persisted.discard(key)
-            self._tiers.write_note(NOTE_PREFIX + key, None)
+            self._tiers.write_note(EXPIRY_NOTE_PREFIX + key, None)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the index matches the chunks and no child outlives its parent."""

@@ -6,10 +6,10 @@ import numpy as np
 import structlog
 
 from inference_svc.engine.engine_stats import EngineStats
-from inference_svc.engine.kv_connector import Cache
+from inference_svc.engine.kv_connector import KVConnector
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import Residents
+from inference_svc.kv_pool.prefix_cache import PrefixCache
 from inference_svc.scheduling.admission import as_array
 
 log = structlog.get_logger("engine")
@@ -18,7 +18,7 @@ log = structlog.get_logger("engine")
 class CorruptHits:
     """Finds and drops them, so that the prompt can be computed. Only the engine's thread uses it."""
 
-    def __init__(self, pool: KVPool, residents: Residents, cache: Cache, stats: EngineStats) -> None:
+    def __init__(self, pool: KVPool, residents: PrefixCache, cache: KVConnector, stats: EngineStats) -> None:
         self._pool, self._residents, self._cache, self._stats = pool, residents, cache, stats
 
     def drop(self, sequence: Sequence) -> bool:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 _INCOMPLETE = "�"
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """Turns one request's tokens into text.
 
     ``push`` returns what can be shown now; text that may be the start of a stop string is held back. After
@@ -97,7 +97,8 @@ def split_text(decode: Callable[[list[int]], str], tokens: list[int], ends: Sequ
     """The text of ``tokens``, cut at ``ends`` (rising, the last one all tokens). Joined, the pieces are what ``decode``
     makes of all tokens; a character that is cut goes to the piece that completes it.
 
-    A piece is decoded behind the one before it, as TextStream does: what a token says may depend on its neighbour.
+    Each piece is decoded after the one before it, as in ``IncrementalDetokenizer``: a token's text may depend on its
+    neighbour.
     """
     whole, cuts, at = decode(tokens), [0], 0
     context_from = piece_from = 0

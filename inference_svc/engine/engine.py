@@ -17,29 +17,29 @@ import structlog
 import torch
 from kvsidecar.errors import KVSidecarError, ModelUnsupported, Overloaded, Unavailable, UnknownModel
 
-from inference_svc.engine.engine_core import Loop
-from inference_svc.engine.engine_events import CancelAsked, Letter, Mailbox, Submitted, Task
+from inference_svc.engine.engine_core import EngineCore
+from inference_svc.engine.engine_events import CancelRequested, EngineEvent, EngineTask, EventQueue, RequestSubmitted
 from inference_svc.engine.engine_lost import check_device
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
-from inference_svc.engine.kv_connector import Cache
-from inference_svc.engine.request_lifecycle import tell
-from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.engine.kv_connector import KVConnector
+from inference_svc.engine.request_lifecycle import emit
+from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import Resident
+from inference_svc.kv_pool.prefix_cache import CachedSequence
 from inference_svc.lora.adapter_weights import AdapterWeights
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.cuda_graphs import decode_graphs
+from inference_svc.model_runner.cuda_graphs import make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel
-from inference_svc.scheduling.pool_capacity import Room
-from inference_svc.spec_decode.draft_model_proposer import DraftModel
-from inference_svc.spec_decode.ngram_proposer import Lookup
+from inference_svc.scheduling.pool_capacity import PoolCapacity
+from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
+from inference_svc.spec_decode.ngram_proposer import NgramProposer
 from inference_svc.spec_decode.proposer import Proposer
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
-from inference_svc.spec_decode.step_cost_calibration import once, timed
-from inference_svc.spec_decode.step_cost_model import Costs
+from inference_svc.spec_decode.step_cost_calibration import time_once, time_steps
+from inference_svc.spec_decode.step_cost_model import StepCostModel
 
 log = structlog.get_logger("engine")
 T = TypeVar("T")
@@ -55,10 +55,10 @@ class Engine:
         self,
         loaded: LoadedModel,
         pool: KVPool,
-        cache: Cache,
+        cache: KVConnector,
         limits: EngineLimits | None = None,
         threads: int = 0,
-        draft: DraftModel | None = None,
+        draft: DraftModelProposer | None = None,
         speculates: bool = False,
         adapters: Many[AdapterWeights] = (),
         decoder: Decoder | None = None,
@@ -71,16 +71,18 @@ class Engine:
         # Only the engine's thread changes it; others copy it before they walk over it.
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
-        graphs = decode_graphs(self.decoder, pool, self._limits.batch_sequences)
+        graphs = make_cuda_graphs(self.decoder, pool, self._limits.batch_sequences)
         self._recorded = graphs is not None
-        proposers: dict[Speculation, Proposer] = {Speculation.NGRAM: Lookup()}
+        proposers: dict[SpeculationMode, Proposer] = {SpeculationMode.NGRAM: NgramProposer()}
         if draft is not None:
-            proposers[Speculation.DRAFT] = draft
+            proposers[SpeculationMode.DRAFT] = draft
         self._cache, self._draft, self._speculates = cache, draft, speculates
         limits = self._limits
-        self.speculator = Speculator(proposers, Costs(self._recorded), limits.draft_tokens, limits.draft_branches)
-        self._mail = Mailbox()
-        self._loop = Loop(
+        self.speculator = Speculator(
+            proposers, StepCostModel(self._recorded), limits.draft_tokens, limits.draft_branches
+        )
+        self._mail = EventQueue()
+        self._loop = EngineCore(
             self.decoder,
             pool,
             cache,
@@ -115,22 +117,22 @@ class Engine:
         return self.room.longest
 
     @property
-    def room(self) -> Room:
+    def room(self) -> PoolCapacity:
         """What a prompt and its answer may have."""
-        return Room.of(self.pool, self._limits.batch_tokens, self.loaded.context_length)
+        return PoolCapacity.of(self.pool, self._limits.batch_tokens, self.loaded.context_length)
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises PromptTooLong, PromptExceedsPool, Overloaded, Unavailable."""
         self.room.check(sequence.prompt_tokens)
         if self._mail.submitted + len(self._loop.waiting) >= self._limits.waiting:
             raise Overloaded(f"{self._limits.waiting} requests wait already; try again later")
-        if not self._mail.post(Submitted(sequence)):
+        if not self._mail.post(RequestSubmitted(sequence)):
             raise self._why_not()
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at the next step; its pages are free then. Idempotent."""
         sequence.cancelled.set()
-        self._mail.post(CancelAsked(sequence))
+        self._mail.post(CancelRequested(sequence))
 
     def adopt(self, weights: AdapterWeights) -> LoraAdapter:
         """Places an adapter, which no other has the name of, beside the model; requests go on. Blocks, and raises
@@ -167,7 +169,7 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
 
-        if not self._mail.post(Task(run, done.set_exception)):
+        if not self._mail.post(EngineTask(run, done.set_exception)):
             raise self._why_not()
         return done.result()
 
@@ -230,7 +232,7 @@ class Engine:
         """Finished sequences that are kept for reuse."""
         return len(self._loop.residents)
 
-    def resident(self, number: int) -> Resident:
+    def resident(self, number: int) -> CachedSequence:
         """One of them, the least recently used first. Call it when idle."""
         with self._stepping:
             return self._loop.residents.held[number]
@@ -290,21 +292,21 @@ class Engine:
         loop = self._loop
         for sequence in [*loop.waiting, *loop.running, *loop.loading, *loop.leaving.sequences]:
             sequence.refused = error  # whoever would load it need not
-            tell(sequence, Output(finish=Finish.FAILED, error=error))
+            emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=error))
         for sequence in list(loop.saving):  # the answer is whole, and whether it is stored nobody will hear
-            tell(sequence, Output(error=error))
+            emit(sequence, SequenceOutput(error=error))
 
     @staticmethod
-    def _bounce(letter: Letter, error: Unavailable) -> None:
+    def _bounce(letter: EngineEvent, error: Unavailable) -> None:
         match letter:
-            case Submitted(sequence):
-                tell(sequence, Output(finish=Finish.FAILED, error=error))
-            case Task(_, fail):
+            case RequestSubmitted(sequence):
+                emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=error))
+            case EngineTask(_, fail):
                 fail(error)
 
-    def _read(self, letter: Letter) -> None:
+    def _read(self, letter: EngineEvent) -> None:
         self._loop.read(letter)
-        adapter = letter.sequence.adapter if isinstance(letter, Submitted) else None
+        adapter = letter.sequence.adapter if isinstance(letter, RequestSubmitted) else None
         if adapter is not None and self.adapters.get(adapter.name) is not adapter:
             self._end_all(adapter, _gone(adapter))  # it went while the prompt was being read
 
@@ -320,24 +322,24 @@ class Engine:
     def _warm_up(self) -> None:
         """Runs every kernel once, so that none is compiled while a request waits."""
         for count in (1, _WARM_ROWS):
-            seconds = once(lambda count: self._run_rows(count, 0), count)
+            seconds = time_once(lambda count: self._run_rows(count, 0), count)
         if self.loaded.streamed is None:  # its passes take what reading the weights takes, however many rows they have
-            self._loop.pace.learn(0, once(lambda count: self._run_rows(count, 0), 1))
+            self._loop.pace.learn(0, time_once(lambda count: self._run_rows(count, 0), 1))
             self._loop.pace.learn(_WARM_ROWS, seconds)
         for adapter in self.adapters.values():
             self._run_rows(1, 0, adapter)
         if self._speculates:
             # One row is a recorded pass where there are such, and has a price of its own.
-            drafted = timed(lambda count: self._run_rows(count, count - 1), least=2 if self._recorded else 1)
+            drafted = time_steps(lambda count: self._run_rows(count, count - 1), least=2 if self._recorded else 1)
             self._run_rows(1, 0)
-            self.speculator.costs.calibrate(drafted, once(lambda count: self._run_rows(count, 0), 1))
+            self.speculator.costs.calibrate(drafted, time_once(lambda count: self._run_rows(count, 0), 1))
 
     def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
         """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
             logits = self._loop.compute(
-                [forward_batch.Span([0] * count, 0, table, True, drafted=drafted, adapter=adapter)]
+                [forward_batch.SequenceSlice([0] * count, 0, table, True, drafted=drafted, adapter=adapter)]
             )
             logits[0, 0].item()  # a device works on by itself
             self.pool.free(table)

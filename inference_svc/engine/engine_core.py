@@ -17,78 +17,78 @@ from kvsidecar.errors import GenerationFailed, KVSidecarError
 
 from inference_svc.engine.corrupt_hits import CorruptHits
 from inference_svc.engine.engine_events import (
-    CancelAsked,
-    Left,
-    Letter,
-    Loaded,
-    PartSaved,
-    Probed,
-    Saved,
-    Submitted,
-    Task,
+    CancelRequested,
+    EngineEvent,
+    EngineTask,
+    LoadFinished,
+    PartialSaveFinished,
+    PreemptionSaved,
+    ProbeFinished,
+    RequestSubmitted,
+    SaveFinished,
 )
 from inference_svc.engine.engine_lost import check_device
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
-from inference_svc.engine.kv_connector import Cache, LoadDone, ProbeDone, Restored, SaveDone
-from inference_svc.engine.request_lifecycle import Endings, take_token
-from inference_svc.engine.sequence import Sequence, State
+from inference_svc.engine.kv_connector import KVConnector, LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.engine.request_lifecycle import RequestFinisher, append_token
+from inference_svc.engine.sequence import Sequence, SequenceState
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import Residents
-from inference_svc.kv_pool.window_release import Passing
+from inference_svc.kv_pool.prefix_cache import PrefixCache
+from inference_svc.kv_pool.window_release import WindowReleaser
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.cuda_graphs import DecodeGraphs
+from inference_svc.model_runner.cuda_graphs import CudaGraphs
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.layerwise_load import RestoreFailed
-from inference_svc.model_runner.selective_recompute import Repairs
-from inference_svc.sampling.prompt_logprobs import take_scores
-from inference_svc.sampling.sampler import NotFinite, Outcome, draw
+from inference_svc.model_runner.layerwise_load import LayerLoadFailed
+from inference_svc.model_runner.selective_recompute import RecomputeQueue
+from inference_svc.sampling.prompt_logprobs import collect
+from inference_svc.sampling.sampler import LogitsNotFinite, SampleResult, sample
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.admission import Admission
-from inference_svc.scheduling.batch_planner import Planner
-from inference_svc.scheduling.preemption import Leaving
-from inference_svc.scheduling.prefill_budget import Pace
+from inference_svc.scheduling.batch_planner import BatchPlanner
+from inference_svc.scheduling.preemption import PreemptionSaver
+from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.spec_decode.speculator import Speculator
-from inference_svc.spec_decode.tree_verifier import Walk
+from inference_svc.spec_decode.tree_verifier import TreeVerifier
 
 log = structlog.get_logger("engine")
 
 
-class Loop:
+class EngineCore:
     """All sequences of an engine. ``post`` takes letters from the cache's thread; all else is the engine's thread's."""
 
     def __init__(
         self,
         decoder: Decoder,
         pool: KVPool,
-        cache: Cache,
+        cache: KVConnector,
         limits: EngineLimits,
         longest: int,
-        graphs: DecodeGraphs | None,
+        graphs: CudaGraphs | None,
         speculator: Speculator,
         stats: EngineStats,
-        post: Callable[[Letter], object],
+        post: Callable[[EngineEvent], object],
     ) -> None:
         """``longest`` bounds the tokens of prompt and answer together."""
-        self.pool, self.residents = pool, Residents(pool, limits.residents)
+        self.pool, self.residents = pool, PrefixCache(pool, limits.residents)
         self.waiting: deque[Sequence] = deque()
         self.loading: set[Sequence] = set()
         self.running: list[Sequence] = []
         self.saving: set[Sequence] = set()
         self._decoder, self._cache, self._limits, self._longest = decoder, cache, limits, longest
         self._graphs, self._speculator, self._stats = graphs, speculator, stats
-        self._on_loaded: LoadDone = lambda sequence, restored: post(Loaded(sequence, restored))
-        self._on_saved: SaveDone = lambda sequence, stored: post(Saved(sequence, stored))
-        self._on_probed: ProbeDone = lambda sequence, tokens: post(Probed(sequence, tokens))
+        self._on_loaded: LoadCallback = lambda sequence, restored: post(LoadFinished(sequence, restored))
+        self._on_saved: SaveCallback = lambda sequence, stored: post(SaveFinished(sequence, stored))
+        self._on_probed: ProbeCallback = lambda sequence, tokens: post(ProbeFinished(sequence, tokens))
         self._device = pool.keys.device
-        self.pace = Pace(limits.prefill_step_seconds)
+        self.pace = PrefillBudget(limits.prefill_step_seconds)
         self.admission = Admission(pool, self.residents, limits.batch_tokens, longest, self.pace, cache)
-        self.passing = Passing(pool, cache, lambda sequence, stored: post(PartSaved(sequence, stored)))
-        self.leaving = Leaving(pool, cache, lambda sequence, stored: post(Left(sequence, stored)))
+        self.passing = WindowReleaser(pool, cache, lambda sequence, stored: post(PartialSaveFinished(sequence, stored)))
+        self.leaving = PreemptionSaver(pool, cache, lambda sequence, stored: post(PreemptionSaved(sequence, stored)))
         self._corrupt = CorruptHits(pool, self.residents, cache, stats)
-        self._endings = Endings(pool, self.residents, cache, stats)
-        self._repairs = Repairs(decoder, pool, self._repair_rows)
-        self._planner = Planner(
+        self._endings = RequestFinisher(pool, self.residents, cache, stats)
+        self._repairs = RecomputeQueue(decoder, pool, self._repair_rows)
+        self._planner = BatchPlanner(
             pool,
             self.residents,
             self.passing,
@@ -130,32 +130,32 @@ class Loop:
 
     # ---- letters --------------------------------------------------------------------------------------------
 
-    def read(self, letter: Letter) -> None:
+    def read(self, letter: EngineEvent) -> None:
         """Takes over what another thread says."""
         self._stuck = False
         match letter:
-            case Submitted(sequence):
+            case RequestSubmitted(sequence):
                 sequence.queued_at = sequence.arrived + sequence.timings.tokenize_ms / 1e3
                 self.waiting.append(sequence)
-            case Loaded(sequence, restored):
+            case LoadFinished(sequence, restored):
                 self._start(sequence, restored)
                 self.loading.discard(sequence)
-            case Saved(sequence, stored):
+            case SaveFinished(sequence, stored):
                 self._endings.retire(sequence, stored)
                 self.saving.discard(sequence)
-            case PartSaved(sequence, stored):
+            case PartialSaveFinished(sequence, stored):
                 self.passing.stored(sequence, stored)
-            case Left(sequence, stored):
+            case PreemptionSaved(sequence, stored):
                 self.leaving.end(sequence, stored)
                 self._wait_again(sequence)
-            case Probed(sequence, tokens):
+            case ProbeFinished(sequence, tokens):
                 sequence.expected_cached = tokens
-            case CancelAsked(sequence):
+            case CancelRequested(sequence):
                 if self._take_out(sequence):
                     self._endings.cancel(sequence)
                 else:
                     self._cache.forget(sequence)
-            case Task(work):
+            case EngineTask(work):
                 work()
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -174,7 +174,7 @@ class Loop:
         for sequence in [s for s in self.running if s.gate is not None and s.gate.failed]:
             self._read_again(sequence)
         for sequence in [s for s in self.running if s.table is not None and not s.table.apart]:
-            if self.admission.outgrows(sequence):
+            if self.admission.exceeds_pool(sequence):
                 self._preempt(sequence)
         self._admit()
         repair = self._repairs.next(self.running)
@@ -210,7 +210,7 @@ class Loop:
             sequence, source = found
             try:
                 inside = [s for s in self.live() if s.table is not None and not s.table.apart]
-                leave = scheduler.reserve(self.pool.pages, len(inside))
+                leave = scheduler.blocks_to_reserve(self.pool.pages, len(inside))
                 if not self.admission.allocate(sequence, source, self.count_free(), leave):
                     break
             except Exception as error:
@@ -219,7 +219,7 @@ class Loop:
             self._stats.overflowed += sequence.table is not None and sequence.table.apart
             self.loading.add(sequence)
             self.waiting.remove(sequence)
-            sequence.state = State.LOADING
+            sequence.state = SequenceState.LOADING
             sequence.admitted_at = time.perf_counter()
             sequence.timings.queue_ms += (sequence.admitted_at - sequence.queued_at) * 1e3
             sequence.trace.phase("queue", sequence.queued_at, sequence.admitted_at)
@@ -231,11 +231,11 @@ class Loop:
             except Exception as error:
                 self.fail(sequence, error)
                 continue
-            self._start(sequence, Restored())
+            self._start(sequence, LoadResult())
             self.loading.discard(sequence)
         self.admission.probe(self.waiting, self._on_probed)
 
-    def _start(self, sequence: Sequence, restored: Restored) -> None:
+    def _start(self, sequence: Sequence, restored: LoadResult) -> None:
         """Takes over what the cache found; the sequence is in the batch from now on."""
         sequence.table = restored.table or sequence.table
         sequence.computed = sequence.reused = max(sequence.computed, restored.tokens)
@@ -253,10 +253,10 @@ class Loop:
             sequence.cached_tokens, sequence.approximate_tokens = sequence.computed + approximate, approximate
         if self._endings.due(sequence):
             return
-        sequence.state, sequence.passed_over = State.RUNNING, 0
+        sequence.state, sequence.passed_over = SequenceState.RUNNING, 0
         self.running.append(sequence)
         if sequence.steering is not None:
-            sequence.steering.look_ahead()  # while the prompt is read
+            sequence.steering.start_mask()  # while the prompt is read
         if sequence.plan is not None:
             try:
                 self._repairs.begin(sequence)
@@ -265,13 +265,13 @@ class Loop:
 
     # ---- computing ------------------------------------------------------------------------------------------
 
-    def _forward(self, spans: list[tuple[Sequence, forward_batch.Span]]) -> None:
+    def _forward(self, spans: list[tuple[Sequence, forward_batch.SequenceSlice]]) -> None:
         """Computes the spans' rows and advances the sequences whose last token was among them."""
         began = time.perf_counter()
         try:
-            logits = take_scores(spans, self.compute([span for _, span in spans]))
+            logits = collect(spans, self.compute([span for _, span in spans]))
             self._planner.forks.check(spans, logits)
-        except RestoreFailed:
+        except LayerLoadFailed:
             # What others computed in this step they compute again in the next: nothing of it was counted.
             for sequence in [s for s, _ in spans if s.gate is not None and s.gate.failed]:
                 self._read_again(sequence)
@@ -300,30 +300,30 @@ class Loop:
             guessed = sum(span.guessed for _, span in spans)
             self._speculator.passed(len(spans) + guessed, guessed, seconds)
 
-    def compute(self, spans: list[forward_batch.Span]) -> torch.Tensor:
+    def compute(self, spans: list[forward_batch.SequenceSlice]) -> torch.Tensor:
         """Logits ``[wanted, vocabulary]``, valid until the next call."""
         if self._graphs is not None and self._graphs.serves(spans):
             logits = self._graphs(spans)
             if logits is not None:
                 return logits
-        return self._decoder(forward_batch.build(spans, self.pool, self._device))
+        return self._decoder(forward_batch.build_batch(spans, self.pool, self._device))
 
-    def _advance(self, spans: list[tuple[Sequence, forward_batch.Span]], logits: torch.Tensor) -> None:
+    def _advance(self, spans: list[tuple[Sequence, forward_batch.SequenceSlice]], logits: torch.Tensor) -> None:
         """Draws a token of each sequence, and goes on as long as what was drawn is what had been guessed: so every
         token is drawn as it is without guesses, from the same distribution by the same random number."""
-        known, walk = [len(sequence.tokens) for sequence, _ in spans], Walk(spans, logits, self._planner.forks)
+        known, walk = [len(sequence.tokens) for sequence, _ in spans], TreeVerifier(spans, logits, self._planner.forks)
         while walk.sequences:
             walk.go_on(self._draw(walk.sequences, walk.logits, walk.guesses))
         for i, (sequence, _) in enumerate(spans):
             self._speculator.judge(sequence, walk.verified(i), sequence.tokens[known[i] :])
-            if sequence.state is not State.RUNNING:
+            if sequence.state is not SequenceState.RUNNING:
                 self._speculator.forget(sequence)
 
     def _draw(self, sequences: list[Sequence], logits: torch.Tensor, guesses: list[Collection[int]]) -> list[bool]:
         """Advances sequences by what is drawn from their rows of logits, and says which go on because it was among
         what had been guessed."""
         try:
-            found = draw(logits, [s.sampler for s in sequences])
+            found = sample(logits, [s.sampler for s in sequences])
         except Exception as error:
             if len(sequences) == 1:
                 self.fail(sequences[0], error)
@@ -332,10 +332,10 @@ class Loop:
             return [part for (part,) in parts]
         return [self._take(s, drawn, guess) for s, drawn, guess in zip(sequences, found, guesses, strict=True)]
 
-    def _take(self, sequence: Sequence, drawn: Outcome, guesses: Collection[int]) -> bool:
+    def _take(self, sequence: Sequence, drawn: SampleResult, guesses: Collection[int]) -> bool:
         """Adds what was drawn to an answer. True when that was guessed and the answer goes on."""
         if isinstance(drawn, GenerationFailed):
-            if isinstance(drawn, NotFinite) and self._corrupt.drop(sequence):
+            if isinstance(drawn, LogitsNotFinite) and self._corrupt.drop(sequence):
                 self._planner.forks.erase(sequence)
                 self._read_again(sequence)
             else:
@@ -344,7 +344,7 @@ class Loop:
         right = drawn.token in guesses
         sequence.accepted_tokens += right
         try:
-            finish = take_token(sequence, drawn, self._longest)
+            finish = append_token(sequence, drawn, self._longest)
         except Exception as error:
             self.fail(sequence, error)
             return False
@@ -362,7 +362,7 @@ class Loop:
         """One piece of a repair; at its end the first token."""
         try:
             logits = self._repairs.piece(sequence)
-        except RestoreFailed:
+        except LayerLoadFailed:
             self._read_again(sequence)
             return
         except Exception as error:
@@ -382,7 +382,7 @@ class Loop:
             self._wait_again(sequence)
 
     def _wait_again(self, sequence: Sequence) -> None:
-        if self.admission.outgrows(sequence):
+        if self.admission.exceeds_pool(sequence):
             self._endings.set_aside(sequence)  # the overflow gets it from there
         else:
             self._endings.release(sequence)

@@ -8,34 +8,34 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inference_svc.engine.kv_connector import Restored
+from inference_svc.engine.kv_connector import LoadResult
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 
 
 @dataclass(frozen=True)
-class Submitted:
+class RequestSubmitted:
     sequence: Sequence
 
 
 @dataclass(frozen=True)
-class CancelAsked:
+class CancelRequested:
     sequence: Sequence
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadFinished:
     sequence: Sequence
-    restored: Restored
+    restored: LoadResult
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveFinished:
     sequence: Sequence
     stored: StoredPrefix | None
 
 
 @dataclass(frozen=True)
-class PartSaved:
+class PartialSaveFinished:
     """Of a sequence that goes on."""
 
     sequence: Sequence
@@ -43,7 +43,7 @@ class PartSaved:
 
 
 @dataclass(frozen=True)
-class Left:
+class PreemptionSaved:
     """What a preempted sequence computed is stored, or could not be."""
 
     sequence: Sequence
@@ -51,28 +51,37 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeFinished:
     sequence: Sequence
     tokens: int
 
 
 @dataclass(frozen=True)
-class Task:
+class EngineTask:
     """Something to be done between two steps, which raises nothing; ``fail`` where no step will come."""
 
     work: Callable[[], None]
     fail: Callable[[Exception], None]
 
 
-Letter = Submitted | CancelAsked | Loaded | Saved | PartSaved | Left | Probed | Task
+EngineEvent = (
+    RequestSubmitted
+    | CancelRequested
+    | LoadFinished
+    | SaveFinished
+    | PartialSaveFinished
+    | PreemptionSaved
+    | ProbeFinished
+    | EngineTask
+)
 
 
-class Mailbox:
+class EventQueue:
     """Letters in the order in which they came. Any thread writes, one reads."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._letters: deque[Letter] = deque()
+        self._letters: deque[EngineEvent] = deque()
         self._submitted = 0
         self._closed = False
 
@@ -85,12 +94,12 @@ class Mailbox:
         """Sequences in letters that are not read yet."""
         return self._submitted
 
-    def post(self, letter: Letter) -> bool:
+    def post(self, letter: EngineEvent) -> bool:
         """False when the box is closed to new sequences and to work, and this is one."""
         with self._changed:
-            if self._closed and isinstance(letter, Submitted | Task):
+            if self._closed and isinstance(letter, RequestSubmitted | EngineTask):
                 return False
-            self._submitted += isinstance(letter, Submitted)
+            self._submitted += isinstance(letter, RequestSubmitted)
             self._letters.append(letter)
             self._changed.notify()
             return True
@@ -109,12 +118,12 @@ class Mailbox:
             self._changed.wait_for(lambda: self._closed or bool(self._letters) or busy(), seconds)
             return not self._closed
 
-    def take(self, read: Callable[[Letter], None]) -> None:
+    def take(self, read: Callable[[EngineEvent], None]) -> None:
         """Reads all letters that are there. A sequence is counted until it was read, so that it is never in no
         place."""
         while self._letters:
             letter = self._letters.popleft()
             read(letter)
-            if isinstance(letter, Submitted):
+            if isinstance(letter, RequestSubmitted):
                 with self._changed:
                     self._submitted -= 1

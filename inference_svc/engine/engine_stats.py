@@ -33,7 +33,7 @@ class EngineStats:
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerificationResult:
     """What became of a sequence's guesses in a pass: ``drafted`` of them at up to ``depth`` places were verified, in so
     many ``branches`` beside the first, and ``accepted`` became part of the answer, ``branched`` of these from another
     branch than the first."""
@@ -60,7 +60,7 @@ class SpeculationStats:
     verify_seconds: float = 0.0  # of passes with guesses in them
     rows: Counter[int] = field(default_factory=Counter)  # passes that only decoded, by rows with guesses
 
-    def count(self, verified: Verified) -> None:
+    def count(self, verified: VerificationResult) -> None:
         """A pass verified some tokens of a sequence."""
         self.drafts += 1
         self.draft_tokens += verified.drafted

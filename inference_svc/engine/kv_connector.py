@@ -10,11 +10,11 @@ from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 
 
 @dataclass(frozen=True)
-class Restored:
+class LoadResult:
     """What the cache found of a prompt, handed over when the engine may go on. Times in milliseconds.
 
     ``tokens`` leading tokens are in the sequence's pages, or behind the window of layers that have one; with a
@@ -23,7 +23,7 @@ class Restored:
     """
 
     tokens: int = 0
-    gate: LayerGate | None = None
+    gate: LayerReadyEvent | None = None
     plan: ReusePlan | None = None
     repair: RecomputeSetting | None = None
     stored: StoredPrefix | None = None  # what the cache holds of the prompt; None when it did not say
@@ -34,19 +34,19 @@ class Restored:
     restore_ms: float = 0.0  # up to the hand-over; what comes after is the gate's
 
 
-class LoadDone(Protocol):
-    def __call__(self, sequence: Sequence, restored: Restored) -> object: ...
+class LoadCallback(Protocol):
+    def __call__(self, sequence: Sequence, restored: LoadResult) -> object: ...
 
 
-class SaveDone(Protocol):
+class SaveCallback(Protocol):
     def __call__(self, sequence: Sequence, stored: StoredPrefix | None) -> object: ...
 
 
-class ProbeDone(Protocol):
+class ProbeCallback(Protocol):
     def __call__(self, sequence: Sequence, tokens: int) -> object: ...
 
 
-class Cache(Protocol):
+class KVConnector(Protocol):
     """The calls return at once and leave the sequence as it is; the callbacks come once each, on another thread, or of
     what ``forget`` gives up within that call.
 
@@ -54,7 +54,7 @@ class Cache(Protocol):
     with a gate, the pages of what is restored do until it is done.
     """
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         """Begins to fill the sequence's pages behind its computed tokens with what is stored; False when there is
         nothing to try."""
         ...
@@ -73,26 +73,26 @@ class Cache(Protocol):
         finite."""
         ...
 
-    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         """Finds out, at its leisure, how many leading tokens of a sequence that waits are stored."""
         ...
 
-    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         """Begins to store the sequence's pages; False when there is nothing to store. The callback gets what is stored
         then, None when that failed."""
         ...
 
-    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         """Begins to store what of the first ``tokens`` tokens of a running sequence are whole chunks. ``table`` holds
         their pages until the callback, which is as ``save``'s; so the sequence may end meanwhile. False when nothing is
         stored at all."""
         ...
 
 
-class NoCache:
+class NullKVConnector:
     """No daemon: only what the pool still holds is reused."""
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         return False
 
     def forget(self, sequence: Sequence) -> None:
@@ -104,11 +104,11 @@ class NoCache:
     def discard(self, sequence: Sequence, position: int) -> None:
         pass
 
-    def probe(self, sequence: Sequence, done: ProbeDone) -> None:
+    def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         pass
 
-    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         return False
 
-    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         return False

@@ -9,20 +9,20 @@ from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError, status
 
 from inference_svc.context_reuse.token_provenance import provenance_spans
 from inference_svc.engine.engine_stats import EngineStats
-from inference_svc.engine.kv_connector import Cache, SaveDone
-from inference_svc.engine.sequence import Finish, Output, Sequence, State, StoredPrefix
+from inference_svc.engine.kv_connector import KVConnector, SaveCallback
+from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceState, StoredPrefix
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import Resident, Residents
-from inference_svc.sampling.sampling_params import Drawn
+from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache
+from inference_svc.sampling.sampling_params import SampledToken
 from inference_svc.scheduling.admission import as_array
 
 log = structlog.get_logger("engine")
 
 # The next turn of a conversation may tell the end of an answer differently, by so many tokens.
-_RETOLD_TOKENS = 64
+_RETOKENIZED_TOKENS = 64
 
 
-def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
+def append_token(sequence: Sequence, drawn: SampledToken, longest: int) -> FinishReason | None:
     """Adds a token to an answer, tells the sink, and says whether the answer ends with it. ``longest`` bounds prompt
     and answer together. Raises GenerationFailed when the answer's grammar cannot go on."""
     now = time.perf_counter()
@@ -43,35 +43,35 @@ def take_token(sequence: Sequence, drawn: Drawn, longest: int) -> Finish | None:
     text = "" if ended and not sequence.keeps_stop else sequence.text.push(drawn.token)
     finish = None
     if ended or sequence.text.stopped or sequence.sampler.complete:
-        finish = Finish.STOP
+        finish = FinishReason.STOP
     elif sequence.generated >= sequence.max_tokens or len(sequence.tokens) >= longest:
-        finish = Finish.LENGTH
+        finish = FinishReason.LENGTH
     if finish is not None:
         text += sequence.text.finish()
         if sequence.text.stopped:
-            finish = Finish.STOP  # in what had been held back
+            finish = FinishReason.STOP  # in what had been held back
         timings.decode_ms = (now - sequence.first_token_at) * 1e3
         sequence.trace.phase("decode", sequence.first_token_at, now)
     elif sequence.steering is not None:
-        sequence.steering.look_ahead()  # while the next forward runs
-    sequence.sink(Output(text, drawn, finish))
+        sequence.steering.start_mask()  # while the next forward runs
+    sequence.sink(SequenceOutput(text, drawn, finish))
     return finish
 
 
-def as_failure(error: Exception) -> KVSidecarError:
+def as_engine_error(error: Exception) -> KVSidecarError:
     """What the caller is told of an error of one request."""
     if isinstance(error, KVSidecarError):
         return error
     return GenerationFailed(f"this request could not be computed: {type(error).__name__}: {error}")
 
 
-class Endings:
+class RequestFinisher:
     """Ends sequences that are in no list of the engine's any more, and counts them."""
 
-    def __init__(self, pool: KVPool, residents: Residents, cache: Cache, stats: EngineStats) -> None:
+    def __init__(self, pool: KVPool, residents: PrefixCache, cache: KVConnector, stats: EngineStats) -> None:
         self._pool, self._residents, self._cache, self._stats = pool, residents, cache, stats
 
-    def complete(self, sequence: Sequence, saved: SaveDone) -> bool:
+    def complete(self, sequence: Sequence, saved: SaveCallback) -> bool:
         """Begins to store a whole answer. True when that goes on and ``saved`` will be called; the sequence is then
         for ``retire``, otherwise it has been retired."""
         stats = self._stats
@@ -87,7 +87,7 @@ class Endings:
         stats.generated_tokens += sequence.generated
         try:
             if sequence.cache.write and self._cache.save(sequence, self._pool, saved):
-                sequence.state = State.SAVING
+                sequence.state = SequenceState.SAVING
                 return True
         except Exception:  # the answer is there: that it was not stored fails nothing
             log.exception("storing failed", request=sequence.id)
@@ -99,15 +99,15 @@ class Endings:
         if stored is not None:
             sequence.stored = stored
         self._keep(sequence)
-        sequence.state = State.DONE
-        tell(sequence, Output(stored_tokens=0 if stored is None else stored.covered))
+        sequence.state = SequenceState.DONE
+        emit(sequence, SequenceOutput(stored_tokens=0 if stored is None else stored.covered))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence that nobody waits for; what it computed stays as long as there is room."""
         self._stats.cancelled += 1
         self.set_aside(sequence)
-        sequence.state = State.DONE
-        tell(sequence, Output(finish=Finish.CANCELLED, error=Cancelled("the request was cancelled")))
+        sequence.state = SequenceState.DONE
+        emit(sequence, SequenceOutput(finish=FinishReason.CANCELLED, error=Cancelled("the request was cancelled")))
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
         """Ends a sequence by an error of its own. Nobody reuses what it computed, or reads it by chance."""
@@ -125,8 +125,8 @@ class Endings:
             except Exception:  # the device itself is broken: whoever waits must be told all the same
                 log.exception("the pages of a failed request could not be cleared", request=sequence.id)
         self.release(sequence)
-        sequence.state = State.DONE
-        tell(sequence, Output(finish=Finish.FAILED, error=as_failure(error)))
+        sequence.state = SequenceState.DONE
+        emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=as_engine_error(error)))
 
     def due(self, sequence: Sequence) -> bool:
         """Ends a sequence that was to end while another thread had its pages. False for others."""
@@ -163,9 +163,9 @@ class Endings:
         sequence.table = sequence.gate = None
         self._pool.trim(table, reusable)
         if self._pool.window:
-            self._pool.leave(table, self._pool.first_seen(max(0, reusable - _RETOLD_TOKENS)))
+            self._pool.leave(table, self._pool.first_seen(max(0, reusable - _RETOKENIZED_TOKENS)))
         tokens = as_array(sequence.tokens[: sequence.reusable])
-        self._residents.keep(Resident(tokens, table, sequence.realm, sequence.stored))
+        self._residents.keep(CachedSequence(tokens, table, sequence.realm, sequence.stored))
 
 
 def _wait_for_loader(sequence: Sequence) -> None:
@@ -174,7 +174,7 @@ def _wait_for_loader(sequence: Sequence) -> None:
         sequence.gate.wait_done()
 
 
-def tell(sequence: Sequence, output: Output) -> None:
+def emit(sequence: Sequence, output: SequenceOutput) -> None:
     """A sink that fails has nobody behind it any more."""
     try:
         sequence.sink(output)

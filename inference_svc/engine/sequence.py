@@ -18,16 +18,16 @@ from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.context_reuse.token_provenance import ProvenanceSpan
-from inference_svc.engine.detokenizer import TextStream
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.model_runner.layerwise_load import LayerGate
-from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams, Scored
-from inference_svc.spec_decode.speculation_mode import Speculation
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
+from inference_svc.sampling.sampling_params import PromptLogprob, SampledToken, SamplingParams, SamplingState
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
+from inference_svc.structured_output.grammar_state import GrammarState
 
 
-class State(enum.Enum):
+class SequenceState(enum.Enum):
     """Where a sequence is. Only the engine's thread changes it."""
 
     WAITING = enum.auto()  # no pages yet
@@ -37,7 +37,7 @@ class State(enum.Enum):
     DONE = enum.auto()
 
 
-class Finish(enum.Enum):
+class FinishReason(enum.Enum):
     """Why a sequence ended."""
 
     STOP = "stop"
@@ -47,7 +47,7 @@ class Finish(enum.Enum):
 
 
 @dataclass(frozen=True)
-class CacheUse:
+class CacheParams:
     """What a request may do with the cache. What it uses and stores is kept for ``ttl_seconds``, 0 for as long as there
     is room."""
 
@@ -60,7 +60,7 @@ class CacheUse:
 
 
 @dataclass(frozen=True)
-class Realm:
+class CacheScope:
     """Sequences share something only where both of these are equal: the tenant, and the adapter (empty: none)."""
 
     tenant_salt: bytes = b""
@@ -68,7 +68,7 @@ class Realm:
 
 
 @dataclass
-class Timings:
+class RequestTimings:
     """Milliseconds; see ``kvsidecar.inference.v1.Timings``."""
 
     tokenize_ms: float = 0.0
@@ -82,13 +82,13 @@ class Timings:
 
 
 @dataclass(frozen=True)
-class Output:
+class SequenceOutput:
     """What happened to a sequence: a token, its end (``finish``), and after that, unless it was cancelled or
     failed (``error``), one last output with ``stored_tokens``: what the cache holds of it now."""
 
     text: str = ""
-    drawn: Drawn | None = None
-    finish: Finish | None = None
+    drawn: SampledToken | None = None
+    finish: FinishReason | None = None
     stored_tokens: int | None = None
     error: KVSidecarError | None = None  # why it failed, or that it was cancelled
 
@@ -117,20 +117,20 @@ class Sequence:
     max_tokens: int
     params: SamplingParams
     stop_tokens: frozenset[int]  # end the answer
-    text: TextStream
-    sink: Callable[[Output], None]
-    cache: CacheUse = field(default_factory=CacheUse)
+    text: IncrementalDetokenizer
+    sink: Callable[[SequenceOutput], None]
+    cache: CacheParams = field(default_factory=CacheParams)
     logprobs: int | None = None
-    steering: Steering | None = None  # what keeps the answer to a grammar
-    speculation: Speculation = Speculation.OFF  # by whom its tokens are guessed
+    steering: GrammarState | None = None  # what keeps the answer to a grammar
+    speculation: SpeculationMode = SpeculationMode.OFF  # by whom its tokens are guessed
     branches: int | None = None  # how many ways of going on are guessed at once at most, if that is said
     adapter: LoraAdapter | None = None  # what is added to the model for it
     own_stops: frozenset[int] = frozenset()  # of stop_tokens, those that only this request has
     keeps_stop: bool = False  # the text of what ends the answer belongs to it
     prompt_logprobs: int | None = None  # how many alternatives to each token of the prompt are asked for
-    prompt_scores: list[Scored] = field(default_factory=list)  # of the prompt's tokens, from the second on
+    prompt_scores: list[PromptLogprob] = field(default_factory=list)  # of the prompt's tokens, from the second on
     arrived: float = field(default_factory=time.perf_counter)
-    state: State = State.WAITING
+    state: SequenceState = SequenceState.WAITING
     table: BlockTable | None = None
     computed: int = 0
     cached_tokens: int = 0  # of the prompt, tokens that were not computed for the first token
@@ -139,7 +139,7 @@ class Sequence:
     lost: bool = False  # what the cache had of it could not be loaded, and it is read without
     approximate_tokens: int = 0  # of these, tokens that were read in another context
     expected_cached: int = 0  # what the cache was seen to hold while the sequence waited
-    gate: LayerGate | None = None  # while deeper layers are still being loaded
+    gate: LayerReadyEvent | None = None  # while deeper layers are still being loaded
     plan: ReusePlan | None = None  # when parts of the prompt were read in another context
     repair: RecomputeSetting | None = None  # what a plan with such parts is carried out by
     recomputed_tokens: int = 0
@@ -149,7 +149,7 @@ class Sequence:
     explain: bool = False  # whether ``parts`` is asked for
     parts: tuple[ProvenanceSpan, ...] = ()  # how the prompt came about, once the first token is there
     stored: StoredPrefix = field(default_factory=StoredPrefix)
-    timings: Timings = field(default_factory=Timings)
+    timings: RequestTimings = field(default_factory=RequestTimings)
     trace: Span = NOT_TRACED  # of the request
     cancelled: threading.Event = field(default_factory=threading.Event)
     refused: KVSidecarError | None = None  # why it ends as soon as no other thread has its pages
@@ -164,12 +164,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         prompt = self.tokens[: self.prompt_tokens]
-        self.sampler = Sampler(self.params, self.logprobs, prompt, self.steering, self.stop_tokens)
+        self.sampler = SamplingState(self.params, self.logprobs, prompt, self.steering, self.stop_tokens)
 
     @property
-    def realm(self) -> Realm:
+    def realm(self) -> CacheScope:
         """Whose keys, values and past answers it may share."""
-        return Realm(self.cache.tenant_salt, b"" if self.adapter is None else self.adapter.fingerprint)
+        return CacheScope(self.cache.tenant_salt, b"" if self.adapter is None else self.adapter.fingerprint)
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.uint32]:
@@ -184,7 +184,7 @@ class Sequence:
             self.trace.phase("prefill", self.started_at, time.perf_counter())
             self.cached_tokens = self.approximate_tokens = self.recomputed_tokens = 0
         self.preempted = True
-        self.state, self.queued_at = State.WAITING, time.perf_counter()
+        self.state, self.queued_at = SequenceState.WAITING, time.perf_counter()
 
     @property
     def skips(self) -> bool:

@@ -1,22 +1,22 @@
-"""One sequence's load, from the question to its pages."""
+"""State of one sequence's load."""
 
 from __future__ import annotations
 
 import threading
 
-from inference_svc.engine.kv_connector import LoadDone, Restored
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 
 
 class SequenceLoad:
-    """A load that tells the engine its result once. Thread-safe.
+    """A load that reports its result to the engine exactly once. Thread-safe.
 
-    Until ``claim`` nobody reads the sequence's pages, and the engine can have them back at any time. ``over`` is set
-    when the last thread is done with the load.
+    Until ``claim`` no thread writes to the sequence's pages, and the engine can take them back at any time.
+    ``finished`` is set when the last thread is done with the load.
     """
 
-    def __init__(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> None:
+    def __init__(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> None:
         self.sequence, self.pool = sequence, pool
         self.finished = threading.Event()
         self._done, self._lock = done, threading.Lock()
@@ -24,25 +24,25 @@ class SequenceLoad:
 
     @property
     def wanted(self) -> bool:
-        """Whether the request still waits for its prefix."""
+        """True while the request still waits for its prefix."""
         return not self.sequence.cancelled.is_set() and self.sequence.refused is None
 
     def claim(self) -> bool:
-        """Takes the sequence's pages until the load tells its result; False when the engine has them back."""
+        """Claim the sequence's pages until ``report``; False if the engine has taken them back."""
         with self._lock:
             self._claimed = not self._reported and self.wanted
             return self._claimed
 
     def abandon(self) -> None:
-        """Gives the pages back to the engine unless somebody writes to them."""
+        """Return the pages to the engine unless they are claimed."""
         with self._lock:
             if self._claimed or self._reported:
                 return
             self._reported = True
-        self._done(self.sequence, Restored())
+        self._done(self.sequence, LoadResult())
 
-    def report(self, restored: Restored) -> None:
-        """Tells the engine, unless it was told before."""
+    def report(self, restored: LoadResult) -> None:
+        """Report the result to the engine; later calls have no effect."""
         with self._lock:
             if self._reported:
                 return

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-PAGE_TOKENS = 32
+BLOCK_TOKENS = 32
 # torch's attention reads keys in blocks of this many; see attention.py.
 KEY_BLOCK = 512
 # The first page of pages that are not held.
-NOWHERE = -1
+UNMAPPED = -1
 
 
 @dataclass(eq=False)
@@ -27,32 +27,32 @@ class BlockTable:
     @property
     def tokens(self) -> int:
         """Tokens that fit, with those whose pages are not held."""
-        return sum(pages for _, pages in self.ranges) * PAGE_TOKENS
+        return sum(pages for _, pages in self.ranges) * BLOCK_TOKENS
 
     @property
     def held(self) -> list[tuple[int, int]]:
         """The ranges whose pages are."""
-        return [one for one in self.ranges if one[0] != NOWHERE]
+        return [one for one in self.ranges if one[0] != UNMAPPED]
 
     @property
     def left(self) -> int:
         """Leading tokens whose pages are not held."""
-        return self.ranges[0][1] * PAGE_TOKENS if self.ranges and self.ranges[0][0] == NOWHERE else 0
+        return self.ranges[0][1] * BLOCK_TOKENS if self.ranges and self.ranges[0][0] == UNMAPPED else 0
 
     def slots(self, start: int, end: int) -> NDArray[np.int64]:
         """Pool slots of the tokens ``start`` to ``end``, ``[end - start]``; NOWHERE for those whose pages are not
         held."""
         if len(self.ranges) == 1 and not self.left:
-            first = self.ranges[0][0] * PAGE_TOKENS
+            first = self.ranges[0][0] * BLOCK_TOKENS
             return np.arange(first + start, first + end)
         parts, at = [], 0
         for page, pages in self.ranges:
-            size = pages * PAGE_TOKENS
+            size = pages * BLOCK_TOKENS
             a, b = max(start - at, 0), min(end - at, size)
-            if a < b and page == NOWHERE:
-                parts.append(np.full(b - a, NOWHERE))
+            if a < b and page == UNMAPPED:
+                parts.append(np.full(b - a, UNMAPPED))
             elif a < b:
-                parts.append(np.arange(page * PAGE_TOKENS + a, page * PAGE_TOKENS + b))
+                parts.append(np.arange(page * BLOCK_TOKENS + a, page * BLOCK_TOKENS + b))
             at += size
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
@@ -63,11 +63,11 @@ class BlockTable:
         left = self.left
         if len(self.ranges) != (2 if left else 1):
             return None
-        return self.ranges[-1][0] * PAGE_TOKENS - left
+        return self.ranges[-1][0] * BLOCK_TOKENS - left
 
     def head(self, tokens: int) -> BlockTable:
         """The pages of the first ``tokens`` tokens, whole ones, in a table that counts as nobody's."""
-        pages, out = tokens // PAGE_TOKENS, BlockTable(since=self.since, apart=self.apart)
+        pages, out = tokens // BLOCK_TOKENS, BlockTable(since=self.since, apart=self.apart)
         for page, length in self.ranges:
             if pages > 0:
                 out.ranges.append((page, min(length, pages)))
@@ -77,19 +77,19 @@ class BlockTable:
     def spread(self, at: int, to: int) -> BlockTable:
         """The same pages, those of the tokens from ``at`` on for those from ``to`` on; both begin a page. Nothing is
         held in between."""
-        before, out = at // PAGE_TOKENS, BlockTable(since=to, apart=self.apart)
+        before, out = at // BLOCK_TOKENS, BlockTable(since=to, apart=self.apart)
         behind: list[tuple[int, int]] = []
-        between = (to - at) // PAGE_TOKENS
+        between = (to - at) // BLOCK_TOKENS
         for page, pages in self.ranges:
             here = min(pages, before)
             before -= here
             if here:
                 out.ranges.append((page, here))
             if pages > here:
-                behind.append((page if page == NOWHERE else page + here, pages - here))
-        if out.ranges and out.ranges[-1][0] == NOWHERE:
+                behind.append((page if page == UNMAPPED else page + here, pages - here))
+        if out.ranges and out.ranges[-1][0] == UNMAPPED:
             between += out.ranges.pop()[1]
         if between:
-            out.ranges.append((NOWHERE, between))
+            out.ranges.append((UNMAPPED, between))
         out.ranges += behind
         return out

@@ -27,7 +27,7 @@ import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 
-from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, KEY_BLOCK
 from inference_svc.kv_pool.ranges import runs_of
 
 log = structlog.get_logger("engine")
@@ -36,7 +36,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02  # fallocate(2)
 _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
 
 
-class Overflow:
+class DiskOverflow:
     """The memory of a pool with room behind it. Only the engine's thread uses it, but for the tensors' contents.
 
     ``keys`` and ``values`` are ``[layers, kv_heads, slots, head_dim]``, as a pool's. Its pages ``0`` to
@@ -56,22 +56,22 @@ class Overflow:
     ) -> None:
         """Creates the file, of no size on disk, in ``folder``. Raises ConfigurationError, also where the file system
         cannot promise blocks."""
-        self.folder, self._page_bytes = folder, PAGE_TOKENS * head_dim * dtype.itemsize
+        self.folder, self._page_bytes = folder, BLOCK_TOKENS * head_dim * dtype.itemsize
         self._file = self._opened(folder)
         # Of pages so small that a block has several, so many get one together.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
         self._refused = False  # to give blocks back, which is said once
         self._users: dict[int, set[int]] = {}  # the groups with blocks, each with its pages that are in use
-        self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
-        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
-        self.pages = self._whole(-(-tokens // PAGE_TOKENS))
+        self.memory_pages = max(1, memory_tokens // BLOCK_TOKENS)
+        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // BLOCK_TOKENS)
+        self.pages = self._whole(-(-tokens // BLOCK_TOKENS))
         self._head_bytes = (self.first_page + self.pages) * self._page_bytes
         self._file_bytes = self.pages * self._page_bytes  # of each strip
         self._strips = 2 * layers * kv_heads
         try:
             os.ftruncate(self._file, self._strips * self._file_bytes)
             self._try_out()
-            shape = (layers, kv_heads, (self.first_page + self.pages) * PAGE_TOKENS, head_dim)
+            shape = (layers, kv_heads, (self.first_page + self.pages) * BLOCK_TOKENS, head_dim)
             half = self._strips // 2
             self._ranges = [self._mapped(0, half), self._mapped(half, half)]
         except OSError as error:

@@ -25,8 +25,8 @@ from kvkernels.cpu import cpu_attention
 from kvsidecar.range_allocator import RangeAllocator
 from numpy.typing import NDArray
 
-from inference_svc.kv_pool.block_table import KEY_BLOCK, NOWHERE, PAGE_TOKENS, BlockTable
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, KEY_BLOCK, UNMAPPED, BlockTable
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.pool_memory import populate, zeros
 
 # What a window has left behind goes in pieces of so many tokens: our kernels read keys in blocks of them, and none of
@@ -65,7 +65,7 @@ class KVPool:
         dtype: torch.dtype,
         device: torch.device,
         windows: Sequence[int | None] = (),
-        overflow: Overflow | None = None,
+        overflow: DiskOverflow | None = None,
     ) -> None:
         """``windows``: how many of the last keys a row of each layer sees, its own included; None for all of them.
         With an ``overflow``, which was made for so many tokens in memory, its tensors are the pool's."""
@@ -76,13 +76,13 @@ class KVPool:
         self.wide_layers = tuple(i for i, w in enumerate(self.windows) if not w) if self.reach else ()
         # Ours for the pool's device, for batches in which they are to attend.
         self.native: DeviceAttention | None = None
-        self.pages = max(1, tokens // PAGE_TOKENS)
+        self.pages = max(1, tokens // BLOCK_TOKENS)
         self._extents = RangeAllocator(self.pages)
         self.overflow = overflow
         self._apart = None if overflow is None else RangeAllocator(overflow.pages)
         self._first_apart = self.pages if overflow is None else overflow.first_page
         self._references: NDArray[np.int32] = np.zeros(self._first_apart + self.overflow_pages, np.int32)
-        self.padding_slot = self.pages * PAGE_TOKENS
+        self.padding_slot = self.pages * BLOCK_TOKENS
         end = self.padding_slot + KEY_BLOCK
         shape = (layers, kv_heads, end, head_dim)
         if device.type != "cpu":
@@ -149,7 +149,7 @@ class KVPool:
     def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
         """Pages for ``tokens`` tokens, and for ``spare`` more if they are free; None when too few are."""
         table = BlockTable()
-        pages, wanted = -(-tokens // PAGE_TOKENS), -(-(tokens + spare) // PAGE_TOKENS)
+        pages, wanted = -(-tokens // BLOCK_TOKENS), -(-(tokens + spare) // BLOCK_TOKENS)
         if pages > self.free_pages:
             return None
         if self._take(table, wanted):
@@ -160,7 +160,7 @@ class KVPool:
     def allocate_apart(self, tokens: int) -> BlockTable | None:
         """Pages of the overflow for ``tokens`` tokens, or None. They have no room on disk yet; see ``back``."""
         table = BlockTable(apart=True)
-        pages = -(-tokens // PAGE_TOKENS)
+        pages = -(-tokens // BLOCK_TOKENS)
         if pages > self.free_overflow_pages:
             return None
         self._fill(table, pages)
@@ -171,54 +171,54 @@ class KVPool:
         are the overflow's. Raises OverflowFailed."""
         if self.overflow is None or not table.apart:
             return
-        first, last = start // PAGE_TOKENS, -(-end // PAGE_TOKENS)
+        first, last = start // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)
         for page, pages in table.ranges:
             a, b = max(first, 0), min(last, pages)
-            if a < b and page != NOWHERE:
+            if a < b and page != UNMAPPED:
                 self.overflow.back(page + a, b - a)
             first, last = first - pages, last - pages
 
     def allocate_contiguous(self, tokens: int) -> BlockTable | None:
         """Pages for ``tokens`` tokens in one piece, or None."""
         table = BlockTable()
-        return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
+        return table if self._take(table, -(-tokens // BLOCK_TOKENS)) else None
 
     def share(self, table: BlockTable, tokens: int) -> BlockTable:
         """A table of the whole pages among the first ``tokens`` tokens of another, which both now hold."""
-        shared, left = BlockTable(since=table.since, apart=table.apart), tokens // PAGE_TOKENS
+        shared, left = BlockTable(since=table.since, apart=table.apart), tokens // BLOCK_TOKENS
         for page, pages in table.ranges:
             take = min(pages, left)
             if take:
                 shared.ranges.append((page, take))
-            if take and page != NOWHERE:
+            if take and page != UNMAPPED:
                 self._references[page : page + take] += 1
             left -= take
         return shared
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Makes room for ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
-        missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
+        missing = -(-(tokens - table.tokens) // BLOCK_TOKENS)
         if missing <= 0:
             return True
         if missing > (self.free_overflow_pages if table.apart else self.free_pages):
             return False
-        if not table.ranges or table.ranges[-1][0] == NOWHERE or not self._extend(table, missing):
+        if not table.ranges or table.ranges[-1][0] == UNMAPPED or not self._extend(table, missing):
             self._fill(table, missing)
         return True
 
     def grow_in_place(self, table: BlockTable, tokens: int) -> bool:
         """Like ``grow``, but only if the table stays, or is, in one piece."""
-        missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
+        missing = -(-(tokens - table.tokens) // BLOCK_TOKENS)
         return table.first_slot is not None and (missing <= 0 or self._extend(table, missing))
 
     def trim(self, table: BlockTable, tokens: int) -> None:
         """Frees the pages that the first ``tokens`` tokens do not need."""
-        keep, kept = -(-tokens // PAGE_TOKENS), []
+        keep, kept = -(-tokens // BLOCK_TOKENS), []
         for page, pages in table.ranges:
             stay = min(pages, keep)
             if stay:
                 kept.append((page, stay))
-            if stay < pages and page != NOWHERE:
+            if stay < pages and page != UNMAPPED:
                 self.free(BlockTable([(page + stay, pages - stay)], apart=table.apart))
             keep -= stay
         table.ranges[:] = kept
@@ -227,20 +227,20 @@ class KVPool:
         """Lets go of the pages of the first ``tokens`` tokens, a multiple of WINDOW_STEP: no layer sees them again."""
         if tokens <= table.left:
             return
-        gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()
+        gone, left, kept = 0, tokens // BLOCK_TOKENS, list[tuple[int, int]]()
         for page, pages in table.ranges:
-            go = pages if page == NOWHERE and not kept else min(pages, max(0, left - gone))
-            if go and page != NOWHERE:
+            go = pages if page == UNMAPPED and not kept else min(pages, max(0, left - gone))
+            if go and page != UNMAPPED:
                 self.free(BlockTable([(page, go)], apart=table.apart))
             if go < pages:
                 kept.append((page + go, pages - go))
             gone += go
-        table.ranges[:] = [(NOWHERE, gone), *kept]
-        table.since = max(table.since, gone * PAGE_TOKENS)
+        table.ranges[:] = [(UNMAPPED, gone), *kept]
+        table.since = max(table.since, gone * BLOCK_TOKENS)
 
     def writable(self, table: BlockTable, start: int) -> bool:
         """Whether no other table holds the pages of the tokens from ``start`` on."""
-        pages = table.slots(start, table.tokens)[::PAGE_TOKENS] // PAGE_TOKENS
+        pages = table.slots(start, table.tokens)[::BLOCK_TOKENS] // BLOCK_TOKENS
         return bool((self._references[pages] == 1).all())
 
     def copy(self, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
@@ -311,16 +311,16 @@ class KVPool:
         zeros as soon as nobody holds them."""
         for page, pages in [] if table.apart else table.held:
             for first, length in _zero_runs(self._references[page : page + pages] - 1):
-                start = (page + first) * PAGE_TOKENS
+                start = (page + first) * BLOCK_TOKENS
                 for tensor in (self.keys, self.values):
-                    tensor[:, :, start : start + length * PAGE_TOKENS] = 0
+                    tensor[:, :, start : start + length * BLOCK_TOKENS] = 0
 
     def not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of a table's positions, which rise, whose keys or values hold NaN or infinity."""
         if not len(positions):
             return positions
         slots = table.slots(0, int(positions[-1]) + 1)[positions]
-        held = slots != NOWHERE
+        held = slots != UNMAPPED
         positions, at = positions[held], torch.from_numpy(slots[held]).to(self.keys.device)
         sound = torch.ones(len(positions), dtype=torch.bool, device=at.device)
         for tensor in (self.keys, self.values):

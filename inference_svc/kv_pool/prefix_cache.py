@@ -14,49 +14,49 @@ import numpy as np
 from kvsidecar.errors import OverflowFailed
 from numpy.typing import NDArray
 
-from inference_svc.engine.sequence import Realm, StoredPrefix
-from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.engine.sequence import CacheScope, StoredPrefix
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
-Tokens = NDArray[np.uint32]
+TokenArray = NDArray[np.uint32]
 # Fewer shared tokens than this are computed again.
-LEAST_SHARED = PAGE_TOKENS
+MIN_SHARED_TOKENS = BLOCK_TOKENS
 
 
 @dataclass(frozen=True, eq=False)
-class Resident:
+class CachedSequence:
     """Tokens ``[n]`` whose keys and values lie in ``table``'s pages, which it holds."""
 
-    tokens: Tokens
+    tokens: TokenArray
     table: BlockTable
-    realm: Realm
+    realm: CacheScope
     stored: StoredPrefix
 
     @cached_property
     def head(self) -> bytes:
         """Its first tokens: prompts that differ there share nothing worth having."""
-        return self.tokens[:LEAST_SHARED].tobytes()
+        return self.tokens[:MIN_SHARED_TOKENS].tobytes()
 
 
-def common_prefix(a: Tokens, b: Tokens) -> int:
+def common_prefix(a: TokenArray, b: TokenArray) -> int:
     """How many leading tokens are equal."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
-class Residents:
+class PrefixCache:
     """Least recently used goes first. Owns the pages of what it holds."""
 
     def __init__(self, pool: KVPool, most: int) -> None:
         self._pool, self._most = pool, most
-        self._held: OrderedDict[int, Resident] = OrderedDict()
+        self._held: OrderedDict[int, CachedSequence] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
     @property
-    def held(self) -> list[Resident]:
+    def held(self) -> list[CachedSequence]:
         """All of them, the least recently used first."""
         return list(self._held.values())
 
@@ -64,10 +64,10 @@ class Residents:
     def tables(self) -> list[BlockTable]:
         return [r.table for r in self._held.values()]
 
-    def best(self, realm: Realm, tokens: Tokens) -> tuple[Resident | None, int]:
+    def best(self, realm: CacheScope, tokens: TokenArray) -> tuple[CachedSequence | None, int]:
         """The one that shares the longest prefix with ``tokens``, and how long that is; none for less than
         LEAST_SHARED tokens."""
-        found, longest, head = None, 0, tokens[:LEAST_SHARED].tobytes()
+        found, longest, head = None, 0, tokens[:MIN_SHARED_TOKENS].tobytes()
         for resident in self._held.values():
             if resident.realm == realm and resident.head == head:
                 n = common_prefix(resident.tokens, tokens)
@@ -75,7 +75,7 @@ class Residents:
                     found, longest = resident, n
         return found, longest
 
-    def keep(self, resident: Resident) -> None:
+    def keep(self, resident: CachedSequence) -> None:
         """Takes a finished sequence's pages over; those that it makes superfluous are freed."""
         if not self._most:
             self._pool.free(resident.table)
@@ -88,18 +88,18 @@ class Residents:
         while len(self._held) > self._most:
             self._drop(next(iter(self._held)))
 
-    def drop_sharing(self, realm: Realm, tokens: Tokens) -> None:
+    def drop_sharing(self, realm: CacheScope, tokens: TokenArray) -> None:
         """Drops those that begin with ``tokens``, and clears what nobody else has of their pages."""
         for key, resident in list(self._held.items()):
             if resident.realm == realm and common_prefix(resident.tokens, tokens) == len(tokens):
                 self._pool.erase(resident.table)
                 self._drop(key)
 
-    def touch(self, resident: Resident) -> None:
+    def touch(self, resident: CachedSequence) -> None:
         """It was of use."""
         self._held.move_to_end(id(resident))
 
-    def take(self, resident: Resident) -> BlockTable:
+    def take(self, resident: CachedSequence) -> BlockTable:
         """Hands its pages over."""
         return self._held.pop(id(resident)).table
 

@@ -12,31 +12,31 @@ from dataclasses import dataclass
 
 import structlog
 
-from inference_svc.engine.kv_connector import Cache, SaveDone
-from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.engine.kv_connector import KVConnector, SaveCallback
+from inference_svc.engine.sequence import Sequence, SequenceState, StoredPrefix
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 log = structlog.get_logger("engine")
 
 # Parts of fewer tokens wait for more. Of chunks so long that nothing of so many offered tokens was stored, nothing is.
-_LEAST_TOKENS, _MOST_BEHIND = 128, 8192
+_MIN_SAVED_TOKENS, _MAX_UNSAVED_TOKENS = 128, 8192
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PendingSave:
     """Pages that the cache reads: a reference of their own, and the table that they are from."""
 
     held: BlockTable
     source: BlockTable
 
 
-class Passing:
+class WindowReleaser:
     """Only the engine's thread uses it. ``saved`` hears, on another one, what is stored of a sequence then."""
 
-    def __init__(self, pool: KVPool, cache: Cache, saved: SaveDone) -> None:
+    def __init__(self, pool: KVPool, cache: KVConnector, saved: SaveCallback) -> None:
         self._pool, self._cache, self._saved = pool, cache, saved
-        self._going: dict[Sequence, _Part] = {}
+        self._going: dict[Sequence, _PendingSave] = {}
 
     @property
     def busy(self) -> bool:
@@ -89,7 +89,7 @@ class Passing:
     def stored(self, sequence: Sequence, stored: StoredPrefix | None) -> None:
         """Takes over what became of a part; None when it could not be stored."""
         part = self._going.pop(sequence)
-        if sequence.state is State.RUNNING and sequence.table is part.source:
+        if sequence.state is SequenceState.RUNNING and sequence.table is part.source:
             if stored is None:
                 self.make_room([sequence])
             else:
@@ -106,13 +106,15 @@ class Passing:
             return False
         if seen <= stored or sequence in self._going:
             return True
-        if stored < table.since or sequence.parted - stored > _MOST_BEHIND:  # something before it is gone, or stays
+        if (
+            stored < table.since or sequence.parted - stored > _MAX_UNSAVED_TOKENS
+        ):  # something before it is gone, or stays
             return False
-        if seen - max(sequence.parted, stored) < _LEAST_TOKENS:
+        if seen - max(sequence.parted, stored) < _MIN_SAVED_TOKENS:
             return True
         sequence.parted = seen
         held = self._pool.share(table, seen)
-        self._going[sequence] = _Part(held, table)
+        self._going[sequence] = _PendingSave(held, table)
         try:
             if self._cache.save_part(sequence, self._pool, held, seen, self._saved):
                 return True

@@ -21,18 +21,18 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from inference_svc.model_runner import cpu_attention
-from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, Batch, Segment
+from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, ForwardBatch, Segment
 
-ATTENTION = "kvsidecar_rows"
+ATTENTION_NAME = "kvsidecar_rows"
 # Above this many rows, packing heads into rows costs more for the mask than it saves.
 PACK_ROWS = 128
 
 
-class Projected(Exception):
+class ProjectionDone(Exception):
     """Keys and values of a ``project_only`` batch are in the pool: nothing more of the layer is wanted."""
 
 
-def _keys_values(batch: Batch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
+def _keys_values(batch: ForwardBatch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
     """Keys and values ``[kv_heads, padded, head_dim]`` of a segment: a view when they lie in one piece."""
     keys, values = batch.pool.keys[layer], batch.pool.values[layer]
     if segment.first_slot is not None and not segment.left:
@@ -135,7 +135,7 @@ def attend_rows(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Batch,
+    attention_mask: ForwardBatch,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -151,13 +151,13 @@ def attend_rows(
     _scatter(batch, batch.pool.keys[layer], key[0])
     _scatter(batch, batch.pool.values[layer], value[0])
     if batch.project_only:
-        raise Projected
+        raise ProjectionDone
     rows_first = query[0].transpose(0, 1)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return _way(batch)(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
+    return _attention_fn(batch)(rows_first, batch, layer, scale, sliding_window, softcap)[None], None
 
 
-def _way(batch: Batch) -> Callable[..., Tensor]:
+def _attention_fn(batch: ForwardBatch) -> Callable[..., Tensor]:
     """Our kernel for the pool's device, or torch's."""
     native = batch.pool.native
     if native is not None and native.serves(batch):
@@ -166,7 +166,7 @@ def _way(batch: Batch) -> Callable[..., Tensor]:
 
 
 def attend_segments(
-    query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None
+    query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
     """``query [rows, heads, dim]`` to output of the same shape, by torch's attention, one segment after the other."""
     # zeros: padding rows belong to no segment, and what they hold must be finite
@@ -180,7 +180,7 @@ def attend_segments(
     return out
 
 
-def _observe(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None) -> None:
+def _observe(query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None) -> None:
     """Shows the batch's observer the attention of ``query [rows, heads, dim]``, by torch."""
     assert batch.observer is not None
     (segment,) = batch.segments
@@ -193,7 +193,7 @@ def _observe(query: Tensor, batch: Batch, layer: int, scale: float, window: int 
     batch.observer.see(torch.softmax(scores, -1).amax(1))
 
 
-def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:
+def _scatter(batch: ForwardBatch, pool: Tensor, rows: Tensor) -> None:
     if batch.contiguous_slots is not None:
         first, count = batch.contiguous_slots
         pool[:, first : first + count] = rows[:, :count]
@@ -206,4 +206,4 @@ def _scatter(batch: Batch, pool: Tensor, rows: Tensor) -> None:
 
 def register() -> None:
     """Makes the function known to transformers. Idempotent."""
-    AttentionInterface.register(ATTENTION, attend_rows)
+    AttentionInterface.register(ATTENTION_NAME, attend_rows)

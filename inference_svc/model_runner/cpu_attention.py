@@ -9,13 +9,13 @@ from kvkernels.cpu.cpu_attention import Attention
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.model_runner.forward_batch import Batch, Segment
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.model_runner.forward_batch import ForwardBatch, Segment
 
-assert PAGE_TOKENS == cpu_attention.PAGE
+assert BLOCK_TOKENS == cpu_attention.PAGE
 
 
-def attention_of(batch: Batch, heads: int, softcap: float | None = None) -> Attention:
+def prepare_attention(batch: ForwardBatch, heads: int, softcap: float | None = None) -> Attention:
     """The attention of a batch's layers, its pages looked up once."""
     beyond = batch.pool.padding_slot
     rows = [cpu_attention.Rows(s.first_row, s.rows, _pages(s, beyond)) for s in batch.segments]
@@ -24,17 +24,19 @@ def attention_of(batch: Batch, heads: int, softcap: float | None = None) -> Atte
     return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap, observed)
 
 
-def attend_in_place(attention: Attention, batch: Batch, layer: int, scale: float, window: int | None) -> None:
+def attend_in_place(attention: Attention, batch: ForwardBatch, layer: int, scale: float, window: int | None) -> None:
     """A layer's attention between the tensors that ``attention`` is bound to, shown to the batch's observer."""
     attention(layer, scale, window)
     if batch.observer is not None:
         batch.observer.see(torch.from_numpy(attention.strongest()))
 
 
-def attend(query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None) -> Tensor:
+def attend(
+    query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
+) -> Tensor:
     """``query [rows, heads, dim]`` of a batch, padding included, to output of the same shape."""
     if batch.attention is None:
-        batch.attention = attention_of(batch, query.shape[1], softcap)
+        batch.attention = prepare_attention(batch, query.shape[1], softcap)
     query = query.contiguous()
     # zeros: padding rows belong to no sequence, and what they hold must be finite
     out = torch.zeros_like(query)
@@ -46,11 +48,11 @@ def attend(query: Tensor, batch: Batch, layer: int, scale: float, window: int | 
 def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
     """First slots of the pages of a segment's keys; up to the end of a block of keys, padding from ``beyond`` on: what
     another sequence has there may be NaN, which times zero is NaN."""
-    tokens = cpu_attention.pages_for(segment.keys) * PAGE_TOKENS
+    tokens = cpu_attention.pages_for(segment.keys) * BLOCK_TOKENS
     if segment.first_slot is not None:
-        pages = np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)
-        pages[-(-segment.keys // PAGE_TOKENS) :] = beyond
-        pages[: segment.left // PAGE_TOKENS] = beyond
+        pages = np.arange(segment.first_slot, segment.first_slot + tokens, BLOCK_TOKENS)
+        pages[-(-segment.keys // BLOCK_TOKENS) :] = beyond
+        pages[: segment.left // BLOCK_TOKENS] = beyond
         return pages
     assert segment.slots is not None
-    return segment.slots.numpy()[:tokens:PAGE_TOKENS]
+    return segment.slots.numpy()[:tokens:BLOCK_TOKENS]

@@ -16,43 +16,43 @@ from kvkernels.cpu.cpu_graph import Chain
 from kvkernels.cpu.cpu_library import Call
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import NOWHERE
+from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention
-from inference_svc.model_runner.decoder_layer import Layer, Product, Widths
-from inference_svc.model_runner.forward_batch import Batch
+from inference_svc.model_runner.decoder_layer import FusedLayerWeights, LayerWidths, LinearFn
+from inference_svc.model_runner.forward_batch import ForwardBatch
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
-from inference_svc.spec_decode.speculation_mode import MOST_BRANCHES
+from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES
 
 # A pass is made for up to so many rows; with more, there is enough to do in each kernel.
 CAPACITIES = (12, 32)
 # To how many other slots a row's keys and values can be written: to those of every other branch.
-MOST_COPIES = MOST_BRANCHES - 1
+MAX_COPIES = MAX_BRANCHES - 1
 
 
-def suits(batch: Batch) -> bool:
+def can_capture(batch: ForwardBatch) -> bool:
     """Whether nobody has to be asked or told anything between the kernels of a pass."""
     copies = 0 if batch.copies is None else len(batch.copies.lines)
     silent = not batch.adapted and not batch.gates and batch.observer is None
-    return silent and batch.real <= CAPACITIES[-1] and copies <= MOST_COPIES
+    return silent and batch.real <= CAPACITIES[-1] and copies <= MAX_COPIES
 
 
-class ChainedLayers:
+class CpuGraph:
     """All ``layers`` of a model over one pool, for up to ``capacity`` rows, on one thread at a time."""
 
     def __init__(
         self,
-        layers: Sequence[Layer],
-        widths: Widths,
+        layers: Sequence[FusedLayerWeights],
+        widths: LayerWidths,
         last_norm: Callable[[int, Tensor, Tensor, Tensor], Call],
         pool: KVPool,
         capacity: int,
         like: Tensor,
     ) -> None:
         """``last_norm`` is of rows, hidden states, what is added to them, and its output; ``like`` a tensor
-        ``[.., hidden]`` of the model's type. Raises NotChained."""
+        ``[.., hidden]`` of the model's type. Raises NotCapturable."""
         self._heads, self._kv_heads = widths.heads, widths.kv_heads
 
         def rows(*shape: int) -> Tensor:
@@ -64,13 +64,13 @@ class ChainedLayers:
         self._gate_up, self._gated = rows(2 * widths.inner), rows(widths.inner)
         self._angles = torch.zeros(capacity, widths.dim), torch.zeros(capacity, widths.dim)
         self._slots = torch.zeros(capacity, dtype=torch.int64)
-        self._again, self._copied = torch.full((MOST_COPIES, capacity), NOWHERE), False
+        self._again, self._copied = torch.full((MAX_COPIES, capacity), UNMAPPED), False
         self._attention = Standing((pool.keys, pool.values), self._queries, self._attended)
         every = [call for i, layer in enumerate(layers) for call in self._calls(i, layer, pool.layers[i], capacity)]
         norm = last_norm(capacity, self._hidden, self._delta, self._normed)
         self._chain = Chain([*every, norm])
 
-    def _calls(self, i: int, layer: Layer, kept: tuple[Tensor, Tensor], rows: int) -> Iterator[Call]:
+    def _calls(self, i: int, layer: FusedLayerWeights, kept: tuple[Tensor, Tensor], rows: int) -> Iterator[Call]:
         yield cpu_rows.norm(
             rows, self._hidden, self._delta if i else None, layer.input_norm, layer.epsilon, self._normed
         )
@@ -94,31 +94,31 @@ class ChainedLayers:
         yield cpu_rows.gate(rows, self._gate_up, self._gated)
         yield _product(layer.down, self._gated, self._delta)
 
-    def run(self, hidden: Tensor, batch: Batch, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def run(self, hidden: Tensor, batch: ForwardBatch, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Normalized states after the last layer, ``[capacity, hidden]`` of which the batch's are the first; they stay
         until the next run. ``angles`` are cosines and sines ``[rows, dim]``."""
         count = len(hidden)
         self._hidden[:count] = hidden
         self._slots[:count] = batch.slots
         if self._copied:
-            self._again.fill_(NOWHERE)
+            self._again.fill_(UNMAPPED)
         self._copied = batch.copies is not None
         if batch.copies is not None:
             lines = batch.copies.lines
             self._again[: len(lines), :count] = lines
         for kept, new in zip(self._angles, angles, strict=True):
             kept[:count] = new
-        self._attention.give(cpu_attention.attention_of(batch, self._heads))
+        self._attention.give(cpu_attention.prepare_attention(batch, self._heads))
         self._chain.run(batch.real, torch.get_num_threads())
         return self._normed
 
 
-class NotChained(Exception):
+class NotCapturable(Exception):
     """A layer's products are not all kernels of ours."""
 
 
-def _product(of: Product, x: Tensor, y: Tensor) -> Call:
+def _product(of: LinearFn, x: Tensor, y: Tensor) -> Call:
     call = of.call(x, y) if isinstance(of, (DenseLinear, PackedLinear, QuantizedLinear)) else None
     if call is None:
-        raise NotChained
+        raise NotCapturable
     return call

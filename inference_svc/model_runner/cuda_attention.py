@@ -17,34 +17,34 @@ from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for, takes
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.attention import attend_segments
-from inference_svc.model_runner.forward_batch import Batch, Index
+from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch
 
-Way = Callable[[Tensor, Batch, int, float, int | None, float | None], Tensor]
+AttentionFn = Callable[[Tensor, ForwardBatch, int, float, int | None, float | None], Tensor]
 KINDS = ("decode", "prefill", "scattered")
 _REPEATS = 5
 
 
 @dataclass(frozen=True)
-class NativeAttention:
+class CudaAttention:
     """Our kernels, for the kinds of batches that they serve."""
 
     kernels: Kernels
     kinds: frozenset[str] = frozenset(KINDS)
 
-    def serves(self, batch: Batch) -> bool:
+    def serves(self, batch: ForwardBatch) -> bool:
         # What watches attention needs scores, which our kernels never have as a whole.
         return batch.observer is None and kind_of(batch) in self.kinds
 
     def __call__(
-        self, query: Tensor, batch: Batch, layer: int, scale: float, window: int | None, softcap: float | None
+        self, query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """``query [rows, heads, dim]`` of a batch, padding included, to output of the same shape."""
         if batch.index is None:
-            batch.index = index_of(batch)
+            batch.index = build_index(batch)
         index = batch.index
         source = InPool(batch.pool.keys[layer], batch.pool.values[layer], index.first_slot, index.pages)
         # zeros: padding rows belong to no sequence, and what they hold must be finite
@@ -57,20 +57,20 @@ class NativeAttention:
         return out
 
 
-def kind_of(batch: Batch) -> str:
+def kind_of(batch: ForwardBatch) -> str:
     if any(s.positions is not None for s in batch.segments):
         return "scattered"
     return "decode" if all(s.rows == 1 for s in batch.segments) else "prefill"
 
 
-def kernels_of(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
+def find_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
     """Our kernels for a model's device, when they attend heads of its type and size."""
     if device.type != "cuda" or head_dim not in HEAD_DIMS or not takes(device, dtype):
         return None
     return kernels_for(device).kernels
 
 
-def index_of(batch: Batch) -> Index:
+def build_index(batch: ForwardBatch) -> CudaIndex:
     """Every segment is a sequence to the kernels. Keys in several pieces are named singly, as pages of one token."""
     device, segments = batch.tokens.device, batch.segments
 
@@ -86,7 +86,7 @@ def index_of(batch: Batch) -> Index:
     )
     first = [s.first_slot for s in segments]
     if None not in first:
-        return Index(at, int32([f for f in first if f is not None]), None)
+        return CudaIndex(at, int32([f for f in first if f is not None]), None)
     pages = torch.zeros(len(segments), at.most_keys, dtype=torch.int32, device=device)
     for line, segment in zip(pages, segments, strict=True):
         if segment.slots is not None:
@@ -94,27 +94,27 @@ def index_of(batch: Batch) -> Index:
         elif segment.first_slot is not None:
             there = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
             line[: segment.keys] = there.clamp_min(0)  # what a window has left behind is not read
-    return Index(at, None, pages)
+    return CudaIndex(at, None, pages)
 
 
-def measured(pool: KVPool, kernels: Kernels, heads: int, keys: int = 4096) -> NativeAttention:
+def select_cuda_attention(pool: KVPool, kernels: Kernels, heads: int, keys: int = 4096) -> CudaAttention:
     """Our kernels for those kinds of batches in which they beat torch's attention, by the median of a few calls over
     ``keys`` keys of an empty pool. Writes nothing."""
-    ours = NativeAttention(kernels)
-    keys = min(keys, pool.free_pages * PAGE_TOKENS)
+    ours = CudaAttention(kernels)
+    keys = min(keys, pool.free_pages * BLOCK_TOKENS)
     table = pool.allocate(keys)
     if table is None or keys < 2:
         return ours
     try:
         scattered = np.unique(np.linspace(0, keys - 1, min(keys, 512)).astype(np.int64))
         spans = {
-            "decode": forward_batch.Span([0], keys - 1, table, False),
-            "prefill": forward_batch.Span([0] * min(keys, 512), keys - min(keys, 512), table, False),
-            "scattered": forward_batch.Span([0] * len(scattered), 0, table, False, scattered),
+            "decode": forward_batch.SequenceSlice([0], keys - 1, table, False),
+            "prefill": forward_batch.SequenceSlice([0] * min(keys, 512), keys - min(keys, 512), table, False),
+            "scattered": forward_batch.SequenceSlice([0] * len(scattered), 0, table, False, scattered),
         }
         won = set()
         for kind, span in spans.items():
-            batch = forward_batch.build([span], pool, pool.keys.device)
+            batch = forward_batch.build_batch([span], pool, pool.keys.device)
             query = torch.randn(
                 len(batch.tokens), heads, pool.keys.shape[3], dtype=pool.keys.dtype, device=pool.keys.device
             )
@@ -122,10 +122,10 @@ def measured(pool: KVPool, kernels: Kernels, heads: int, keys: int = 4096) -> Na
                 won.add(kind)
     finally:
         pool.free(table)
-    return NativeAttention(kernels, frozenset(won))
+    return CudaAttention(kernels, frozenset(won))
 
 
-def _seconds(way: Way, query: Tensor, batch: Batch) -> float:
+def _seconds(way: AttentionFn, query: Tensor, batch: ForwardBatch) -> float:
     times = []
     for _ in range(_REPEATS + 1):
         began = time.perf_counter()

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, Batch, Index, Segment, Span
+from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, CudaIndex, ForwardBatch, Segment, SequenceSlice
 
 Step = Callable[[], Tensor]
-_FEWEST_KEYS = 1024
+_MIN_KEYS = 1024
 
 log = structlog.get_logger("engine")
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records work on a device."""
 
     def record(self, step: Step) -> Step:
@@ -35,7 +35,7 @@ class Recorder(Protocol):
         ...
 
 
-class CudaRecorder:
+class CudaGraphRecorder:
     """Records CUDA graphs, which share the memory of what they compute: one is replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class CudaRecorder:
         return replay
 
 
-class _Recorded:
+class _CapturedStep:
     """One recording: static buffers for so many sequences, and the step over them."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, sequences: int, most_keys: int) -> None:
@@ -75,7 +75,7 @@ class _Recorded:
         tokens, positions, slots = self._wide.device.unbind()
         at, key_count, first_slot = self._narrow.device.unbind()
         starts = torch.arange(sequences + 1, dtype=torch.int32, device=device)
-        self._batch = Batch(
+        self._batch = ForwardBatch(
             tokens=tokens,
             positions=positions,
             slots=slots,
@@ -85,18 +85,18 @@ class _Recorded:
             real=sequences,
             pool=pool,
             contiguous_slots=None,
-            index=Index(Rows(starts, key_count, at, longest=1, most_keys=most_keys), first_slot, None),
+            index=CudaIndex(Rows(starts, key_count, at, longest=1, most_keys=most_keys), first_slot, None),
         )
         self._replay: Step | None = None
 
-    def __call__(self, spans: list[Span], recorder: Recorder) -> Tensor:
+    def __call__(self, spans: list[SequenceSlice], recorder: GraphRecorder) -> Tensor:
         """Logits ``[spans, vocabulary]``, valid until the next call."""
         self._fill(spans)
         if self._replay is None:
             self._replay = recorder.record(lambda: self._decoder(self._batch))
         return self._replay()[: len(spans)]
 
-    def _fill(self, spans: list[Span]) -> None:
+    def _fill(self, spans: list[SequenceSlice]) -> None:
         wide, narrow, count, padding = self._wide.host, self._narrow.host, len(spans), self._pool.padding_slot
         first = np.fromiter((_first_slot(s) for s in spans), np.int64, count)
         positions = np.fromiter((s.start for s in spans), np.int64, count)
@@ -122,16 +122,16 @@ class _Buffer:
         self.device.copy_(self._staged, non_blocking=True)
 
 
-class DecodeGraphs:
+class CudaGraphs:
     """The recordings of one decoder, made when they are first needed."""
 
-    def __init__(self, decoder: Decoder, pool: KVPool, recorder: Recorder, most_sequences: int) -> None:
+    def __init__(self, decoder: Decoder, pool: KVPool, recorder: GraphRecorder, most_sequences: int) -> None:
         self._decoder, self._pool, self._recorder = decoder, pool, recorder
         self._most = most_sequences
-        self._recorded: dict[tuple[int, int], _Recorded] = {}
+        self._recorded: dict[tuple[int, int], _CapturedStep] = {}
         self._refused = False
 
-    def serves(self, spans: list[Span]) -> bool:
+    def serves(self, spans: list[SequenceSlice]) -> bool:
         """Whether all spans are single rows of sequences in one piece, which our attention serves."""
         native = self._pool.native
         return (
@@ -142,13 +142,13 @@ class DecodeGraphs:
             and all(_is_decode(span) for span in spans)
         )
 
-    def __call__(self, spans: list[Span]) -> Tensor | None:
+    def __call__(self, spans: list[SequenceSlice]) -> Tensor | None:
         """Logits ``[spans, vocabulary]`` of spans that are served, valid until the next call; None when the device
         refuses to record, and will not be asked again."""
-        bucket = _power(len(spans), 1), _power(max(s.end for s in spans), _FEWEST_KEYS)
+        bucket = _power(len(spans), 1), _power(max(s.end for s in spans), _MIN_KEYS)
         recorded = self._recorded.get(bucket)
         if recorded is None:
-            recorded = self._recorded[bucket] = _Recorded(self._decoder, self._pool, *bucket)
+            recorded = self._recorded[bucket] = _CapturedStep(self._decoder, self._pool, *bucket)
         try:
             return recorded(spans, self._recorder)
         except RuntimeError as error:
@@ -158,15 +158,15 @@ class DecodeGraphs:
             return None
 
 
-def decode_graphs(decoder: Decoder, pool: KVPool, most_sequences: int) -> DecodeGraphs | None:
+def make_cuda_graphs(decoder: Decoder, pool: KVPool, most_sequences: int) -> CudaGraphs | None:
     """For a pool on a CUDA device on which our attention decodes."""
     device = pool.keys.device
     if device.type != "cuda" or pool.native is None or "decode" not in pool.native.kinds:
         return None
-    return DecodeGraphs(decoder, pool, CudaRecorder(device), most_sequences)
+    return CudaGraphs(decoder, pool, CudaGraphRecorder(device), most_sequences)
 
 
-def _is_decode(span: Span) -> bool:
+def _is_decode(span: SequenceSlice) -> bool:
     return (
         len(span.tokens) == 1
         and span.positions is None
@@ -177,7 +177,7 @@ def _is_decode(span: Span) -> bool:
     )
 
 
-def _first_slot(span: Span) -> int:
+def _first_slot(span: SequenceSlice) -> int:
     first = span.table.first_slot
     assert first is not None, "not served"
     return first

@@ -15,9 +15,9 @@ from torch import Tensor
 from inference_svc.lora.adapter_weights import AdapterWeights
 from inference_svc.lora.lora_adapter import LoraAdapter, place_adapter
 from inference_svc.model_runner import fused_layers
-from inference_svc.model_runner.attention import Projected
-from inference_svc.model_runner.forward_batch import Batch
-from inference_svc.model_runner.lora_batch import Hooks
+from inference_svc.model_runner.attention import ProjectionDone
+from inference_svc.model_runner.forward_batch import ForwardBatch
+from inference_svc.model_runner.lora_batch import LoraHooks
 from inference_svc.models.attention_windows import window_of
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerLease, LayerSource
 from inference_svc.models.linear.dense_linear import DenseLinear, pack_linears
@@ -53,7 +53,7 @@ class Decoder:
             self._source = loaded.streamed.source
             if loaded.streamed.fused:
                 self._fused = fused_layers.FusedLayers(loaded.model, loaded.streamed.fused, self._source)
-        elif fused_layers.suits(loaded.model):
+        elif fused_layers.can_fuse_model(loaded.model):
             self._fused = fused_layers.FusedLayers(loaded.model)
         if loaded.device.type == "cpu" and loaded.streamed is None:
             pack_linears(loaded.model)
@@ -61,7 +61,7 @@ class Decoder:
         self._head: Any = loaded.model.lm_head
         self._softcap: float | None = getattr(loaded.config, "final_logit_softcapping", None)
         self._dtype, self._device = loaded.dtype, loaded.device
-        self._hooks: Hooks | None = None
+        self._hooks: LoraHooks | None = None
 
     @property
     def layers(self) -> int:
@@ -70,7 +70,9 @@ class Decoder:
     @torch.inference_mode()
     def place(self, weights: AdapterWeights) -> LoraAdapter:
         """An adapter that rows of this decoder may name once it was let in. On any thread."""
-        return place_adapter(weights, {} if self._fused is None else fused_layers.TOGETHER, self._dtype, self._device)
+        return place_adapter(
+            weights, {} if self._fused is None else fused_layers.FUSED_LINEARS, self._dtype, self._device
+        )
 
     def adopt(self, weights: AdapterWeights) -> LoraAdapter:
         """An adapter that rows of this decoder may name. Not while a forward runs."""
@@ -81,22 +83,22 @@ class Decoder:
     def let_in(self, adapter: LoraAdapter) -> None:
         """Rows may name an adapter from now on. Not while a forward runs."""
         if self._fused is None:
-            self._hooks = self._hooks or Hooks(self._layers)
+            self._hooks = self._hooks or LoraHooks(self._layers)
             self._hooks.install(adapter.pairs)
 
     @torch.inference_mode()
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: ForwardBatch) -> Tensor:
         """Logits ``[batch.wanted, vocabulary]`` of the rows that want them, in the model's dtype."""
         return self.resume(self.embed(batch), batch, 0)
 
     @torch.inference_mode()
-    def embed(self, batch: Batch) -> Tensor:
+    def embed(self, batch: ForwardBatch) -> Tensor:
         """Hidden states ``[rows, width]`` before the first layer."""
         hidden: Tensor = self._embed(batch.tokens[None])[0]
         return hidden
 
     @torch.inference_mode()
-    def advance(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+    def advance(self, hidden: Tensor, batch: ForwardBatch, first: int, end: int) -> Tensor:
         """Hidden states ``[rows, width]`` after the layers ``first`` to ``end``. ``hidden`` may be changed."""
         if self._fused is None:
             return self._run_layers(hidden, batch, first, end)
@@ -104,16 +106,16 @@ class Decoder:
         return hidden
 
     @torch.inference_mode()
-    def project(self, hidden: Tensor, batch: Batch, layer: int) -> None:
+    def project(self, hidden: Tensor, batch: ForwardBatch, layer: int) -> None:
         """Writes the keys and values of one layer to the pool. ``hidden`` stays as it is."""
         if self._fused is not None:
             self._fused.project(hidden, batch, layer)
             return
-        with contextlib.suppress(Projected):
+        with contextlib.suppress(ProjectionDone):
             self._run_layers(hidden, replace(batch, project_only=True), layer, layer + 1)
 
     @torch.inference_mode()
-    def trace(self, hidden: Tensor, batch: Batch, layer: int, see: Callable[[Tensor], None]) -> None:
+    def trace(self, hidden: Tensor, batch: ForwardBatch, layer: int, see: Callable[[Tensor], None]) -> None:
         """Runs one layer as every forward does, and shows ``see`` what each of its kernels gives, in order. Keys and
         values are written to the pool; ``hidden`` may be changed. Not while another thread runs a forward."""
         if self._fused is not None:
@@ -169,7 +171,7 @@ class Decoder:
             yield from rotary(like, positions[None], *([kind] if kind else []))
 
     @torch.inference_mode()
-    def resume(self, hidden: Tensor, batch: Batch, first: int) -> Tensor:
+    def resume(self, hidden: Tensor, batch: ForwardBatch, first: int) -> Tensor:
         """Logits ``[batch.wanted, vocabulary]`` from hidden states before layer ``first``, which may be changed."""
         if self._fused is not None:
             states = self._fused.complete(hidden, batch, first)
@@ -186,7 +188,7 @@ class Decoder:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    def _run_layers(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor:
+    def _run_layers(self, hidden: Tensor, batch: ForwardBatch, first: int, end: int) -> Tensor:
         """The model's own layers over ``hidden [rows, width]``."""
         if self._hooks is not None:
             self._hooks.rows, self._hooks.count = batch.adapted, len(batch.tokens)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Product = Callable[[Tensor], Tensor]
+LinearFn = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Widths:
+class LayerWidths:
     """Heads of queries, of keys and values, channels of a head, and of the feed-forward part."""
 
     heads: int
@@ -21,13 +21,13 @@ class Widths:
 
 
 @dataclass
-class Layer:
+class FusedLayerWeights:
     """The weights of one layer, as the kernels want them."""
 
-    qkv: Product
-    o: Product
-    gate_up: Product
-    down: Product
+    qkv: LinearFn
+    o: LinearFn
+    gate_up: LinearFn
+    down: LinearFn
     input_norm: Tensor
     post_norm: Tensor
     head_norms: tuple[Tensor | None, Tensor | None]

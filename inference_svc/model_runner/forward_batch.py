@@ -17,11 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import KEY_BLOCK, NOWHERE, BlockTable
+from inference_svc.kv_pool.block_table import KEY_BLOCK, UNMAPPED, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.model_runner.layerwise_load import LayerGate
-from inference_svc.model_runner.lora_batch import AdaptedRows
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
+from inference_svc.model_runner.lora_batch import LoraRows
 
 if TYPE_CHECKING:
     from kvkernels.cpu.cpu_attention import Attention
@@ -58,7 +58,7 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Span:
+class SequenceSlice:
     """Tokens of one sequence to be computed: at positions from ``start`` on, or at rising ``positions``.
 
     Keys and values of all earlier positions must lie in ``table``'s pages. Logits are wanted of the first ``scored``
@@ -71,7 +71,7 @@ class Span:
     table: BlockTable
     wants_logits: bool
     positions: NDArray[np.int64] | None = None
-    gate: LayerGate | None = None  # when keys and values of earlier positions are still being loaded
+    gate: LayerReadyEvent | None = None  # when keys and values of earlier positions are still being loaded
     drafted: int = 0
     adapter: LoraAdapter | None = None  # what is added to the model's own products
     scored: int = 0
@@ -103,7 +103,7 @@ class Span:
         """The branch that a row belongs to; None for the span's own guesses."""
         return next((branch for branch in self.branches if branch.first <= row < branch.end), None)
 
-    def without_guesses(self) -> Span:
+    def without_guesses(self) -> SequenceSlice:
         return replace(self, tokens=self.tokens[: len(self.tokens) - self.drafted], drafted=0, branches=())
 
     def all_positions(self) -> NDArray[np.int64]:
@@ -134,7 +134,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Index:
+class CudaIndex:
     """Where a batch's rows and keys are, on a CUDA device; the same for all layers."""
 
     rows: Rows
@@ -143,7 +143,7 @@ class Index:
 
 
 @dataclass(frozen=True)
-class Copies:
+class SlotCopies:
     """Rows whose keys and values are written to other slots as well: ``lines [copies, rows]``, NOWHERE for none."""
 
     lines: Tensor
@@ -151,12 +151,12 @@ class Copies:
     @cached_property
     def flat(self) -> tuple[Tensor, Tensor]:
         """The rows and the slots, one by one."""
-        found = (self.lines != NOWHERE).nonzero()
+        found = (self.lines != UNMAPPED).nonzero()
         return found[:, 1], self.lines[found[:, 0], found[:, 1]]
 
 
 @dataclass(eq=False)
-class Batch:
+class ForwardBatch:
     """One forward. ``rows`` is a multiple of ROW_MULTIPLE; the last ones may be padding."""
 
     tokens: Tensor  # [rows]
@@ -169,13 +169,13 @@ class Batch:
     pool: KVPool
     contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
     project_only: bool = False  # a layer stops when its keys and values are written
-    observer: Observer | None = None
+    observer: AttentionObserver | None = None
     # what our CUDA kernels read it by, and our CPU kernel; made when they first do
-    index: Index | None = None
+    index: CudaIndex | None = None
     attention: Attention | None = None
-    gates: tuple[LayerGate, ...] = ()
-    adapted: tuple[AdaptedRows, ...] = ()
-    copies: Copies | None = None
+    gates: tuple[LayerReadyEvent, ...] = ()
+    adapted: tuple[LoraRows, ...] = ()
+    copies: SlotCopies | None = None
 
     def pass_layer(self, layer: int) -> None:
         """Waits for what is still being loaded of a layer. Raises RestoreFailed."""
@@ -183,7 +183,7 @@ class Batch:
             gate.pass_layer(layer)
 
 
-class Observer(Protocol):
+class AttentionObserver(Protocol):
     """Sees the attention of a batch with one segment, layer by layer."""
 
     def see(self, strongest: Tensor) -> None:
@@ -191,7 +191,7 @@ class Observer(Protocol):
         ...
 
 
-def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
+def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) -> ForwardBatch:
     """Packs spans into a batch. Each span's pages must hold its tokens, and what its rows see."""
     tokens: list[int] = []
     slots, positions, segments = [], [], []
@@ -206,7 +206,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
         if span.wants_logits:
             drawn_from = len(tokens) - 1 - span.drafted
             for branch in span.branches:
-                part = Span(branch.tokens, branch.start, branch.table, True, adapter=branch.adapter)
+                part = SequenceSlice(branch.tokens, branch.start, branch.table, True, adapter=branch.adapter)
                 segments.extend(_segments(part, len(tokens), pool, device))
                 slots.append(part.slots())
                 positions.append(part.all_positions())
@@ -222,7 +222,7 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     logit_rows.extend([0] * (-wanted % ROW_MULTIPLE))
     alone = len(spans) == 1 and spans[0].positions is None and not spans[0].branches
     piece = spans[0].table.first_slot if alone else None
-    return Batch(
+    return ForwardBatch(
         tokens=torch.tensor(tokens, device=device),
         positions=torch.from_numpy(np.concatenate(positions)).to(device),
         slots=torch.from_numpy(np.concatenate(slots)).to(device),
@@ -238,20 +238,20 @@ def build(spans: list[Span], pool: KVPool, device: torch.device) -> Batch:
     )
 
 
-def _copies(copied: list[tuple[int, int]], rows: int, device: torch.device) -> Copies | None:
+def _copies(copied: list[tuple[int, int]], rows: int, device: torch.device) -> SlotCopies | None:
     """``copied`` are rows and slots; a row may come more than once."""
     if not copied:
         return None
-    ordered, line, lines = sorted(copied), 0, [[NOWHERE] * rows]
-    for (before, _), (row, slot) in pairwise([(-1, NOWHERE), *ordered]):
+    ordered, line, lines = sorted(copied), 0, [[UNMAPPED] * rows]
+    for (before, _), (row, slot) in pairwise([(-1, UNMAPPED), *ordered]):
         line = line + 1 if row == before else 0
         if line == len(lines):
-            lines.append([NOWHERE] * rows)
+            lines.append([UNMAPPED] * rows)
         lines[line][row] = slot
-    return Copies(torch.tensor(lines, dtype=torch.int64, device=device))
+    return SlotCopies(torch.tensor(lines, dtype=torch.int64, device=device))
 
 
-def only_wanted(batch: Batch) -> Batch:
+def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
     """The rows of a batch that want logits, each a segment of its own."""
     wanted, segments = batch.logit_rows[: batch.wanted].tolist(), []
     for at, row in enumerate(wanted):
@@ -279,9 +279,9 @@ def only_wanted(batch: Batch) -> Batch:
     )
 
 
-def _adapted(segments: list[Segment], real: int) -> tuple[AdaptedRows, ...]:
+def _adapted(segments: list[Segment], real: int) -> tuple[LoraRows, ...]:
     """The rows of each adapter, where they follow each other in one piece. ``real`` rows are no padding."""
-    found: list[AdaptedRows] = []
+    found: list[LoraRows] = []
     for segment in segments:
         if segment.adapter is None:
             continue
@@ -289,7 +289,7 @@ def _adapted(segments: list[Segment], real: int) -> tuple[AdaptedRows, ...]:
         if found and found[-1].adapter is segment.adapter and found[-1].end == first:
             first = found.pop().first
         alone = end - first == real
-        found.append(AdaptedRows(segment.adapter, first, end, None if alone else -(end - first) % ROW_MULTIPLE))
+        found.append(LoraRows(segment.adapter, first, end, None if alone else -(end - first) % ROW_MULTIPLE))
     return tuple(found)
 
 
@@ -298,7 +298,7 @@ def _padded(keys: int) -> int:
     return -(-keys // KEY_BLOCK) * KEY_BLOCK
 
 
-def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) -> list[Segment]:
+def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.device) -> list[Segment]:
     """A span in pieces of SEGMENT_ROWS rows, each of which sees the keys up to its own last position."""
     out, first_slot = [], span.table.first_slot
     for at in range(0, len(span.tokens), SEGMENT_ROWS):
@@ -312,7 +312,7 @@ def _segments(span: Span, first_row: int, pool: KVPool, device: torch.device) ->
             first = None
             padding = np.full(padded - keys, pool.padding_slot)
             there = span.table.slots(0, keys)
-            there[there == NOWHERE] = pool.padding_slot
+            there[there == UNMAPPED] = pool.padding_slot
             slots = torch.from_numpy(np.concatenate((there, padding))).to(device)
         positions = None if part is None else torch.from_numpy(part).to(device)
         row, start, left = first_row + at, span.start + at, span.table.left

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention, cpu_graph
-from inference_svc.model_runner.cpu_graph import ChainedLayers
-from inference_svc.model_runner.decoder_layer import Layer, Product, Widths
-from inference_svc.model_runner.forward_batch import Batch, only_wanted
+from inference_svc.model_runner.cpu_graph import CpuGraph
+from inference_svc.model_runner.decoder_layer import FusedLayerWeights, LayerWidths, LinearFn
+from inference_svc.model_runner.forward_batch import ForwardBatch, keep_logit_rows
 from inference_svc.models.attention_windows import window_of
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSource
 from inference_svc.models.linear.dense_linear import DenseLinear, linear_for
@@ -34,7 +34,7 @@ _LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwe
 # The last layer is cut to the rows that want logits where they are at most one in so many.
 _FEW = 4
 # What each product of a layer computes, in the order of its outputs.
-TOGETHER = {
+FUSED_LINEARS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -43,18 +43,18 @@ TOGETHER = {
 Joined = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
 
 
-def suits(model: Any) -> bool:
+def can_fuse_model(model: Any) -> bool:
     """Whether the model's layers can be fused: on a CPU, of a known structure, with SiLU gates and whole heads
     rotated."""
-    return all(fits(layer, model.config) for layer in model.model.layers)
+    return all(can_fuse(layer, model.config) for layer in model.model.layers)
 
 
-def fits(layer: Any, config: Any) -> bool:
+def can_fuse(layer: Any, config: Any) -> bool:
     """Whether one layer can be."""
-    return alike(layer, config) and layer.input_layernorm.weight.device.type == "cpu"
+    return has_fusable_structure(layer, config) and layer.input_layernorm.weight.device.type == "cpu"
 
 
-def alike(layer: Any, config: Any) -> bool:
+def has_fusable_structure(layer: Any, config: Any) -> bool:
     """Whether one layer can be when it is on a CPU."""
     if type(layer).__name__ not in _LAYERS:
         return False
@@ -71,7 +71,7 @@ def alike(layer: Any, config: Any) -> bool:
 
 def _together(layer: Any) -> list[list[Any]]:
     """Linear layers over the same input."""
-    return [[layer.get_submodule(path) for path in TOGETHER[name]] for name in ("qkv", "gate_up")]
+    return [[layer.get_submodule(path) for path in FUSED_LINEARS[name]] for name in ("qkv", "gate_up")]
 
 
 def _head_dim(config: Any) -> int:
@@ -91,7 +91,7 @@ def _weight(norm: Any) -> Tensor:
     return norm.weight.detach().float().contiguous()  # type: ignore[no-any-return]
 
 
-def gathered(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
+def take_weights(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
     """The products of a layer and its norms, by the names of their fields. Drops its linear modules, so that each
     weight is held once."""
     a, m = layer.self_attn, layer.mlp
@@ -106,10 +106,10 @@ def gathered(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
     return products, norms
 
 
-def made(layer: Any, products: Mapping[str, Product], norms: Mapping[str, Tensor]) -> Layer:
+def make_layer(layer: Any, products: Mapping[str, LinearFn], norms: Mapping[str, Tensor]) -> FusedLayerWeights:
     """A layer of what was ``gathered`` from it; its own module only says how it computes."""
     a = layer.self_attn
-    return Layer(
+    return FusedLayerWeights(
         qkv=products["qkv"],
         o=products["o"],
         gate_up=products["gate_up"],
@@ -123,18 +123,18 @@ def made(layer: Any, products: Mapping[str, Product], norms: Mapping[str, Tensor
     )
 
 
-def form_of(product: Any) -> tuple[object, ...]:
+def linear_form(product: Any) -> tuple[object, ...]:
     """What decides how a product is computed, but for its weights."""
     kept, stored = getattr(product, "quantized", None), getattr(product, "dense", None)
     width = (kept.bits, kept.group) if kept is not None else getattr(stored, "kept", "")
     return type(product).__name__, product.in_features, product.out_features, product.bias is not None, width
 
 
-class _Work:
+class _LayerPass:
     """Buffers of one pass over some layers. ``see`` is shown what each kernel gives."""
 
     def __init__(
-        self, layers: FusedLayers, hidden: Tensor, batch: Batch, see: Callable[[Tensor], None] | None = None
+        self, layers: FusedLayers, hidden: Tensor, batch: ForwardBatch, see: Callable[[Tensor], None] | None = None
     ) -> None:
         rows, self.see = hidden.shape[0], see
         self.batch, self.real, self.hidden = batch, batch.real, hidden
@@ -142,12 +142,12 @@ class _Work:
         self.normed = torch.zeros_like(hidden)
         self.queries = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
         self.attended = hidden.new_zeros(rows, layers.widths.heads, layers.widths.dim)
-        self.attention = cpu_attention.attention_of(batch, layers.widths.heads)
+        self.attention = cpu_attention.prepare_attention(batch, layers.widths.heads)
         self.attention.bind(self.queries, self.attended)
         self.flat = self.attended.view(rows, -1)
         self.gated = hidden.new_zeros(rows, layers.widths.inner)
 
-    def product(self, i: int, name: str, of: Product, x: Tensor) -> Tensor:
+    def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
         """A product of layer ``i`` over ``x [rows, in]``, with what adapters add to some of its rows."""
         out = of(x)
         for part in self.batch.adapted:
@@ -163,7 +163,7 @@ class _Work:
             for output in outputs:
                 self.see(output)
 
-    def attend(self, i: int, layer: Layer) -> None:
+    def attend(self, i: int, layer: FusedLayerWeights) -> None:
         """The attention of layer ``i``, from ``queries`` to ``attended``."""
         cpu_attention.attend_in_place(self.attention, self.batch, i, layer.scale, layer.window)
         if self.see is not None:
@@ -173,52 +173,59 @@ class _Work:
 class FusedLayers:
     """All layers of a model, those ``given`` or its own, of which it takes the linear weights then."""
 
-    def __init__(self, model: Any, given: Sequence[Layer] | None = None, source: LayerSource = RESIDENT) -> None:
+    def __init__(
+        self, model: Any, given: Sequence[FusedLayerWeights] | None = None, source: LayerSource = RESIDENT
+    ) -> None:
         config = model.config
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        self.widths = Widths(heads, kv_heads, _head_dim(config), int(config.intermediate_size))
+        self.widths = LayerWidths(heads, kv_heads, _head_dim(config), int(config.intermediate_size))
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = torch.empty(0, self.widths.dim)
-        self._layers = given or [made(layer, *gathered(layer)) for layer in model.model.layers]
+        self._layers = given or [make_layer(layer, *take_weights(layer)) for layer in model.model.layers]
         self._source = source
         self._final_norm = _weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
         # By pool, whose thread alone runs them, and by capacity.
-        self._chains: WeakKeyDictionary[KVPool, dict[int, ChainedLayers | None]] = WeakKeyDictionary()
+        self._chains: WeakKeyDictionary[KVPool, dict[int, CpuGraph | None]] = WeakKeyDictionary()
 
-    def run(self, hidden: Tensor, batch: Batch, first: int, end: int) -> Tensor | None:
+    def run(self, hidden: Tensor, batch: ForwardBatch, first: int, end: int) -> Tensor | None:
         """Layers ``first`` to ``end`` over ``hidden [rows, hidden]``, changed in place. What the last one still adds
         to it is returned, for ``settle``."""
-        return self._run(_Work(self, hidden, batch), first, end)
+        return self._run(_LayerPass(self, hidden, batch), first, end)
 
-    def complete(self, hidden: Tensor, batch: Batch, first: int) -> Tensor | None:
+    def complete(self, hidden: Tensor, batch: ForwardBatch, first: int) -> Tensor | None:
         """Normalized states of the rows that want logits, after all layers from ``first`` on; None when none does.
 
         Of the last layer, rows that want none compute their keys and values only.
         """
-        if first == 0 and batch.wanted and cpu_graph.suits(batch) and (chain := self._chain(hidden, batch)) is not None:
+        if (
+            first == 0
+            and batch.wanted
+            and cpu_graph.can_capture(batch)
+            and (chain := self._chain(hidden, batch)) is not None
+        ):
             states = chain.run(hidden, batch, self.angles(batch.positions, hidden))
             return states.index_select(0, batch.logit_rows)
         last = len(self._layers) - 1
         if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
-            work = _Work(self, hidden, batch)
+            work = _LayerPass(self, hidden, batch)
             delta = self._run(work, first, last)
             with self._source.acquire_layer(last):  # for both of its uses
                 self._project(work, last, delta)
                 if not batch.wanted:
                     return None
-                hidden, batch = hidden.index_select(0, batch.logit_rows), only_wanted(batch)
-                delta = self._run(_Work(self, hidden, batch), last, last + 1)
+                hidden, batch = hidden.index_select(0, batch.logit_rows), keep_logit_rows(batch)
+                delta = self._run(_LayerPass(self, hidden, batch), last, last + 1)
         else:
-            delta = self._run(_Work(self, hidden, batch), first, last + 1)
+            delta = self._run(_LayerPass(self, hidden, batch), first, last + 1)
         if not batch.wanted:
             return None
         normed = torch.zeros_like(hidden)
         cpu_rows.run(self.last_norm(batch.real, hidden, delta, normed), batch.real)
         return normed.index_select(0, batch.logit_rows)
 
-    def _run(self, work: _Work, first: int, end: int) -> Tensor | None:
+    def _run(self, work: _LayerPass, first: int, end: int) -> Tensor | None:
         delta: Tensor | None = None
         for i in range(first, end):
             layer = self._layers[i]
@@ -234,22 +241,22 @@ class FusedLayers:
                 delta = work.product(i, "down", layer.down, work.gated)
         return delta
 
-    def project(self, hidden: Tensor, batch: Batch, i: int) -> None:
+    def project(self, hidden: Tensor, batch: ForwardBatch, i: int) -> None:
         """Writes keys and values of layer ``i`` to the pool, and no more."""
         with self._source.acquire_layer(i):
-            self._project(_Work(self, hidden, batch), i, None)
+            self._project(_LayerPass(self, hidden, batch), i, None)
 
-    def trace(self, hidden: Tensor, batch: Batch, i: int, see: Callable[[Tensor], None]) -> None:
+    def trace(self, hidden: Tensor, batch: ForwardBatch, i: int, see: Callable[[Tensor], None]) -> None:
         """Layer ``i`` over ``hidden``, which is changed; ``see`` is shown what each of its kernels gives, but for the
         keys and values that it writes to the pool."""
-        self._run(_Work(self, hidden, batch, see), i, i + 1)
+        self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
 
     def form_of(self, i: int) -> tuple[object, ...]:
         """What decides how layer ``i`` is computed; equal for layers that differ in their weights alone."""
         layer = self._layers[i]
-        return layer.head_norms[0] is not None, layer.window, *map(form_of, self.products(i))
+        return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))
 
-    def products(self, i: int) -> list[Product]:
+    def products(self, i: int) -> list[LinearFn]:
         layer = self._layers[i]
         return [layer.qkv, layer.o, layer.gate_up, layer.down]
 
@@ -259,7 +266,7 @@ class FusedLayers:
         cpu_rows.run(self.last_norm(len(hidden), hidden, None, out), len(hidden))
         return out
 
-    def settle(self, hidden: Tensor, batch: Batch, delta: Tensor | None) -> None:
+    def settle(self, hidden: Tensor, batch: ForwardBatch, delta: Tensor | None) -> None:
         """Adds what ``run`` left over, as the next layer would."""
         if delta is not None:
             last = self.last_norm(batch.real, hidden, delta, torch.empty_like(hidden))
@@ -269,7 +276,7 @@ class FusedLayers:
         """After the last layer, as ``kvkernels.cpu.norm_rope_silu.norm``."""
         return cpu_rows.norm(rows, hidden, delta, self._final_norm, self._final_epsilon, out)
 
-    def _project(self, work: _Work, i: int, delta: Tensor | None) -> None:
+    def _project(self, work: _LayerPass, i: int, delta: Tensor | None) -> None:
         """Up to the rotated queries of layer ``i``, with its keys and values in the pool: after what is being loaded of
         it, which a repair's rows replace."""
         work.batch.pass_layer(i)
@@ -290,18 +297,18 @@ class FusedLayers:
         )
         work.run(rotate, work.queries)
 
-    def _chain(self, hidden: Tensor, batch: Batch) -> ChainedLayers | None:
+    def _chain(self, hidden: Tensor, batch: ForwardBatch) -> CpuGraph | None:
         """What runs such a batch in one call; None where some product is no kernel of ours."""
         if self._source is not RESIDENT:
             return None
         capacity = next(most for most in cpu_graph.CAPACITIES if batch.real <= most)
-        made = self._chains.setdefault(batch.pool, {})
-        if capacity not in made:
+        graphs = self._chains.setdefault(batch.pool, {})
+        if capacity not in graphs:
             try:
-                made[capacity] = ChainedLayers(self._layers, self.widths, self.last_norm, batch.pool, capacity, hidden)
-            except cpu_graph.NotChained:
-                made[capacity] = None
-        return made[capacity]
+                graphs[capacity] = CpuGraph(self._layers, self.widths, self.last_norm, batch.pool, capacity, hidden)
+            except cpu_graph.NotCapturable:
+                graphs[capacity] = None
+        return graphs[capacity]
 
     def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines ``[rows, dim]`` from a table that the model's own rotary module filled."""

@@ -15,11 +15,11 @@ from inference_svc.engine.engine_lost import EngineLost
 MAX_COPY_SECONDS = 60.0
 
 
-class RestoreFailed(KVSidecarError):
+class LayerLoadFailed(KVSidecarError):
     """Loading ended before all layers were there."""
 
 
-class LayerGate:
+class LayerReadyEvent:
     """Says up to which layer a sequence's loaded keys and values are in the pool. The loader opens it layer by layer;
     whoever reads a layer passes first. Thread-safe."""
 
@@ -63,12 +63,12 @@ class LayerGate:
             self._changed.notify_all()
 
     def pass_layer(self, layer: int) -> None:
-        """Waits until a layer is there. Raises RestoreFailed, EngineLost."""
+        """Waits until a layer is there. Raises LayerLoadFailed, EngineLost."""
         if self._ready > layer:
             return
         self._wait(lambda: self._failed or self._ready > layer)
         if self._ready <= layer:
-            raise RestoreFailed(f"layer {layer} was not loaded")
+            raise LayerLoadFailed(f"layer {layer} was not loaded")
 
     def wait_done(self) -> None:
         """Waits until nobody writes any more. Raises EngineLost."""

@@ -19,7 +19,7 @@ from inference_svc.lora.lora_adapter import LoraAdapter, Place
 
 
 @dataclass(frozen=True)
-class AdaptedRows:
+class LoraRows:
     """The rows from ``first`` to ``end``; ``padding`` more make them as many as the kernels want. None where a batch
     has no other rows, and is padded itself."""
 
@@ -40,13 +40,13 @@ class AdaptedRows:
         out[self.first : self.end] += pair(mine)[: self.end - self.first]
 
 
-class Hooks:
+class LoraHooks:
     """Lets adapters add to the products of a model whose layers run as they are: each linear layer is a product by its
     path within the layer. ``rows`` are those of the batch that is being computed, of ``count`` rows in all."""
 
     def __init__(self, layers: Any) -> None:
         self._layers, self._hooked = layers, set[Place]()
-        self.rows: tuple[AdaptedRows, ...] = ()
+        self.rows: tuple[LoraRows, ...] = ()
         self.count = 0
 
     def install(self, places: Iterable[Place]) -> None:

@@ -115,7 +115,7 @@ class NumericsProbe:
                 kept[i].copy_(_values(kept[i].shape, number, loaded.dtype))
         for spans in self._spans(pool):
             for i in layers:
-                batch = forward_batch.build(spans, pool, loaded.device)
+                batch = forward_batch.build_batch(spans, pool, loaded.device)
                 hidden = self._values((len(batch.tokens), loaded.config.hidden_size), 2)
                 self._decoder.trace(hidden, batch, i, see)
                 for kept in (pool.keys, pool.values):
@@ -127,14 +127,14 @@ class NumericsProbe:
         pool.native = self._native
         return pool
 
-    def _spans(self, pool: KVPool) -> Iterator[list[forward_batch.Span]]:
+    def _spans(self, pool: KVPool) -> Iterator[list[forward_batch.SequenceSlice]]:
         """A decode step of some sequences, then a prompt."""
         for sequences in ([range(at, at + 1) for at in _DECODED], [_PREFILLED]):
             spans = []
             for positions in sequences:
                 table = pool.allocate(positions.stop)
                 assert table is not None, "the probe's pool is as large as what it probes"
-                spans.append(forward_batch.Span([0] * len(positions), positions.start, table, False))
+                spans.append(forward_batch.SequenceSlice([0] * len(positions), positions.start, table, False))
             yield spans
             for span in spans:
                 pool.free(span.table)
@@ -178,7 +178,7 @@ class NumericsProbe:
             for spans in self._spans(pool):
                 for span in spans:
                     _fill(pool, span, (keys, keys), (one, other))
-                batch = forward_batch.build(spans, pool, loaded.device)
+                batch = forward_batch.build_batch(spans, pool, loaded.device)
                 query = self._values((1, loaded.heads, len(batch.tokens), loaded.head_dim), 7)
                 key, value = (kept[0].index_select(1, batch.slots)[None] for kept in (pool.keys, pool.values))
                 out, _ = attend_rows(at, query, key, value, batch, scaling=scale, softcap=cap)
@@ -211,7 +211,7 @@ def _values(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
     return once.repeat(-(-size // _PERIOD))[:size].view(*shape)
 
 
-def identified(
+def with_numerics_identity(
     loaded: LoadedModel,
     decoder: Decoder,
     bits: int,
@@ -236,7 +236,7 @@ def _cancelling(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> tu
     return weight.repeat(-(-outputs // _OUTPUTS), 1)[:outputs], x
 
 
-def _fill(pool: KVPool, span: forward_batch.Span, *paired: tuple[Tensor, Tensor]) -> None:
+def _fill(pool: KVPool, span: forward_batch.SequenceSlice, *paired: tuple[Tensor, Tensor]) -> None:
     """Writes pairs of keys, and of values, to a span's slots; those of its own rows follow each other."""
     near = span.start if len(span.tokens) > 1 else span.end
     slots = torch.from_numpy(span.table.slots(0, span.end)).to(pool.keys.device)

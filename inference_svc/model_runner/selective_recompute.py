@@ -24,14 +24,14 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 
 # The question's last tokens are enough to see where it looks.
 _QUESTION_TOKENS = 64
 
 
 @dataclass
-class Observer:
+class AttentionMass:
     """Collects how hard the rows of a batch look at each key, ``mass [keys]``: see ``Signals.attention``."""
 
     mass: Tensor
@@ -43,7 +43,7 @@ class Observer:
         self.mass[: len(mass)] += mass
 
 
-class Deviation:
+class KVDeviation:
     """How far keys and values moved from what was stored: see ``Signals.deviation``."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Deviation:
         return found
 
 
-class Repairing:
+class SelectiveRecompute:
     """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end,
     ``chosen`` the positions of the approximate tokens that were computed again, ``row_layers`` the work: rows times
     the layers that each went through."""
@@ -79,7 +79,7 @@ class Repairing:
         *,
         piece_rows: Callable[[], int] = lambda: 512,
         logits_at: Positions | None = None,
-        gate: LayerGate | None = None,
+        gate: LayerReadyEvent | None = None,
         adapter: LoraAdapter | None = None,
     ) -> None:
         self._decoder, self._pool, self._table = decoder, pool, table
@@ -100,7 +100,7 @@ class Repairing:
             yield from self._finish(np.union1d(chosen, fresh), None, 0)
             return
         positions = np.union1d(self._plan.approximate_positions, fresh)
-        changed = Deviation()
+        changed = KVDeviation()
         parts = []
         for piece in _pieces(positions, self._piece_rows):
             parts.append(self._measure(piece, depth, changed if self._strategy.needs_deviation else None))
@@ -117,17 +117,17 @@ class Repairing:
         self.chosen = self._strategy.select(self._plan, self._ratio, signals)
         return self.chosen
 
-    def _batch(self, positions: Positions, logits: bool = False) -> forward_batch.Batch:
+    def _batch(self, positions: Positions, logits: bool = False) -> forward_batch.ForwardBatch:
         tokens = self._tokens[positions].tolist()
-        span = forward_batch.Span(tokens, 0, self._table, False, positions, self._gate, adapter=self._adapter)
-        batch = forward_batch.build([span], self._pool, self._device)
+        span = forward_batch.SequenceSlice(tokens, 0, self._table, False, positions, self._gate, adapter=self._adapter)
+        batch = forward_batch.build_batch([span], self._pool, self._device)
         wanted = np.flatnonzero(np.isin(positions, self._logits_at)) if logits else np.empty(0, np.int64)
         if len(wanted):
             padded = np.concatenate((wanted, np.zeros(-len(wanted) % forward_batch.ROW_MULTIPLE, np.int64)))
             batch = replace(batch, logit_rows=torch.from_numpy(padded).to(self._device), wanted=len(wanted))
         return batch
 
-    def _measure(self, positions: Positions, depth: int, changed: Deviation | None) -> Tensor:
+    def _measure(self, positions: Positions, depth: int, changed: KVDeviation | None) -> Tensor:
         """Runs the lowest layers, with keys and values of layer ``depth``. Returns the states ``[rows, width]``, and
         adds the rows to ``changed``."""
         batch = self._batch(positions)
@@ -148,7 +148,7 @@ class Repairing:
     def _look(self) -> NDArray[np.float32]:
         """Reads the question over the stored keys: its attention, ``[approximate tokens]``."""
         question = self._plan.uncached_positions[-_QUESTION_TOKENS:]
-        observer = Observer(torch.zeros(self._plan.tokens, device=self._device))
+        observer = AttentionMass(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
         layers = max(1, int(self._decoder.layers * self._strategy.attention_depth))
         self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
@@ -187,13 +187,13 @@ def _pieces(positions: Positions, most: Callable[[], int]) -> Iterator[Positions
         positions, first = positions[take:], False
 
 
-class Repairs:
+class RecomputeQueue:
     """The repairs of running sequences, one piece at a time, of ``piece_rows()`` rows at most. Only the engine's thread
     uses it."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, piece_rows: Callable[[], int]) -> None:
         self._decoder, self._pool, self._piece_rows = decoder, pool, piece_rows
-        self._going: dict[Sequence, tuple[Repairing, Iterator[int]]] = {}
+        self._going: dict[Sequence, tuple[SelectiveRecompute, Iterator[int]]] = {}
         self._turn = False
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class Repairs:
         assert sequence.plan is not None
         assert sequence.table is not None
         assert sequence.repair is not None, "a plan without a repair"
-        work = Repairing(
+        work = SelectiveRecompute(
             self._decoder,
             self._pool,
             sequence.tokens,

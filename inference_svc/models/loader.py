@@ -30,7 +30,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.attention import ATTENTION, register
+from inference_svc.model_runner.attention import ATTENTION_NAME, register
 from inference_svc.models import awq_checkpoint as quantized
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import windows_of
@@ -270,12 +270,12 @@ def load(
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
         elif packed:
-            model = quantized.load_awq(folder, config, chosen, ATTENTION, keep)
+            model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep)
         else:
             # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.
             experts = EXPERTS if place.type == "cpu" else None
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=chosen, attn_implementation=ATTENTION, experts_implementation=experts
+                folder, dtype=chosen, attn_implementation=ATTENTION_NAME, experts_implementation=experts
             )
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
@@ -303,7 +303,7 @@ def _recipe(
         del config.quantization_config
     folder = folder.resolve()
     materials, source = partial(CheckpointWeights, folder, dtype, keep), str(folder / "config.json")
-    return LayerFileRecipe(config, ATTENTION, dtype, 16 if packed else width, materials, folder.name, source)
+    return LayerFileRecipe(config, ATTENTION_NAME, dtype, 16 if packed else width, materials, folder.name, source)
 
 
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:
@@ -323,7 +323,7 @@ def _is_needed(folder: Path, recipe: LayerFileRecipe, width: int, stream: Stream
 def recipe_of_shape(name: str, dtype: torch.dtype, width: int) -> LayerFileRecipe:
     """What ``shape:NAME`` is made of, its linear weights at ``width`` bits."""
     return LayerFileRecipe(
-        config_of_shape(name), ATTENTION, dtype, width, partial(RandomWeights, _SHAPE_SEED, dtype), name, name
+        config_of_shape(name), ATTENTION_NAME, dtype, width, partial(RandomWeights, _SHAPE_SEED, dtype), name, name
     )
 
 
@@ -343,7 +343,7 @@ def _load_shape(
         model, streamed = load_streamed(recipe, identity, stream)
         kind = type(model).__name__
         return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
-    model, rotary = build_meta_model(config, chosen, ATTENTION)
+    model, rotary = build_meta_model(config, chosen, ATTENTION_NAME)
     model.to_empty(device="cpu")
     model.model.rotary_emb = rotary
     model.tie_weights()

@@ -1,4 +1,4 @@
-"""What an answer tells of tokens, in the protocol's words: log probabilities, and by what it ended."""
+"""Log probabilities and stop reasons as protocol fields."""
 
 from __future__ import annotations
 
@@ -6,26 +6,28 @@ from collections.abc import Callable, Iterable
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.engine.sequence import Finish, Sequence
-from inference_svc.sampling.sampling_params import Drawn, Scored
+from inference_svc.engine.sequence import FinishReason, Sequence
+from inference_svc.sampling.sampling_params import PromptLogprob, SampledToken
 
 Decode = Callable[[list[int]], str]
 
 
-def token_logprob(drawn: Drawn, decode: Decode) -> pb.TokenLogprob:
-    """A token that was drawn, or one of a prompt, with the likeliest ones in its place."""
+def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
+    """Message for a sampled token or prompt token, with its most likely alternatives."""
     return pb.TokenLogprob(
         token_id=drawn.token,
         text=decode([drawn.token]),
         logprob=drawn.logprob or 0.0,
         top=[pb.TokenLogprob(token_id=t, text=decode([t]), logprob=p) for t, p in drawn.top],
-        rank=drawn.rank if isinstance(drawn, Scored) else 0,
+        rank=drawn.rank if isinstance(drawn, PromptLogprob) else 0,
     )
 
 
 def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]:
-    """All of the prompt of a sequence that has its first token; nothing unless it was asked for. Takes as long as
-    decoding each different token alone."""
+    """Prompt logprobs of a sequence that has its first token; empty unless requested.
+
+    Takes as long as decoding each distinct token alone.
+    """
     if sequence.prompt_logprobs is None:
         return []
     texts: dict[int, str] = {}
@@ -36,20 +38,20 @@ def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]
             texts[token] = decode(tokens)
         return texts[token]
 
-    scored: Iterable[Drawn] = (Drawn(sequence.tokens[0]), *sequence.prompt_scores)
+    scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_scores)
     return [token_logprob(one, text) for one in scored]
 
 
 def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
-    """By what of the request's a stream ended, for an answer made of its parts."""
+    """Copy the stop reason of a stream's last part into a whole answer."""
     kind = part.WhichOneof("stopped_by")
     if kind is not None:
         setattr(answer, kind, getattr(part, kind))
 
 
-def set_stop_reason(sequence: Sequence, finish: Finish, answer: pb.GenerateStreamResponse) -> None:
-    """Writes into an answer by what of the request's it ended."""
-    if finish is not Finish.STOP:
+def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.GenerateStreamResponse) -> None:
+    """Write the request's stop string or stop token that ended the sequence into an answer."""
+    if finish is not FinishReason.STOP:
         return
     if sequence.text.stopped:
         answer.stop_string = sequence.text.stopped_by

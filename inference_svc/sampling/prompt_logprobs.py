@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 from inference_svc.engine.sequence import Sequence
-from inference_svc.model_runner.forward_batch import Span
-from inference_svc.sampling.sampling_params import Scored
+from inference_svc.model_runner.forward_batch import SequenceSlice
+from inference_svc.sampling.sampling_params import PromptLogprob
 
 # Rows that are scored in one pass, and of these in one piece in float32.
-MOST_ROWS, _PIECE = 128, 16
+MAX_SCORED_ROWS, _PIECE = 128, 16
 
 
-def shares(sequences: Iterable[Sequence]) -> dict[Sequence, int]:
+def row_budget(sequences: Iterable[Sequence]) -> dict[Sequence, int]:
     """How many tokens are computed in one pass of those that are scored, the oldest first; none of the last ones."""
-    left, found = MOST_ROWS, dict[Sequence, int]()
-    for sequence in sorted((s for s in sequences if rows_due(s, s.missing)), key=lambda s: s.arrived):
+    left, found = MAX_SCORED_ROWS, dict[Sequence, int]()
+    for sequence in sorted((s for s in sequences if rows_to_score(s, s.missing)), key=lambda s: s.arrived):
         found[sequence] = min(sequence.missing, left)
         left -= found[sequence]
     return found
 
 
-def rows_due(sequence: Sequence, count: int) -> int:
+def rows_to_score(sequence: Sequence, count: int) -> int:
     """Of the next ``count`` tokens to compute, how many the prompt goes on behind; none when all are scored."""
     scores, last = sequence.prompt_scores, sequence.prompt_tokens - 1
     if sequence.prompt_logprobs is None or len(scores) == last:
@@ -38,7 +38,7 @@ def rows_due(sequence: Sequence, count: int) -> int:
 
 
 @torch.inference_mode()
-def take_scores(spans: list[tuple[Sequence, Span]], logits: Tensor) -> Tensor:
+def collect(spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> Tensor:
     """Notes how likely prompts' tokens are by the rows that were to be scored; returns the other rows of ``logits
     [wanted, vocabulary]``. May be called again for the same spans."""
     if not any(span.scored for _, span in spans):
@@ -60,7 +60,7 @@ def take_scores(spans: list[tuple[Sequence, Span]], logits: Tensor) -> Tensor:
     return logits[kept]
 
 
-def _scores(logits: Tensor, tokens: list[int], most: int) -> list[Scored]:
+def _scores(logits: Tensor, tokens: list[int], most: int) -> list[PromptLogprob]:
     """Each of ``tokens`` by its row of ``logits [tokens, vocabulary]``."""
     lines = torch.log_softmax(logits.float(), -1)
     own = lines.gather(1, torch.tensor(tokens, device=lines.device)[:, None])
@@ -68,6 +68,6 @@ def _scores(logits: Tensor, tokens: list[int], most: int) -> list[Scored]:
     top = torch.topk(lines, min(most, lines.shape[1]))
     alternatives = zip(top.indices.tolist(), top.values.tolist(), strict=True)
     return [
-        Scored(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        PromptLogprob(token, logprob, tuple(zip(ids, values, strict=True)), rank)
         for token, logprob, rank, (ids, values) in zip(tokens, own[:, 0].tolist(), ranks, alternatives, strict=True)
     ]

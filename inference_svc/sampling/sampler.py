@@ -17,16 +17,16 @@ import torch.nn.functional as F
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
-from inference_svc.sampling.sampling_params import Drawn, Sampler, min_p_margin
+from inference_svc.sampling.sampling_params import SampledToken, SamplingState, min_p_margin
 
 # Probabilities are added up in blocks of this many: which block a token is in, then which token of the block.
 _BLOCK = 512
 _LEAST = float("-inf")
-Outcome = Drawn | GenerationFailed
+SampleResult = SampledToken | GenerationFailed
 
 
 @torch.inference_mode()
-def draw(logits: Tensor, samplers: Sequence[Sampler]) -> list[Outcome]:
+def sample(logits: Tensor, samplers: Sequence[SamplingState]) -> list[SampleResult]:
     """A token for each row of ``logits [rows, vocabulary]``, on any device; ``logits`` is not changed.
 
     Rows that hold NaN or infinity, or nothing that may be drawn, get a GenerationFailed instead.
@@ -35,12 +35,12 @@ def draw(logits: Tensor, samplers: Sequence[Sampler]) -> list[Outcome]:
         return []
     plain = [i for i, s in enumerate(samplers) if s.plain_greedy]
     others = [i for i, s in enumerate(samplers) if not s.plain_greedy]
-    out: dict[int, Outcome] = {}
+    out: dict[int, SampleResult] = {}
     if plain:
         tokens, peaks = _likeliest(logits if not others else logits[plain])
         out |= {i: _checked(token, peak) for i, token, peak in zip(plain, tokens, peaks, strict=True)}
     if others:
-        out |= dict(zip(others, _draw(logits, others, [samplers[i] for i in others]), strict=True))
+        out |= dict(zip(others, _sample_rows(logits, others, [samplers[i] for i in others]), strict=True))
     return [out[i] for i in range(len(samplers))]
 
 
@@ -64,19 +64,19 @@ def likeliest_beside(logits: Tensor, tokens: Sequence[int]) -> list[int]:
     return _likeliest(others)[0]
 
 
-class NotFinite(GenerationFailed):
+class LogitsNotFinite(GenerationFailed):
     """Logits with NaN or infinity."""
 
 
-def _checked(token: int, peak: float) -> Outcome:
-    return Drawn(token) if np.isfinite(peak) else _not_finite()
+def _checked(token: int, peak: float) -> SampleResult:
+    return SampledToken(token) if np.isfinite(peak) else _not_finite()
 
 
-def _not_finite() -> NotFinite:
-    return NotFinite("the model computed NaN or infinity for this request; nothing can be drawn from that")
+def _not_finite() -> LogitsNotFinite:
+    return LogitsNotFinite("the model computed NaN or infinity for this request; nothing can be drawn from that")
 
 
-def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outcome]:
+def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState]) -> list[SampleResult]:
     """Tokens of some rows by all that their parameters ask for."""
     count, vocabulary = len(rows), logits.shape[1]
     chosen = logits if count == len(logits) else logits[rows]
@@ -85,10 +85,10 @@ def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outc
     # A maximum hands NaN through: one pass sees all that is wrong with a row.
     best = scores.amax(-1)
     sound = torch.isfinite(best).tolist()
-    lost = _mask(scores, samplers, vocabulary)
+    lost = _apply_masks(scores, samplers, vocabulary)
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
-    _push(scores, samplers)
+    _apply_penalties(scores, samplers)
     if not all(s.as_they_are for s in samplers):
         best = scores.amax(-1)
     able = torch.isfinite(best).tolist()
@@ -100,11 +100,12 @@ def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outc
     if drawn:
         all_of_them = len(drawn) == count
         part, peaks = (scores, best) if all_of_them else (scores[drawn], best[drawn])
-        for i, token in zip(drawn, _sample(part, peaks, [samplers[i] for i in drawn]), strict=True):
+        for i, token in zip(drawn, _sample_top_p(part, peaks, [samplers[i] for i in drawn]), strict=True):
             found[i] = token
     nothing = GenerationFailed("no token may be drawn here: none is both allowed and possible")
-    out: list[Outcome] = [
-        _not_finite() if not sound[i] else Drawn(found[i]) if able[i] else lost.get(i, nothing) for i in range(count)
+    out: list[SampleResult] = [
+        _not_finite() if not sound[i] else SampledToken(found[i]) if able[i] else lost.get(i, nothing)
+        for i in range(count)
     ]
     for line, i in zip(plain, scored, strict=False):
         if able[i]:
@@ -112,16 +113,16 @@ def _draw(logits: Tensor, rows: list[int], samplers: list[Sampler]) -> list[Outc
     return out
 
 
-def _with_logprobs(token: int, line: Tensor, most: int) -> Drawn:
+def _with_logprobs(token: int, line: Tensor, most: int) -> SampledToken:
     """``line [vocabulary]`` has the log probabilities at temperature 1 of what may be drawn."""
     if not most:
-        return Drawn(token, float(line[token]))
+        return SampledToken(token, float(line[token]))
     top = torch.topk(line, min(most, len(line)))
     likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return Drawn(token, float(line[token]), tuple((i, p) for i, p in likeliest if p > _LEAST))
+    return SampledToken(token, float(line[token]), tuple((i, p) for i, p in likeliest if p > _LEAST))
 
 
-def _mask(scores: Tensor, samplers: list[Sampler], vocabulary: int) -> dict[int, GenerationFailed]:
+def _apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) -> dict[int, GenerationFailed]:
     """Leaves nothing but what may be drawn in ``scores [rows, padded vocabulary]``. Rows whose grammar failed keep
     nothing; returns why."""
     device, lost = scores.device, {}
@@ -156,7 +157,7 @@ def _mask(scores: Tensor, samplers: list[Sampler], vocabulary: int) -> dict[int,
     return lost
 
 
-def _push(scores: Tensor, samplers: list[Sampler]) -> None:
+def _apply_penalties(scores: Tensor, samplers: list[SamplingState]) -> None:
     """Biases and penalties, written into ``scores [rows, padded vocabulary]``."""
     device = scores.device
     biased = [(i, token, bias) for i, s in enumerate(samplers) for token, bias in s.params.logit_bias.items()]
@@ -182,7 +183,7 @@ def _push(scores: Tensor, samplers: list[Sampler]) -> None:
     scores[at, ids] = values
 
 
-def _sample(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> list[int]:
+def _sample_top_p(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> list[int]:
     """Draws from ``scores [rows, padded vocabulary]``, whose largest are ``best [rows]``. Changes ``scores``."""
     weights = _weights(scores, best, samplers)
     blocks = weights.view(len(samplers), -1, _BLOCK)
@@ -196,7 +197,7 @@ def _sample(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> list[int]:
         reached = sums.cumsum(-1)
         if totals is None:
             totals = reached[:, -1]
-        tokens, chances = _pick(part, sums, reached, [samplers[i].uniform(attempt) for i in left])
+        tokens, chances = _inverse_cdf(part, sums, reached, [samplers[i].uniform(attempt) for i in left])
         for i, token in zip(left, tokens, strict=True):
             out[i] = token
         # With this much to itself, no token has top_p or more before it.
@@ -224,7 +225,7 @@ def _mass_above(blocks: Tensor, rows: list[int], limits: Tensor) -> Tensor:
     return (lines * (lines > limits.to(lines.device)[:, None, None])).sum(-1).cpu().double().sum(-1)
 
 
-def _weights(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> Tensor:
+def _weights(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> Tensor:
     """Probabilities ``[rows, padded vocabulary]`` at the rows' temperatures, of what min_p and top_k leave."""
     params = [s.params for s in samplers]
     device = scores.device
@@ -247,7 +248,7 @@ def _weights(scores: Tensor, best: Tensor, samplers: list[Sampler]) -> Tensor:
     return torch.softmax(scores, -1)
 
 
-def _pick(part: Tensor, sums: Tensor, reached: Tensor, uniforms: list[float]) -> tuple[list[int], Tensor]:
+def _inverse_cdf(part: Tensor, sums: Tensor, reached: Tensor, uniforms: list[float]) -> tuple[list[int], Tensor]:
     """The tokens at which the running sum of each row's weights reaches its share of their total, and their weights.
 
     ``part [rows, blocks, block]``; its ``sums [rows, blocks]`` and ``reached``, their running sum, are on the host.

@@ -12,12 +12,12 @@ import numpy as np
 from kvsidecar.errors import InvalidRequest
 from numpy.typing import NDArray
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 
 # Below this, logits that differ at all differ by more than any draw could bridge: the likeliest token is taken.
-COLDEST = 1e-5
-MOST_TOP_K = 2**31 - 1
-_MOST_BIASED = 1024
+GREEDY_BELOW = 1e-5
+MAX_TOP_K = 2**31 - 1
+_MAX_LOGIT_BIAS = 1024
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 # So many numbers belong to each place of an answer.
 _TRIES = 64
@@ -52,15 +52,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "0 (greedy) to 2")
         _within("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "values above 0, up to 1")
-        _within("top_k", self.top_k, 0 <= self.top_k <= MOST_TOP_K, f"0 (all) to {MOST_TOP_K}")
+        _within("top_k", self.top_k, 0 <= self.top_k <= MAX_TOP_K, f"0 (all) to {MAX_TOP_K}")
         _within("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 (all) to 1")
         repetition = self.repetition_penalty
         _within("repetition_penalty", repetition, 0.0 < repetition <= 10.0, "values above 0, up to 10")
         for name, value in (("presence", self.presence_penalty), ("frequency", self.frequency_penalty)):
             _within(f"{name}_penalty", value, -2.0 <= value <= 2.0, "-2 to 2")
-        if len(self.logit_bias) > _MOST_BIASED:
+        if len(self.logit_bias) > _MAX_LOGIT_BIAS:
             raise InvalidRequest(
-                f"logit_bias has {len(self.logit_bias)} tokens; at most {_MOST_BIASED} are allowed", param="logit_bias"
+                f"logit_bias has {len(self.logit_bias)} tokens; at most {_MAX_LOGIT_BIAS} are allowed",
+                param="logit_bias",
             )
         for token, bias in self.logit_bias.items():
             if token < 0 or not -100.0 <= bias <= 100.0:
@@ -72,7 +73,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature < COLDEST
+        return self.temperature < GREEDY_BELOW
 
     @property
     def counts(self) -> bool:
@@ -93,7 +94,7 @@ def _within(name: str, value: float, holds: bool, allowed: str) -> None:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledToken:
     """A token, with its log probability and the likeliest alternatives where asked for."""
 
     token: int
@@ -102,13 +103,13 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Scored(Drawn):
+class PromptLogprob(SampledToken):
     """A token of a prompt, with one more than there are likelier ones in its place."""
 
     rank: int = 0
 
 
-class Counts:
+class TokenCounts:
     """Which tokens there were in a prompt and, how often, in the answer to it."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
@@ -126,8 +127,8 @@ class Counts:
         """Of each, how often it was generated."""
         return self._generated[: len(self._at)]
 
-    def copy(self) -> Counts:
-        other = Counts(())
+    def copy(self) -> TokenCounts:
+        other = TokenCounts(())
         other._at, other._ids, other._generated = dict(self._at), self._ids.copy(), self._generated.copy()
         return other
 
@@ -141,7 +142,7 @@ class Counts:
         self._generated[at] += 1
 
 
-class Sampler:
+class SamplingState:
     """The state of one request's drawing: how many tokens it has drawn, and which.
 
     It goes on by ``accept`` alone, so that what is drawn and then dropped leaves no trace. Repeatable with a seed,
@@ -154,14 +155,14 @@ class Sampler:
         params: SamplingParams,
         logprobs: int | None = None,
         prompt: Iterable[int] = (),
-        steering: Steering | None = None,
+        steering: GrammarState | None = None,
         stops: Iterable[int] = (),
     ) -> None:
         """``stops`` are the tokens that end the answer."""
         self.params, self.logprobs, self.steering = params, logprobs, steering
         self.drawn = 0
         self._stops = sorted(stops) if params.min_tokens else []
-        self.counts = Counts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
+        self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
         self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
 
     @property
@@ -191,7 +192,7 @@ class Sampler:
         """The answer is what its grammar wants, and nothing may follow."""
         return self.steering is not None and self.steering.complete
 
-    def ahead(self) -> Sampler:
+    def ahead(self) -> SamplingState:
         """Another one that goes on from here, without the grammar: what it draws is a guess."""
         other = copy(self)
         other.logprobs, other.steering = None, None

@@ -13,36 +13,36 @@ from dataclasses import replace
 from kvsidecar.errors import OverflowFailed
 
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import Residents
-from inference_svc.kv_pool.window_release import Passing
-from inference_svc.model_runner.forward_batch import Span
-from inference_svc.sampling.prompt_logprobs import rows_due, shares
+from inference_svc.kv_pool.prefix_cache import PrefixCache
+from inference_svc.kv_pool.window_release import WindowReleaser
+from inference_svc.model_runner.forward_batch import SequenceSlice
+from inference_svc.sampling.prompt_logprobs import row_budget, rows_to_score
 from inference_svc.scheduling import scheduler
-from inference_svc.scheduling.pool_capacity import AHEAD_TOKENS
-from inference_svc.scheduling.preemption import Leaving
-from inference_svc.scheduling.prefill_budget import Pace
+from inference_svc.scheduling.pool_capacity import LOOKAHEAD_TOKENS
+from inference_svc.scheduling.preemption import PreemptionSaver
+from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.scheduler_entry import work_of
-from inference_svc.spec_decode.branch_tables import Forks
+from inference_svc.spec_decode.branch_tables import BranchTables
 from inference_svc.spec_decode.proposer import Draft
 from inference_svc.spec_decode.speculator import Speculator
 
 
-class Planner:
+class BatchPlanner:
     """Makes the spans of each forward, ``batch_tokens`` tokens at most beside guesses, and of prompts no more than
     ``pace`` allows while others decode."""
 
     def __init__(
         self,
         pool: KVPool,
-        residents: Residents,
-        passing: Passing,
-        leaving: Leaving,
+        residents: PrefixCache,
+        passing: WindowReleaser,
+        leaving: PreemptionSaver,
         speculator: Speculator,
         batch_tokens: int,
         longest: int,
-        pace: Pace,
+        pace: PrefillBudget,
         count_free: Callable[[], int],
         preempt: Callable[[Sequence], None],
         fail: Callable[[Sequence, Exception], None],
@@ -53,14 +53,14 @@ class Planner:
         self._speculator, self._batch_tokens, self._longest = speculator, batch_tokens, longest
         self._pace, self._count_free, self._preempt, self._fail = pace, count_free, preempt, fail
         # What branches of the last plan hold, until it is computed.
-        self.forks = Forks(pool, self._grow)
+        self.forks = BranchTables(pool, self._grow)
 
-    def plan(self, able: list[Sequence]) -> list[tuple[Sequence, Span]]:
+    def plan(self, able: list[Sequence]) -> list[tuple[Sequence, SequenceSlice]]:
         """The spans of the next forward over sequences with pages, and room for their keys and values. May preempt
         some of them."""
         due = min(sum(s.missing for s in able), self._batch_tokens)
         guessed = self._speculator.prepare([s for s in able if s.missing == 1 and not s.gated], due, self._longest)
-        scoring = shares(able)
+        scoring = row_budget(able)
         able = [s for s in able if scoring.get(s, 1)]
         step = self._decide(able, guessed, scoring)
         if self._pool.window and (step.preempted or not (step.rows or self._coming)):
@@ -68,25 +68,27 @@ class Planner:
             step = self._decide(able, guessed, scoring)
         for i in step.preempted:
             self._preempt(able[i])
-        spans, verified, trees = list[tuple[Sequence, Span]](), dict(step.guesses), dict[int, Draft]()
+        spans, verified, trees = list[tuple[Sequence, SequenceSlice]](), dict(step.guesses), dict[int, Draft]()
         for sequence in able:
             sequence.passed_over += 1
         for i, count in step.rows:
             sequence = able[i]
             assert sequence.table is not None
-            end, scored = sequence.computed + count, rows_due(sequence, count)
+            end, scored = sequence.computed + count, rows_to_score(sequence, count)
             if not self._grow(sequence.table, end):  # others are still being stored, or fewer pages than were counted
                 if not (self._leaving.sequences or self._passing.busy):
                     self._preempt(sequence)
                 continue
             try:
-                self._residents.back(sequence.table, sequence.computed, end + AHEAD_TOKENS)
+                self._residents.back(sequence.table, sequence.computed, end + LOOKAHEAD_TOKENS)
             except OverflowFailed as error:
                 self._fail(sequence, error)
                 continue
             sequence.passed_over = 0
             at, piece, last = sequence.computed, sequence.tokens[sequence.computed : end], end == len(sequence.tokens)
-            span = Span(piece, at, sequence.table, last, gate=sequence.gate, adapter=sequence.adapter, scored=scored)
+            span = SequenceSlice(
+                piece, at, sequence.table, last, gate=sequence.gate, adapter=sequence.adapter, scored=scored
+            )
             guesses = guessed.get(sequence, Draft())
             guesses = guesses.chosen(range(verified.get(i, 0)))
             if guesses and self._grow(sequence.table, end + guesses.depth):
@@ -99,7 +101,7 @@ class Planner:
         spans.sort(key=lambda one: one[0].realm.adapter)  # an adapter's rows are one piece then
         return spans
 
-    def _fork(self, spans: list[tuple[Sequence, Span]], trees: dict[int, Draft]) -> None:
+    def _fork(self, spans: list[tuple[Sequence, SequenceSlice]], trees: dict[int, Draft]) -> None:
         """Adds the branches of what is guessed behind some spans, in pages that are left when everybody has theirs."""
         began, branches = time.perf_counter(), 0
         for i, guesses in trees.items():
@@ -115,10 +117,10 @@ class Planner:
 
     def _decide(
         self, able: list[Sequence], guessed: dict[Sequence, Draft], scoring: dict[Sequence, int]
-    ) -> scheduler.Step:
+    ) -> scheduler.StepPlan:
         works = [work_of(s, self._pool, len(guessed.get(s, ())), scoring.get(s)) for s in able]
         free, most = self._count_free(), self._pace.max_rows
-        return scheduler.plan(works, self._batch_tokens, free, PAGE_TOKENS, self._coming, most)
+        return scheduler.plan_step(works, self._batch_tokens, free, BLOCK_TOKENS, self._coming, most)
 
     def _grow(self, table: BlockTable, tokens: int) -> bool:
         """Makes room for so many tokens in all, if need be where residents were. False when there is none."""

@@ -6,27 +6,27 @@ from dataclasses import dataclass
 
 from kvsidecar.errors import PromptExceedsPool, PromptTooLong
 
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 
 # In the overflow, so many tokens behind those of a pass have room on disk before it: guesses are written there, by who
 # makes them too, and never further.
-AHEAD_TOKENS = 128
+LOOKAHEAD_TOKENS = 128
 
 
 def peak_tokens(pool: KVPool, piece: int, tokens: int) -> int:
     """For how many tokens a request holds pages at most that has so many with its answer, computed in pieces of so
     many."""
-    return min(tokens, pool.window + piece + WINDOW_STEP + PAGE_TOKENS) if pool.moves else tokens
+    return min(tokens, pool.window + piece + WINDOW_STEP + BLOCK_TOKENS) if pool.moves else tokens
 
 
-def outgrows(pool: KVPool, piece: int, tokens: int) -> bool:
+def exceeds_pool(pool: KVPool, piece: int, tokens: int) -> bool:
     """Whether a request of so many tokens with its answer needs more than all of the pool."""
-    return peak_tokens(pool, piece, tokens) > pool.pages * PAGE_TOKENS
+    return peak_tokens(pool, piece, tokens) > pool.pages * BLOCK_TOKENS
 
 
 @dataclass(frozen=True)
-class Room:
+class PoolCapacity:
     """How many tokens a prompt and its answer may have together: ``context`` by the model, ``longest`` where the pool's
     ``pages`` hold fewer, and its overflow's, too."""
 
@@ -36,10 +36,10 @@ class Room:
     overflow_pages: int = 0
 
     @classmethod
-    def of(cls, pool: KVPool, piece: int, context: int) -> Room:
+    def of(cls, pool: KVPool, piece: int, context: int) -> PoolCapacity:
         """``piece`` tokens of a prompt are computed at once."""
-        most = max(pool.pages, pool.overflow_pages) * PAGE_TOKENS
-        longest = min(context, most) if outgrows(pool, piece, context) else context
+        most = max(pool.pages, pool.overflow_pages) * BLOCK_TOKENS
+        longest = min(context, most) if exceeds_pool(pool, piece, context) else context
         return cls(context, longest, pool.pages, pool.overflow_pages)
 
     def check(self, tokens: int, counted: str = "it has") -> None:
@@ -55,7 +55,7 @@ class Room:
         beyond = f" and its overflow {self.overflow_pages}" if self.overflow_pages else ""
         raise PromptExceedsPool(
             f"the prompt is too long: {counted} {tokens} tokens, which with one of answer need "
-            f"{-(-(tokens + 1) // PAGE_TOKENS)} pages of {PAGE_TOKENS} tokens; this worker's pool has "
+            f"{-(-(tokens + 1) // BLOCK_TOKENS)} pages of {BLOCK_TOKENS} tokens; this worker's pool has "
             f"{self.pages}{beyond}, so at most {self.longest} tokens are allowed (of the {self.context} that the model "
             "allows): shorten it, or start the worker with a larger --pool-bytes or --overflow-bytes"
         )

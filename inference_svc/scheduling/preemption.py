@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import structlog
 
-from inference_svc.engine.kv_connector import Cache, SaveDone
-from inference_svc.engine.sequence import Sequence, State, StoredPrefix
+from inference_svc.engine.kv_connector import KVConnector, SaveCallback
+from inference_svc.engine.sequence import Sequence, SequenceState, StoredPrefix
 from inference_svc.kv_pool.kv_pool import KVPool
 
 log = structlog.get_logger("engine")
 
 # Fewer tokens are computed again in about the time that storing and loading them takes.
-_LEAST_TOKENS = 128
+_MIN_SAVED_TOKENS = 128
 
 
-class Leaving:
+class PreemptionSaver:
     """Sequences whose pages go as soon as they are stored. Only the engine's thread uses it. ``saved`` hears, on
     another one, that they are, or that they could not be."""
 
-    def __init__(self, pool: KVPool, cache: Cache, saved: SaveDone) -> None:
+    def __init__(self, pool: KVPool, cache: KVConnector, saved: SaveCallback) -> None:
         self._pool, self._cache, self._saved = pool, cache, saved
         self._going: set[Sequence] = set()
 
@@ -38,7 +38,7 @@ class Leaving:
         loaded = sequence.gate is None or sequence.gate.complete
         if not (use.read and use.write and loaded) or table is None or before < table.since:
             return False
-        if sequence.reusable - before < _LEAST_TOKENS:
+        if sequence.reusable - before < _MIN_SAVED_TOKENS:
             return False
         try:
             if not self._cache.save_part(sequence, self._pool, table, sequence.reusable, self._saved):
@@ -46,7 +46,7 @@ class Leaving:
         except Exception:  # it is computed again then
             log.exception("storing failed", request=sequence.id)
             return False
-        sequence.state = State.SAVING
+        sequence.state = SequenceState.SAVING
         self._going.add(sequence)
         return True
 

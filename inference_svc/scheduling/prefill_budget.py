@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from inference_svc.model_runner.forward_batch import Span
+from inference_svc.model_runner.forward_batch import SequenceSlice
 
 # One step that was interrupted teaches no more than this.
 _MAX_RATIO, _GAIN = 2.0, 0.25
@@ -16,7 +16,7 @@ _MIN_ROWS, _ROW_STEP = 32, 16
 _MAX_STRETCH = 2.0
 
 
-class Pace:
+class PrefillBudget:
     """Seconds of a step: a fixed part, and a part for each row of a prompt.
 
     Measured at the start and with every step. ``budget_seconds`` is what a step may take in which some sequences decode
@@ -37,7 +37,7 @@ class Pace:
             each = max(seconds - (self._fixed or 0.0), seconds / 2) / prompt_rows
             self._row = _mean(self._row, each)
 
-    def learn_step(self, spans: Iterable[Span], seconds: float) -> None:
+    def learn_step(self, spans: Iterable[SequenceSlice], seconds: float) -> None:
         """The same of a step's spans; of one in which no layer was waited for."""
         spans = list(spans)
         if all(span.gate is None for span in spans):

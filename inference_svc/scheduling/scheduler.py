@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 AGE_TOKENS_PER_SECOND = 2000.0
 # For longer, nobody is held back for another one's sake.
-HOLD_SECONDS = 60.0
+MAX_HOLD_SECONDS = 60.0
 # Prompts leave, and get, at least this share of the rows when decoding alone could fill them.
-_PROMPTS_SHARE = 4
+_PREFILL_SHARE = 4
 # Pieces of a prompt shorter than this cost more than they bring on.
-_LEAST_PIECE = 32
+_MIN_CHUNK_TOKENS = 32
 _RESERVE_SHARE = 100
 
 
@@ -41,7 +41,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Work:
+class SchedulerEntry:
     """A running sequence."""
 
     arrived: float
@@ -55,7 +55,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepPlan:
     """The next forward: ``rows`` are ``(index, tokens)`` of the works that get any, ``guesses`` the same for guesses
     behind them; ``preempted`` are to go first."""
 
@@ -64,13 +64,13 @@ class Step:
     guesses: tuple[tuple[int, int], ...] = ()
 
 
-def choose(candidates: Sequence[Candidate]) -> int | None:
+def select_waiting(candidates: Sequence[Candidate]) -> int | None:
     """The index of the sequence to admit; None when all are held back."""
     best, chosen = -1.0, None
     for i, c in enumerate(candidates):
         if c.preempted:
             return i
-        if c.held_back and c.waited_seconds < HOLD_SECONDS:
+        if c.held_back and c.waited_seconds < MAX_HOLD_SECONDS:
             continue
         score = c.known + c.waited_seconds * AGE_TOKENS_PER_SECOND
         if score > best:
@@ -78,20 +78,20 @@ def choose(candidates: Sequence[Candidate]) -> int | None:
     return chosen
 
 
-def reserve(pages: int, running: int) -> int:
+def blocks_to_reserve(pages: int, running: int) -> int:
     """Pages of a pool that an admission must leave to so many running sequences: one for each to grow into, and a
     hundredth of all."""
     return max(running, pages // _RESERVE_SHARE) if running else 0
 
 
-def plan(
-    works: Sequence[Work],
+def plan_step(
+    works: Sequence[SchedulerEntry],
     budget: int,
     free_pages: int,
     page_tokens: int,
     coming: int = 0,
     prompt_rows: int | None = None,
-) -> Step:
+) -> StepPlan:
     """Rows for the next forward, ``budget`` at most, and ``prompt_rows`` of them for prompts while others decode.
     ``free_pages`` are those that nobody in need of them holds; while others are ``coming``, nobody is preempted, and
     whoever needs more than there are waits."""
@@ -121,11 +121,11 @@ def plan(
         elif coming:
             free_pages = 0  # for it, with those that come
     guesses = _guesses(works, rows, budget - sum(rows.values()), free_pages, page_tokens)
-    return Step(tuple(rows.items()), tuple(preempted), guesses)
+    return StepPlan(tuple(rows.items()), tuple(preempted), guesses)
 
 
 def _guesses(
-    works: Sequence[Work], rows: dict[int, int], budget: int, free_pages: int, page_tokens: int
+    works: Sequence[SchedulerEntry], rows: dict[int, int], budget: int, free_pages: int, page_tokens: int
 ) -> tuple[tuple[int, int], ...]:
     """Rows for guesses behind all that is missing of a work, within what is left."""
     out = []
@@ -143,11 +143,13 @@ def _guesses(
     return tuple(out)
 
 
-def _share(works: Sequence[Work], ready: Sequence[int], budget: int, prompt_rows: int | None) -> dict[int, int]:
+def _share(
+    works: Sequence[SchedulerEntry], ready: Sequence[int], budget: int, prompt_rows: int | None
+) -> dict[int, int]:
     """How many tokens each of the sequences computes, who are in the order of their arrival."""
     decoding = [i for i in ready if works[i].missing == 1]
     prompts = [i for i in ready if works[i].missing > 1]
-    kept = max(1, budget // _PROMPTS_SHARE) if prompts else 0
+    kept = max(1, budget // _PREFILL_SHARE) if prompts else 0
     # Whoever was passed over is first next time.
     decoding.sort(key=lambda i: -works[i].passed_over)
     counts = dict.fromkeys(decoding[: max(budget - kept, 0)], 1)
@@ -161,7 +163,7 @@ def _share(works: Sequence[Work], ready: Sequence[int], budget: int, prompt_rows
     left -= counts[oldest]
     for i in sorted(others, key=lambda i: works[i].missing):
         take = min(works[i].missing, left)
-        if take == works[i].missing or take >= _LEAST_PIECE:
+        if take == works[i].missing or take >= _MIN_CHUNK_TOKENS:
             counts[i] = take
             left -= take
     counts[oldest] += min(left, works[oldest].missing - counts[oldest])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.scheduling.scheduler import Work
+from inference_svc.scheduling.scheduler import SchedulerEntry
 
 
-def work_of(sequence: Sequence, pool: KVPool, guesses: int, most: int | None = None) -> Work:
+def work_of(sequence: Sequence, pool: KVPool, guesses: int, most: int | None = None) -> SchedulerEntry:
     """What a sequence with pages asks of the next forward: its missing tokens, ``most`` of them if need be, and so many
     guesses to verify."""
     assert sequence.table is not None
-    return Work(
+    return SchedulerEntry(
         arrived=sequence.arrived,
         missing=sequence.missing if most is None else min(sequence.missing, most),
         room=sequence.table.tokens - sequence.computed,

@@ -1,4 +1,7 @@
-"""Puts a worker together: model, pool, cache, engine. Used by the gRPC worker and by the in-process Engine."""
+"""Assembles a worker: model, pool, connector, engine.
+
+Used by the gRPC worker and by the in-process Engine.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +25,18 @@ from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shif
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_client.connector import DaemonConnector
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.adapter_dir import AdapterDir
 from inference_svc.lora.adapter_weights import AdapterWeights, linears_of, read_weights
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.model_runner.attention import ATTENTION
-from inference_svc.model_runner.cuda_attention import kernels_of, measured
+from inference_svc.model_runner.attention import ATTENTION_NAME
+from inference_svc.model_runner.cuda_attention import find_kernels, select_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.numerics_probe import identified
+from inference_svc.model_runner.numerics_probe import with_numerics_identity
 from inference_svc.models.batch_invariance_probe import batch_variant_shapes, packed_linears_of
 from inference_svc.models.draft_loader import COPY_BITS, load_draft
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
@@ -42,11 +45,12 @@ from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.models.model_check import SELF
 from inference_svc.models.numerics_identity import NumericsIdentity
+from inference_svc.request.request_builder import RequestBuilder, RequestDefaults
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
-from inference_svc.spec_decode.draft_model_proposer import DraftModel
+from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 
 log = structlog.get_logger("worker")
 
@@ -56,32 +60,40 @@ _ATTACH_SECONDS, _NAME_LENGTH = 1.0, 64
 
 @dataclass(frozen=True)
 class Runtime:
-    """A running engine with its cache link (None without a daemon)."""
+    """A running engine with its connector (None without a daemon)."""
 
     engine: Engine
     cache: DaemonConnector | None
     config: WorkerConfig
 
     def close(self) -> None:
-        """Stops the engine, stores what is queued, ends the session. Blocks."""
+        """Stop the engine, finish queued saves, end the sessions. Blocks."""
         self.engine.stop()
         if self.engine.loaded.streamed is not None:
             self.engine.loaded.streamed.close()
         if self.cache is not None:
             self.cache.close()
 
+    def request_builder(self) -> RequestBuilder:
+        """Build the request builder for this engine and its settings."""
+        config, engine = self.config, self.engine
+        defaults = RequestDefaults(
+            config.document_separator, config.tool_call_parser, config.speculate, bool(config.draft_model)
+        )
+        return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.room)
+
 
 def build_runtime(config: WorkerConfig) -> Runtime:
-    """Loads the model and starts the engine. Raises ConfigurationError, ModelUnsupported.
+    """Load the model and start the engine. Raises ConfigurationError, ModelUnsupported.
 
-    Works on a thread that ends with it: OpenMP keeps a team of threads for every thread that computed, and once
-    there are more of them than cores it lets all of them sleep between operations. A decode step is 15 to 25 %
-    slower then. So only the engine's thread may be left with a team.
+    Runs on a thread that ends afterwards: OpenMP keeps a team of threads for every thread that computed, and once there
+    are more of them than cores it lets all of them sleep between operations, which makes a decode step 15 to 25 %
+    slower. So only the engine's thread may be left with a team.
     """
     keep_freed_memory()
     with ThreadPoolExecutor(1, "load") as thread:
         built = thread.submit(_load_and_assemble, config).result()
-    trim_freed_memory()  # of weights before they were packed
+    trim_freed_memory()  # weights were loaded before they were packed
     return built
 
 
@@ -116,7 +128,7 @@ def _load_and_assemble(config: WorkerConfig) -> Runtime:
 
 
 def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDir], address: Address | None) -> Runtime:
-    """What serves a model that is loaded, with the adapters of some folders and the daemon at an address."""
+    """Assemble the runtime of a loaded model with its adapters and the daemon at ``address``."""
     if config.context_length:
         if config.context_length > loaded.context_length:
             raise ConfigurationError(
@@ -132,7 +144,9 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDi
     threads = config.threads or len(os.sched_getaffinity(0))
     decoder = Decoder(loaded)
     shared = config.share_across_machines
-    loaded = identified(loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native)
+    loaded = with_numerics_identity(
+        loaded, decoder, config.storage_bits, shared=shared, threads=threads, native=pool.native
+    )
     _log_numerics(loaded.numerics)
     cache: DaemonConnector | None = None
     daemons = _daemon_connections(address, config, loaded, adapters)
@@ -159,7 +173,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDi
         config.prefill_step_ms / 1000,
     )
     speculates = config.speculate != "off"
-    engine = Engine(loaded, pool, cache or NoCache(), limits, threads, draft, speculates, adapters, decoder)
+    engine = Engine(loaded, pool, cache or NullKVConnector(), limits, threads, draft, speculates, adapters, decoder)
     _log_adapters(config, engine, bool(daemons))
     if daemons:
         daemons[b""].served_counts = lambda: _prompt_counters(engine)  # of all that the worker does
@@ -167,18 +181,20 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDi
 
 
 def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWeights]:
-    """Their weights, checked against the model's layers. Raises ConfigurationError."""
+    """Read adapter weights, checked against the model's layers. Raises ConfigurationError."""
     if not folders:
         return []
-    linears = linears_of(loaded.config, loaded.dtype, ATTENTION)
+    linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME)
     return [read_weights(folder, linears, loaded.id) for folder in folders]
 
 
 def _daemon_connections(
     address: Address | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
 ) -> dict[bytes, DaemonConnection]:
-    """A link to the daemon for the model and one for each adapter, by its fingerprint: each has a namespace of its own,
-    and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
+    """Connections for the model and for each adapter, by fingerprint; empty without a daemon.
+
+    Each has its own namespace, and with it a verdict on approximate reuse.
+    """
     if address is None:
         return {}
     names = {b"": ""} | {a.fingerprint: a.name for a in adapters}
@@ -188,7 +204,7 @@ def _daemon_connections(
 def daemon_connection(
     address: Address, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
 ) -> DaemonConnection:
-    """The link for the adapter of this name and fingerprint; both are empty for the model."""
+    """Connect for the adapter of this name and fingerprint; both are empty for the model."""
     return DaemonConnection(
         address,
         f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
@@ -198,8 +214,8 @@ def daemon_connection(
     )
 
 
-def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModel | None:
-    """What guesses, if a model is to. Its pool has a page for each of the model's."""
+def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
+    """Load the draft model, if one is configured. Its pool has a page for each of the model's."""
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
@@ -210,9 +226,9 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
         )
     draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
-    own = pool if copy else _new_pool(draft, pool.pages * PAGE_TOKENS)
+    own = pool if copy else _new_pool(draft, pool.pages * BLOCK_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
-    return DraftModel(
+    return DraftModelProposer(
         Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
     )
 
@@ -220,7 +236,7 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
 def _log_numerics(numerics: NumericsIdentity) -> None:
     if numerics.shared:
         log.warning(
-            "share_across_machines is on: workers share chunks whatever computed them, so a hit may change an answer",
+            "share_across_machines is on: workers share chunks of any numerics, so a hit may change an answer",
             numerics=numerics.id,
         )
     else:
@@ -242,8 +258,8 @@ def _probe_batch_invariance(loaded: LoadedModel) -> None:
 def _warn_batch_variance(bad: list[str], loaded: LoadedModel) -> None:
     if bad:
         log.warning(
-            "this CPU gives a row other bits in another batch, so answers with the cache may differ from those without "
-            "in their last bits; kvsidecar doctor says more",
+            "a row's bits depend on its batch on this CPU, so answers with the cache may differ in their last bits; "
+            "kvsidecar doctor says more",
             products=bad,
             dtype=str(loaded.dtype),
         )
@@ -253,13 +269,11 @@ def _log_adapters(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
         engine.between_steps(partial(log_adapter_ready, adapter, engine.loaded))
     if engine.adapters and cached and config.approximate == "verified":
-        log.info(
-            "what adapters have read is reused where a prompt begins with it, exactly: kvsidecar verify is of the model"
-        )
+        log.info("adapters reuse prefixes only, exactly: kvsidecar verify verifies the model without adapters")
 
 
 def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
-    """Logs that it is there, and which of its products keep no bits on this thread, the engine's."""
+    """Log that an adapter is ready, and its layers whose bits depend on the batch. On the engine's thread."""
     log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
     if loaded.device.type == "cpu":
         products = [product for pair in adapter.pairs.values() for product in pair.products]
@@ -273,8 +287,7 @@ def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
     if policy.recompute_setting(session.verdict) is None:
         known = "failed its verification" if session.verdict is not None else "has not been verified: kvsidecar verify"
         log.info(
-            "what was read before is reused where a prompt begins with it, exactly; elsewhere it is not, because the "
-            f"model {known}"
+            f"stored chunks are reused as prefixes only, exactly; approximate reuse is off because the model {known}"
         )
 
 
@@ -284,11 +297,11 @@ def _prompt_counters(engine: Engine) -> ServedCounts:
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
-    """How this worker cuts prompts and reuses text elsewhere. Models whose keys cannot be moved say why, once."""
+    """Build the worker's chunking and reuse policy. Logs why a model's keys cannot be shifted."""
     separator: list[int] = []
     if config.document_separator:
         separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
-    # Reading the whole vocabulary takes a second for a large one.
+    # Decoding the whole vocabulary takes a second for a large one.
     ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
     chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends)
     why = why_not_shiftable(loaded.config)
@@ -301,21 +314,21 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     tokens = config.pool_bytes // per_token
-    if tokens < 4 * PAGE_TOKENS:
+    if tokens < 4 * BLOCK_TOKENS:
         raise ConfigurationError(
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
-            f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
+            f"at least {format_size(4 * BLOCK_TOKENS * per_token)}"
         )
-    # No batch can use more than this.
+    # A batch cannot use more tokens than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
     return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
 
 
-def _new_pool(loaded: LoadedModel, tokens: int, overflow: Overflow | None = None) -> KVPool:
+def _new_pool(loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = None) -> KVPool:
     windows, shape = loaded.windows, (loaded.layers, loaded.kv_heads, loaded.head_dim)
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, overflow)
-    kernels = kernels_of(loaded.device, loaded.dtype, loaded.head_dim)
+    kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
-        pool.native = measured(pool, kernels, loaded.heads)
-        log.info("our attention serves where it is faster", kinds=sorted(pool.native.kinds))
+        pool.native = select_cuda_attention(pool, kernels, loaded.heads)
+        log.info("native attention kernels are used where they are faster", kinds=sorted(pool.native.kinds))
     return pool

@@ -13,7 +13,7 @@ from kvsidecar.telemetry.otlp_export import checked_endpoint
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from inference_svc.spec_decode.speculation_mode import MOST_BRANCHES
+from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
 ADAPTER_NAME_RULE = "at most 96 letters, digits and . _ : / -, the first of them a letter or a digit"
@@ -77,7 +77,7 @@ class ModelSettings(BaseSettings):
     at 4 bits (CPU), which stays in memory where the model itself is streamed; for speculate draft or auto."""
     num_speculative_tokens: int = Field(default=16, ge=1, le=64)
     """Most tokens that are guessed for a request one behind the other."""
-    num_speculative_branches: int = Field(default=2, ge=1, le=MOST_BRANCHES)
+    num_speculative_branches: int = Field(default=2, ge=1, le=MAX_BRANCHES)
     """Most branches of what is guessed that are verified at once, where that is faster than one alone; 1: a chain."""
     lora: Annotated[tuple[str, ...], NoDecode] = ()
     """LoRA adapters, NAME=FOLDER each, in folders that PEFT wrote; several in a flag or in several, or separated by

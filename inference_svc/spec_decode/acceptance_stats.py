@@ -9,7 +9,7 @@ _PRIOR_WEIGHT, _COMMON_WEIGHT = 8.0, 4.0
 _COMMON_FADE, _OWN_FADE = 0.998, 0.96
 
 
-class Tally:
+class AcceptanceCounts:
     """Guesses and right ones, for each sign."""
 
     def __init__(self, seen: Sequence[float], right: Sequence[float], fade: float) -> None:
@@ -20,23 +20,23 @@ class Tally:
         self.right[sign] = self.right[sign] * self._fade + right
 
 
-class Acceptance:
+class AcceptanceStats:
     """What a proposer's signs are worth."""
 
     def __init__(self, priors: Sequence[float]) -> None:
         seen = [_PRIOR_WEIGHT] * len(priors)
-        self._common = Tally(seen, [p * _PRIOR_WEIGHT for p in priors], _COMMON_FADE)
+        self._common = AcceptanceCounts(seen, [p * _PRIOR_WEIGHT for p in priors], _COMMON_FADE)
 
-    def own(self) -> Tally:
+    def own(self) -> AcceptanceCounts:
         """For one answer."""
         zeros = [0.0] * len(self._common.seen)
-        return Tally(zeros, zeros, _OWN_FADE)
+        return AcceptanceCounts(zeros, zeros, _OWN_FADE)
 
-    def chance(self, own: Tally, sign: int) -> float:
+    def chance(self, own: AcceptanceCounts, sign: int) -> float:
         """That a guess of a sign is right, if those before it are."""
         common = self._common.right[sign] / self._common.seen[sign]
         return (own.right[sign] + _COMMON_WEIGHT * common) / (own.seen[sign] + _COMMON_WEIGHT)
 
-    def learn(self, own: Tally, sign: int, right: bool) -> None:
+    def learn(self, own: AcceptanceCounts, sign: int, right: bool) -> None:
         own.add(sign, right)
         self._common.add(sign, right)

@@ -15,14 +15,14 @@ from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.forward_batch import Branch, Span
+from inference_svc.model_runner.forward_batch import Branch, SequenceSlice
 from inference_svc.spec_decode.proposer import Draft
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 
 
-class Forks:
+class BranchTables:
     """Only the engine's thread uses it. Owns the branches' pages until ``release``."""
 
     def __init__(self, pool: KVPool, grow: Callable[[BlockTable, int], bool]) -> None:
@@ -54,7 +54,7 @@ class Forks:
             table = self._fork(sequence, tables[behind], start, start + len(path))
             if table is None:
                 continue
-            page = start // PAGE_TOKENS * PAGE_TOKENS
+            page = start // BLOCK_TOKENS * BLOCK_TOKENS
             places = [(row, position) for position, row in enumerate(ancestors, root) if position >= page]
             copied = tuple((row, int(table.slots(position, position + 1)[0])) for row, position in places)
             tokens, at = [guesses.tokens[node] for node in path], len(tables)
@@ -75,7 +75,7 @@ class Forks:
         for table in self._held.get(sequence, ()):
             self._pool.erase(table)
 
-    def check(self, spans: list[tuple[Sequence, Span]], logits: Tensor) -> None:
+    def check(self, spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
         """Raises GenerationFailed where guesses made rows of ``logits [rows, vocabulary]``, those that spans draw from,
         NaN or infinite: a right row that attends beside theirs, too. Their keys and values are cleared then, and
         nothing more is guessed for these sequences."""
@@ -88,7 +88,7 @@ class Forks:
             if span.guessed and not all(sound[at : at + rows]):
                 self._pool.clear(span.table, span.end - span.drafted, span.end)
                 self.erase(sequence)
-                sequence.speculation = Speculation.OFF
+                sequence.speculation = SpeculationMode.OFF
                 spoiled.append(sequence.id)
             at += rows
         if spoiled:
@@ -102,7 +102,7 @@ class Forks:
 
     def _fork(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> BlockTable | None:
         """A table that goes another way from ``start`` on, with room up to ``end``, and what is computed before."""
-        page = start // PAGE_TOKENS * PAGE_TOKENS
+        page = start // BLOCK_TOKENS * BLOCK_TOKENS
         own = BlockTable()
         if not self._grow(own, end - page):
             return None

@@ -11,7 +11,7 @@ _BRANCH_MARGIN = 1.01
 
 
 @dataclass(frozen=True)
-class Node:
+class DraftNode:
     """The guess at a place of a sequence's draft, and the chance that it becomes part of the answer."""
 
     chance: float
@@ -21,15 +21,15 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Choice:
+class DraftSelection:
     """Guesses, the likeliest first, so that what comes before one is there, and the tokens per second of all."""
 
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[DraftNode, ...] = ()
     rate: float = 0.0
 
 
 @dataclass(frozen=True)
-class Prices:
+class StepCosts:
     """What a pass costs: its seconds by the rows of guesses beside the others, and those of a branch more; ``plain`` of
     its tokens come without any guess."""
 
@@ -38,7 +38,7 @@ class Prices:
     plain: int
 
 
-def choose(nodes: Sequence[Node], widths: Sequence[int], prices: Prices) -> Choice:
+def select_drafts(nodes: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts) -> DraftSelection:
     """The best chains, or the best trees where these are better, of at most so many branches for each sequence."""
     # What follows a guess is worth less than it: those before a place in this order are whole beginnings.
     ordered = sorted(nodes, key=lambda node: -node.chance)
@@ -50,7 +50,7 @@ def choose(nodes: Sequence[Node], widths: Sequence[int], prices: Prices) -> Choi
     return best
 
 
-def _best(ordered: Sequence[Node], widths: Sequence[int], prices: Prices) -> Choice:
+def _best(ordered: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts) -> DraftSelection:
     taken, forked = _fitting(ordered, widths)
     expected, branches, count, rate = float(prices.plain), 0, 0, 0.0
     for i, node in enumerate(taken):
@@ -59,12 +59,12 @@ def _best(ordered: Sequence[Node], widths: Sequence[int], prices: Prices) -> Cho
         found = expected / (prices.seconds(i + 1) + branches * prices.branch_seconds)
         if found > rate:
             rate, count = found, i + 1
-    return Choice(tuple(taken[:count]), rate)
+    return DraftSelection(tuple(taken[:count]), rate)
 
 
-def _fitting(ordered: Sequence[Node], widths: Sequence[int]) -> tuple[list[Node], list[bool]]:
+def _fitting(ordered: Sequence[DraftNode], widths: Sequence[int]) -> tuple[list[DraftNode], list[bool]]:
     """Those that make no sequence's tree wider, and of each whether it begins another branch."""
-    taken, forked = list[Node](), list[bool]()
+    taken, forked = list[DraftNode](), list[bool]()
     there, children, branches = set[tuple[int, int]](), set[tuple[int, int]](), Counter[int]()
     for node in ordered:
         behind = node.sequence, node.parent

@@ -19,15 +19,15 @@ from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.sampling.sampler import Outcome, draw, likeliest_beside
-from inference_svc.sampling.sampling_params import Drawn, Sampler
-from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
+from inference_svc.sampling.sampler import SampleResult, likeliest_beside, sample
+from inference_svc.sampling.sampling_params import SampledToken, SamplingState
+from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 
 _FADE = 0.8
 
 
 @dataclass
-class _Kept:
+class _DraftState:
     """What the draft's pool has of a sequence: keys and values of ``computed`` leading tokens, which were ``known``
     when something was last guessed behind them."""
 
@@ -38,13 +38,13 @@ class _Kept:
 
 
 @dataclass
-class _Going:
+class _PendingDraft:
     """A guess in the making: the next token follows the last row that was computed. ``others`` are what was the
     likeliest beside each of the ``tokens``."""
 
-    wish: Wish
-    kept: _Kept
-    sampler: Sampler
+    wish: DraftRequest
+    kept: _DraftState
+    sampler: SamplingState
     tokens: list[int] = field(default_factory=list)
     others: list[int] = field(default_factory=list)
 
@@ -57,7 +57,7 @@ class _Going:
         return Draft((*self.tokens, *others), (*before, *before[: len(others)]), signs)
 
 
-class DraftModel:
+class DraftModelProposer:
     """A ``Proposer`` with keys and values of its own, or, as a copy of the model, with the model's.
 
     A copy reads what the model has computed and writes what it guesses into the slots that verification then fills
@@ -85,7 +85,7 @@ class DraftModel:
         self._decoder, self._pool, self._copy = decoder, pool, copy
         self._known = vocabulary if known is None else known
         self._vocabulary, self._longest, self._piece_rows = vocabulary, longest, piece_rows
-        self._kept: dict[Sequence, _Kept] = {}
+        self._kept: dict[Sequence, _DraftState] = {}
         self._seconds = 0.0
 
     @property
@@ -105,8 +105,8 @@ class DraftModel:
         """What is held of a pool of its own."""
         return [kept.table for kept in self._kept.values()]
 
-    def propose(self, wishes: abc.Sequence[Wish]) -> list[Draft]:
-        budget, spans, due = self._piece_rows, list[forward_batch.Span](), list[_Going]()
+    def propose(self, wishes: abc.Sequence[DraftRequest]) -> list[Draft]:
+        budget, spans, due = self._piece_rows, list[forward_batch.SequenceSlice](), list[_PendingDraft]()
         for wish in wishes:
             kept, tokens = self._kept_of(wish.sequence), wish.sequence.tokens
             kept.strange = kept.strange or any(token >= self._known for token in tokens[kept.known :])
@@ -116,19 +116,19 @@ class DraftModel:
             if kept.strange or not piece or not most:
                 continue
             whole = kept.computed + len(piece) == len(tokens)
-            spans.append(forward_batch.Span(piece, kept.computed, kept.table, whole))
+            spans.append(forward_batch.SequenceSlice(piece, kept.computed, kept.table, whole))
             budget -= len(piece)
             kept.computed += len(piece)
             if whole:
-                due.append(_Going(replace(wish, most=most), kept, wish.sequence.sampler.ahead()))
+                due.append(_PendingDraft(replace(wish, most=most), kept, wish.sequence.sampler.ahead()))
         found = {one.wish.sequence: one for one in due}
         while spans:
             began, alone = time.perf_counter(), all(len(span.tokens) == 1 for span in spans)
             logits = self._logits(spans)
-            drawn = draw(logits, [one.sampler for one in due])
+            drawn = sample(logits, [one.sampler for one in due])
             _add_others(due, logits, drawn)
             if self._copy:
-                self._clear([one for one, token in zip(due, drawn, strict=True) if not isinstance(token, Drawn)])
+                self._clear([one for one, token in zip(due, drawn, strict=True) if not isinstance(token, SampledToken)])
             due = [one for one, token in zip(due, drawn, strict=True) if _goes_on(one, token)]
             if alone:
                 seconds = time.perf_counter() - began
@@ -150,11 +150,11 @@ class DraftModel:
         if kept is not None and not self._copy:
             self._pool.free(kept.table)
 
-    def _kept_of(self, sequence: Sequence) -> _Kept:
+    def _kept_of(self, sequence: Sequence) -> _DraftState:
         if not self._copy:
-            return self._kept.setdefault(sequence, _Kept())
+            return self._kept.setdefault(sequence, _DraftState())
         assert sequence.table is not None
-        return _Kept(sequence.table, sequence.computed, len(sequence.tokens))
+        return _DraftState(sequence.table, sequence.computed, len(sequence.tokens))
 
     def _room(self, table: BlockTable, tokens: int, most: int) -> int:
         """For how many guesses behind so many tokens there is room, ``most`` at the most. A copy takes no page that
@@ -163,36 +163,38 @@ class DraftModel:
             return max(0, min(most, table.tokens - tokens, self._longest - tokens))
         return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0
 
-    def _clear(self, failed: list[_Going]) -> None:
+    def _clear(self, failed: list[_PendingDraft]) -> None:
         """Of guesses from which nothing can be drawn, keys and values may not be finite, and they lie in the model's
         own pages: attention may read behind a sequence's end."""
         for one in failed:
             self._pool.clear(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))
 
-    def _logits(self, spans: list[forward_batch.Span]) -> Tensor:
+    def _logits(self, spans: list[forward_batch.SequenceSlice]) -> Tensor:
         """As wide as the model's: what the draft does not know is never guessed."""
-        logits = self._decoder(forward_batch.build(spans, self._pool, self._pool.keys.device))[:, : self._vocabulary]
+        logits = self._decoder(forward_batch.build_batch(spans, self._pool, self._pool.keys.device))[
+            :, : self._vocabulary
+        ]
         missing = self._vocabulary - logits.shape[1]
         return pad(logits, (0, missing), value=float("-inf")) if missing and len(logits) else logits
 
 
-def _add_others(due: list[_Going], logits: Tensor, drawn: list[Outcome]) -> None:
+def _add_others(due: list[_PendingDraft], logits: Tensor, drawn: list[SampleResult]) -> None:
     """Notes the likeliest token but for the drawn one, for those who ask for more than one branch."""
-    wide = [(i, one.token) for i, one in enumerate(drawn) if due[i].wish.width > 1 and isinstance(one, Drawn)]
+    wide = [(i, one.token) for i, one in enumerate(drawn) if due[i].wish.width > 1 and isinstance(one, SampledToken)]
     if wide:
         lines = [i for i, _ in wide]
         for i, other in zip(lines, likeliest_beside(logits[lines], [token for _, token in wide]), strict=True):
             due[i].others.append(other)
 
 
-def _goes_on(one: _Going, drawn: Outcome) -> bool:
+def _goes_on(one: _PendingDraft, drawn: SampleResult) -> bool:
     """Takes what was drawn; False when that was the last, or nothing could be."""
-    if not isinstance(drawn, Drawn):
+    if not isinstance(drawn, SampledToken):
         return False
     one.tokens.append(drawn.token)
     one.sampler.accept(drawn.token)
     return len(one.tokens) < one.wish.most
 
 
-def _next_row(one: _Going) -> forward_batch.Span:
-    return forward_batch.Span(one.tokens[-1:], one.kept.known + len(one.tokens) - 1, one.kept.table, True)
+def _next_row(one: _PendingDraft) -> forward_batch.SequenceSlice:
+    return forward_batch.SequenceSlice(one.tokens[-1:], one.kept.known + len(one.tokens) - 1, one.kept.table, True)

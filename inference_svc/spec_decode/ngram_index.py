@@ -14,23 +14,23 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LONG, SHORT = 4, 2
+LONG_NGRAM, SHORT_NGRAM = 4, 2
 # The longest match that is told from longer ones, and the places of a chain that are looked at.
-MOST_MATCHED, _STEPS = 32, 16
+MAX_MATCHED, _STEPS = 32, 16
 _FACTOR, _WORD = 0x9E3779B1, (1 << 32) - 1
 # With more tokens than this at once they are entered by NumPy.
 _MANY = 48
 
 
 @dataclass(frozen=True)
-class Match:
+class NgramMatch:
     """The ``length`` last tokens that were looked for end at ``place``."""
 
     place: int
     length: int
 
 
-class Chains:
+class NgramIndex:
     """Tokens in the order in which they came, ``capacity`` at most, and an index over them. Raises IndexError when more
     are added."""
 
@@ -39,8 +39,8 @@ class Chains:
         self._mask = (1 << max(6, (2 * capacity - 1).bit_length())) - 1
         self._tokens = array("i", bytes(4 * capacity))
         # By length of run: the last place of each hash, and the place before each place.
-        self._heads = {n: _nowhere(self._mask + 1) for n in (LONG, SHORT)}
-        self._before = {n: _nowhere(capacity) for n in (LONG, SHORT)}
+        self._heads = {n: _nowhere(self._mask + 1) for n in (LONG_NGRAM, SHORT_NGRAM)}
+        self._before = {n: _nowhere(capacity) for n in (LONG_NGRAM, SHORT_NGRAM)}
 
     def add(self, tokens: Sequence[int]) -> None:
         """Appends tokens."""
@@ -50,28 +50,28 @@ class Chains:
         self._tokens[start:end] = array("i", tokens)
         self.length = end
         if end - start > _MANY:
-            for n in (LONG, SHORT):
+            for n in (LONG_NGRAM, SHORT_NGRAM):
                 self._enter(n, start, end)
             return
         for place in range(start, end):
-            for n in (LONG, SHORT):
+            for n in (LONG_NGRAM, SHORT_NGRAM):
                 if place + 1 >= n:
                     at = self._hash(self._tokens[place + 1 - n : place + 1])
                     heads = self._heads[n]
                     self._before[n][place] = heads[at]
                     heads[at] = place
 
-    def find(self, tail: Sequence[int]) -> Match | None:
+    def find(self, tail: Sequence[int]) -> NgramMatch | None:
         """The longest match, among those the latest, of a text's last tokens that something follows here. None for less
         than SHORT tokens."""
         return next(iter(self.find_many(tail, 1)), None)
 
-    def find_many(self, tail: Sequence[int], most: int) -> list[Match]:
+    def find_many(self, tail: Sequence[int], most: int) -> list[NgramMatch]:
         """Matches that different tokens follow, ``most`` at most: of each the longest, among those the latest. The
         longest comes first."""
-        best: dict[int, Match] = {}
-        longest, whole = 0, min(len(tail), MOST_MATCHED)
-        for n in (LONG, SHORT):
+        best: dict[int, NgramMatch] = {}
+        longest, whole = 0, min(len(tail), MAX_MATCHED)
+        for n in (LONG_NGRAM, SHORT_NGRAM):
             if len(tail) < n or len(best) >= most:
                 continue
             place = self._heads[n][self._hash(tail[-n:])]
@@ -83,7 +83,7 @@ class Chains:
                     if length >= n and (most > 1 or length > longest):
                         longest, token = max(length, longest), self._tokens[place + 1]
                         if token not in best or length > best[token].length:
-                            best[token] = Match(place, length)
+                            best[token] = NgramMatch(place, length)
                 place = self._before[n][place]
         return sorted(best.values(), key=lambda match: (-match.length, -match.place))[:most]
 
@@ -97,7 +97,7 @@ class Chains:
 
     def _matched(self, tail: Sequence[int], place: int) -> int:
         tokens, length = self._tokens, 0
-        for token in reversed(tail[-MOST_MATCHED:]):
+        for token in reversed(tail[-MAX_MATCHED:]):
             if place < length or tokens[place - length] != token:
                 break
             length += 1

@@ -12,17 +12,17 @@ from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from inference_svc.engine.sequence import Realm, Sequence
-from inference_svc.spec_decode.ngram_index import MOST_MATCHED, SHORT, Chains, Match
-from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
+from inference_svc.engine.sequence import CacheScope, Sequence
+from inference_svc.spec_decode.ngram_index import MAX_MATCHED, SHORT_NGRAM, NgramIndex, NgramMatch
+from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 
 # The shortest match of each sign; a longer one is right more often.
-_SIGNS = (SHORT, 3, 4, 6, 9, 13, 20, MOST_MATCHED)
+_SIGNS = (SHORT_NGRAM, 3, 4, 6, 9, 13, 20, MAX_MATCHED)
 _PRIORS = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9)
 # The same of what followed in another place than the first: the longer the match, the surer is the first.
 _OTHER_PRIORS = (0.3, 0.25, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05)
 # Behind so many of the first guesses other branches are looked for, and so much of one is guessed.
-_PLACES, _MOST_OTHER = 3, 8
+_MAX_BRANCH_POINTS, _MAX_BRANCH_TOKENS = 3, 8
 # Of a tenant's past answers, tokens in each of two generations: when the younger one is full, the elder is dropped.
 _GENERATION, _TENANTS = 1 << 14, 32
 # Stands between answers, and is no token.
@@ -33,31 +33,31 @@ _ROOM = 1024
 _CONTEXT = 4
 
 
-class PastAnswers:
+class AnswerHistory:
     """What a tenant was answered last by the model, or by an adapter, bounded; those that ask least recently are
     forgotten first. Nothing of one realm is ever found by another."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[Realm, list[Chains]] = OrderedDict()
+        self._tenants: OrderedDict[CacheScope, list[NgramIndex]] = OrderedDict()
 
-    def add(self, realm: Realm, tokens: abc.Sequence[int]) -> None:
+    def add(self, realm: CacheScope, tokens: abc.Sequence[int]) -> None:
         """Remembers an answer's last tokens."""
         kept = [*tokens[-(_GENERATION - 1) :], _END]
         generations = self._tenants.setdefault(realm, [])
         self._tenants.move_to_end(realm)
         if not generations or generations[0].length + len(kept) > _GENERATION:
-            generations.insert(0, Chains(_GENERATION))
+            generations.insert(0, NgramIndex(_GENERATION))
             del generations[2:]
         generations[0].add(kept)
         while len(self._tenants) > _TENANTS:
             self._tenants.popitem(last=False)
 
-    def find(self, realm: Realm, tail: abc.Sequence[int], most: int) -> list[tuple[Chains, Match]]:
+    def find(self, realm: CacheScope, tail: abc.Sequence[int], most: int) -> list[tuple[NgramIndex, NgramMatch]]:
         """Matches in both generations, of each ``most`` at most; the younger one's first."""
         return [(chains, match) for chains in self._tenants.get(realm, ()) for match in chains.find_many(tail, most)]
 
 
-class Lookup:
+class NgramProposer:
     """A ``Proposer`` that computes nothing: what followed the longest match is the guess. Its signs are the lengths of
     matches in the sequence itself, behind them those in past answers, then those that other branches begin with."""
 
@@ -65,10 +65,10 @@ class Lookup:
     priors = (*_PRIORS, *_PRIORS, *_OTHER_PRIORS)
 
     def __init__(self) -> None:
-        self._own: dict[Sequence, Chains] = {}
-        self._past = PastAnswers()
+        self._own: dict[Sequence, NgramIndex] = {}
+        self._past = AnswerHistory()
 
-    def propose(self, wishes: abc.Sequence[Wish]) -> list[Draft]:
+    def propose(self, wishes: abc.Sequence[DraftRequest]) -> list[Draft]:
         return [self._guess(wish.sequence, wish.most, wish.width) for wish in wishes]
 
     def _guess(self, sequence: Sequence, most: int, width: int) -> Draft:
@@ -77,23 +77,23 @@ class Lookup:
         if own is None or own.capacity < tokens:
             # Twice what is there, and again when that is full: many answers may be as long as the context, and few are.
             longest = sequence.prompt_tokens + sequence.max_tokens
-            own = self._own[sequence] = Chains(max(tokens, min(longest, _ROOM * -(-2 * tokens // _ROOM))))
+            own = self._own[sequence] = NgramIndex(max(tokens, min(longest, _ROOM * -(-2 * tokens // _ROOM))))
         own.add(sequence.tokens[own.length :])
-        tail, tree = sequence.tokens[-MOST_MATCHED:], _Growing(most)
+        tail, tree = sequence.tokens[-MAX_MATCHED:], _DraftBuilder(most)
         found = self._find(sequence, own, tail, width)
         for continuation in found:
             tree.add(ROOT, continuation)
         chain = tree.tokens[: tree.first]
-        for at in range(1, min(1 + _PLACES, len(chain)) if width > 1 else 0):
-            for continuation in self._find(sequence, own, [*tail, *chain[:at]][-MOST_MATCHED:], width):
+        for at in range(1, min(1 + _MAX_BRANCH_POINTS, len(chain)) if width > 1 else 0):
+            for continuation in self._find(sequence, own, [*tail, *chain[:at]][-MAX_MATCHED:], width):
                 if continuation.tokens(1) != [chain[at]]:
                     tree.add(at - 1, continuation)
         return tree.draft
 
-    def _find(self, sequence: Sequence, own: Chains, tail: list[int], most: int) -> list[_Continuation]:
+    def _find(self, sequence: Sequence, own: NgramIndex, tail: list[int], most: int) -> list[_Continuation]:
         """What followed the longest matches of a text's end, each beginning with another token; the longest first."""
         found = [_Continuation(own, match, 0) for match in own.find_many(tail, most)]
-        if sequence.cache.read and (not found or found[0].match.length < MOST_MATCHED):
+        if sequence.cache.read and (not found or found[0].match.length < MAX_MATCHED):
             past = self._past.find(sequence.realm, tail, most)
             found += [_Continuation(chains, match, len(_SIGNS)) for chains, match in past]
         if not found:
@@ -109,7 +109,7 @@ class Lookup:
         """The sequence itself says it all."""
 
     def finish(self, sequence: Sequence) -> None:
-        if sequence.cache.write and sequence.generated > SHORT:
+        if sequence.cache.write and sequence.generated > SHORT_NGRAM:
             start = max(0, sequence.prompt_tokens - _CONTEXT)
             self._past.add(sequence.realm, sequence.tokens[start:])
 
@@ -121,8 +121,8 @@ class Lookup:
 class _Continuation:
     """What followed a match. Its signs begin at ``first_sign``."""
 
-    chains: Chains
-    match: Match
+    chains: NgramIndex
+    match: NgramMatch
     first_sign: int
 
     def tokens(self, most: int) -> list[int]:
@@ -132,11 +132,11 @@ class _Continuation:
 
     def signs(self, count: int) -> list[int]:
         """Once a token is right, the match is one longer."""
-        lengths = (min(self.match.length + i, MOST_MATCHED) for i in range(count))
+        lengths = (min(self.match.length + i, MAX_MATCHED) for i in range(count))
         return [self.first_sign + bisect_right(_SIGNS, length) - 1 for length in lengths]
 
 
-class _Growing:
+class _DraftBuilder:
     """A draft in the making, ``most`` tokens deep."""
 
     def __init__(self, most: int) -> None:
@@ -147,7 +147,7 @@ class _Growing:
     def add(self, parent: int, continuation: _Continuation) -> None:
         """A path behind ``parent``, which is a place of the first one or ROOT."""
         depth = self._most - 1 - parent
-        found = continuation.tokens(min(depth, _MOST_OTHER) if self.first else depth)
+        found = continuation.tokens(min(depth, _MAX_BRANCH_TOKENS) if self.first else depth)
         if not found:
             return
         signs, at = continuation.signs(len(found)), len(self.tokens)

@@ -85,7 +85,7 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Wish:
+class DraftRequest:
     """A sequence that tokens are guessed for, one behind the other ``most`` of them, in ``width`` branches at most."""
 
     sequence: Sequence
@@ -107,7 +107,7 @@ class Proposer(Protocol):
         """What one guess more for all that are asked for takes; 0 for next to nothing, and while it is not known."""
         ...
 
-    def propose(self, wishes: abc.Sequence[Wish]) -> list[Draft]:
+    def propose(self, wishes: abc.Sequence[DraftRequest]) -> list[Draft]:
         """A guess for each, empty for none."""
         ...
 

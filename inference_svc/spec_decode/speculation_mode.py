@@ -5,10 +5,10 @@ from __future__ import annotations
 import enum
 
 # Of one sequence's guesses in a pass.
-MOST_BRANCHES = 4
+MAX_BRANCHES = 4
 
 
-class Speculation(enum.Enum):
+class SpeculationMode(enum.Enum):
     """Which proposer a request's tokens are guessed by."""
 
     OFF = "off"

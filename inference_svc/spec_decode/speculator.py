@@ -19,13 +19,13 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from inference_svc.engine.engine_stats import SpeculationStats, Verified
+from inference_svc.engine.engine_stats import SpeculationStats, VerificationResult
 from inference_svc.engine.sequence import Sequence
-from inference_svc.spec_decode.acceptance_stats import Acceptance, Tally
-from inference_svc.spec_decode.draft_budget import Node, Prices, choose
-from inference_svc.spec_decode.proposer import ROOT, Draft, Proposer, Wish
-from inference_svc.spec_decode.speculation_mode import Speculation
-from inference_svc.spec_decode.step_cost_model import Costs
+from inference_svc.spec_decode.acceptance_stats import AcceptanceCounts, AcceptanceStats
+from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
+from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest, Proposer
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
+from inference_svc.spec_decode.step_cost_model import StepCostModel
 
 log = structlog.get_logger("engine")
 
@@ -43,7 +43,7 @@ _LEAST_CHANCE = 0.02
 
 
 @dataclass
-class _Guess:
+class _ProposedDraft:
     """What was guessed for a sequence, of which those at the places ``drafted`` were handed out to be verified."""
 
     proposer: Proposer
@@ -53,10 +53,10 @@ class _Guess:
 
 
 @dataclass
-class _Own:
+class _SequenceState:
     """What is known of one sequence's guesses."""
 
-    tallies: dict[Proposer, Tally] = field(default_factory=dict)
+    tallies: dict[Proposer, AcceptanceCounts] = field(default_factory=dict)
     gain: float = 1.0  # accepted each time it was asked for, lately
     branched: float = 1.0  # the same of what other branches than the first had, verified or not
     passes: int = 0
@@ -66,15 +66,15 @@ class Speculator:
     """Only the engine's thread uses it. Nothing that fails here fails a request: it goes on without guesses."""
 
     def __init__(
-        self, proposers: abc.Mapping[Speculation, Proposer], costs: Costs, most: int, branches: int = 1
+        self, proposers: abc.Mapping[SpeculationMode, Proposer], costs: StepCostModel, most: int, branches: int = 1
     ) -> None:
         """``proposers`` by the mode that asks for each alone; at most ``most`` tokens of a sequence are guessed one
         behind the other, in so many ``branches`` at most."""
         self.stats, self.costs = SpeculationStats(), costs
         self._proposers, self._most, self._branches = dict(proposers), most, branches
-        self._acceptance = {p: Acceptance(p.priors) for p in proposers.values()}
-        self._own: dict[Sequence, _Own] = {}
-        self._guesses: dict[Sequence, _Guess] = {}
+        self._acceptance = {p: AcceptanceStats(p.priors) for p in proposers.values()}
+        self._own: dict[Sequence, _SequenceState] = {}
+        self._guesses: dict[Sequence, _ProposedDraft] = {}
         # For one sequence, by whether other branches are asked for as well.
         self._asking_seconds = {False: 0.0, True: 0.0}
         self._pause, self._left = _PAUSE, _PAUSE
@@ -99,12 +99,12 @@ class Speculator:
         if branches:
             self.costs.learn_branches(branches, seconds)
 
-    def judge(self, sequence: Sequence, verified: Verified, drawn: abc.Sequence[int]) -> None:
+    def judge(self, sequence: Sequence, verified: VerificationResult, drawn: abc.Sequence[int]) -> None:
         """``drawn`` became part of a sequence's answer."""
         guess = self._guesses.pop(sequence, None)
         if guess is None:
             return
-        own, draft = self._own.setdefault(sequence, _Own()), guess.draft
+        own, draft = self._own.setdefault(sequence, _SequenceState()), guess.draft
         tally, acceptance = self._tally(own, guess.proposer), self._acceptance[guess.proposer]
         way = draft.followed(drawn)
         for at, true in zip([ROOT, *way], drawn, strict=False):
@@ -122,7 +122,7 @@ class Speculator:
 
     def finish(self, sequence: Sequence) -> None:
         """Its answer is complete. ``judge`` and ``forget`` may follow."""
-        if sequence.speculation is Speculation.OFF:
+        if sequence.speculation is SpeculationMode.OFF:
             return
         for proposer in self._proposers.values():
             try:
@@ -148,13 +148,13 @@ class Speculator:
         self.stats.draft_seconds += time.perf_counter() - began
         self._choose(len(decoding), rows)
 
-    def _wish(self, sequence: Sequence, longest: int) -> Wish | None:
+    def _wish(self, sequence: Sequence, longest: int) -> DraftRequest | None:
         """With so many guesses right, one more token is drawn, and the answer may end there."""
-        if sequence.speculation is Speculation.OFF:
+        if sequence.speculation is SpeculationMode.OFF:
             return None
         room = min(sequence.max_tokens - sequence.generated, longest - len(sequence.tokens)) - 1
         width = self._branches if sequence.branches is None else min(sequence.branches, self._branches)
-        return Wish(sequence, min(room, self._most), width) if room > 0 else None
+        return DraftRequest(sequence, min(room, self._most), width) if room > 0 else None
 
     def _may_pay(self, sequences: int, rows: int) -> bool:
         """Whether there is a number of guesses that would pay if all were right."""
@@ -166,27 +166,27 @@ class Speculator:
             more //= 2
         return False
 
-    def _ask(self, wishes: list[Wish], sequences: int, rows: int) -> None:
-        lookup, model = (self._proposers.get(mode) for mode in (Speculation.NGRAM, Speculation.DRAFT))
+    def _ask(self, wishes: list[DraftRequest], sequences: int, rows: int) -> None:
+        lookup, model = (self._proposers.get(mode) for mode in (SpeculationMode.NGRAM, SpeculationMode.DRAFT))
         if lookup is not None:
-            asked = [w for w in wishes if w.sequence.speculation is not Speculation.DRAFT]
+            asked = [w for w in wishes if w.sequence.speculation is not SpeculationMode.DRAFT]
             asked = [self._fitted(w, sequences, rows) for w in asked if self._pays(w.sequence, sequences, rows)]
             known = [w for w in asked if self._own[w.sequence].passes > 1]
             # The first time all of a prompt is entered, which tells nothing of the others.
-            self._take(Speculation.NGRAM, [w for w in asked if w not in known])
+            self._take(SpeculationMode.NGRAM, [w for w in asked if w not in known])
             for wide in (False, True):
                 self._look_up([w for w in known if (w.width > 1) is wide], wide)
         if model is not None:
             self._ask_model(model, wishes, sequences, rows)
 
-    def _ask_model(self, model: Proposer, wishes: list[Wish], sequences: int, rows: int) -> None:
+    def _ask_model(self, model: Proposer, wishes: list[DraftRequest], sequences: int, rows: int) -> None:
         """Lets the model guess as far as pays, for those for whom nothing better was looked up."""
-        group = list[tuple[Wish, float]]()
+        group = list[tuple[DraftRequest, float]]()
         for wish in wishes:
-            own, guess = self._own.setdefault(wish.sequence, _Own()), self._guesses.get(wish.sequence)
+            own, guess = self._own.setdefault(wish.sequence, _SequenceState()), self._guesses.get(wish.sequence)
             chance = self._acceptance[model].chance(self._tally(own, model), 0)
-            if wish.sequence.speculation is Speculation.DRAFT or (
-                wish.sequence.speculation is Speculation.AUTO
+            if wish.sequence.speculation is SpeculationMode.DRAFT or (
+                wish.sequence.speculation is SpeculationMode.AUTO
                 and (guess is None or self._first_chance(own, guess) < chance)
             ):
                 group.append((wish, chance))
@@ -207,19 +207,19 @@ class Speculator:
                 return
             self._model_pause = min(2 * self._model_pause, _MOST_MODEL_PAUSE)
             self._model_left, depth = self._model_pause, 1
-        self._take(Speculation.DRAFT, [replace(wish, most=min(wish.most, depth)) for wish, _ in group])
+        self._take(SpeculationMode.DRAFT, [replace(wish, most=min(wish.most, depth)) for wish, _ in group])
 
-    def _look_up(self, wishes: list[Wish], wide: bool) -> None:
+    def _look_up(self, wishes: list[DraftRequest], wide: bool) -> None:
         """Looks up for those that are known, and notes how long that takes."""
         if wishes:
             began = time.perf_counter()
-            self._take(Speculation.NGRAM, wishes)
+            self._take(SpeculationMode.NGRAM, wishes)
             each, before = (time.perf_counter() - began) / len(wishes), self._asking_seconds[wide]
             self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
 
     def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
         """Whether looking up is worth its own time, or it is this sequence's turn to find out."""
-        own = self._own.setdefault(sequence, _Own())
+        own = self._own.setdefault(sequence, _SequenceState())
         own.passes += 1
         saved = own.gain * self.costs.seconds(rows, False) / sequences
         asking = min((seconds for seconds in self._asking_seconds.values() if seconds), default=0.0)
@@ -228,7 +228,7 @@ class Speculator:
             own.gain *= _FADE
         return pays
 
-    def _fitted(self, wish: Wish, sequences: int, rows: int) -> Wish:
+    def _fitted(self, wish: DraftRequest, sequences: int, rows: int) -> DraftRequest:
         """Without other branches, where looking for them takes longer than they save, but for a turn in many."""
         own = self._own[wish.sequence]
         saved = own.branched * self.costs.seconds(rows, False) / sequences
@@ -238,7 +238,7 @@ class Speculator:
         own.branched *= _FADE
         return wish
 
-    def _take(self, mode: Speculation, wishes: list[Wish]) -> None:
+    def _take(self, mode: SpeculationMode, wishes: list[DraftRequest]) -> None:
         proposer = self._proposers.get(mode)
         if proposer is None or not wishes:
             return
@@ -252,21 +252,21 @@ class Speculator:
             return
         for wish, draft in zip(wishes, drafts, strict=True):
             if draft:
-                self._guesses[wish.sequence] = _Guess(proposer, draft, min(wish.width, len(draft.paths())))
+                self._guesses[wish.sequence] = _ProposedDraft(proposer, draft, min(wish.width, len(draft.paths())))
 
-    def _first_chance(self, own: _Own, guess: _Guess) -> float:
+    def _first_chance(self, own: _SequenceState, guess: _ProposedDraft) -> float:
         return self._acceptance[guess.proposer].chance(self._tally(own, guess.proposer), guess.draft.signs[0])
 
     def _choose(self, sequences: int, rows: int) -> None:
         """Hands out those guesses that give the most tokens per second."""
-        nodes, asked = list[Node](), list(self._guesses.items())
+        nodes, asked = list[DraftNode](), list(self._guesses.items())
         for number, (sequence, guess) in enumerate(asked):
             nodes += self._nodes(number, sequence, guess)
         if not nodes:
             return
         plain = sequences / self.costs.seconds(rows, False)
-        prices = Prices(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences)
-        choice = choose(nodes, [guess.width for _, guess in asked], prices)
+        prices = StepCosts(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences)
+        choice = select_drafts(nodes, [guess.width for _, guess in asked], prices)
         chosen = choice.nodes if choice.rate > plain * _MARGIN else ()
         if chosen:
             self._pause = self._left = _PAUSE
@@ -279,20 +279,20 @@ class Speculator:
         for node in chosen:
             asked[node.sequence][1].drafted.append(node.place)
 
-    def _nodes(self, number: int, sequence: Sequence, guess: _Guess) -> list[Node]:
+    def _nodes(self, number: int, sequence: Sequence, guess: _ProposedDraft) -> list[DraftNode]:
         """The guesses for a sequence, but for those that are too unlikely."""
-        tally = self._tally(self._own.setdefault(sequence, _Own()), guess.proposer)
+        tally = self._tally(self._own.setdefault(sequence, _SequenceState()), guess.proposer)
         acceptance, draft = self._acceptance[guess.proposer], guess.draft
-        chances, nodes = {ROOT: 1.0}, list[Node]()
+        chances, nodes = {ROOT: 1.0}, list[DraftNode]()
         for place, (parent, sign) in enumerate(zip(draft.parents, draft.signs, strict=True)):
             before = chances.get(parent, 0.0)
             chance = before * acceptance.chance(tally, sign) if before else 0.0
             if chance >= _LEAST_CHANCE:
                 chances[place] = chance
-                nodes.append(Node(chance, number, place, parent))
+                nodes.append(DraftNode(chance, number, place, parent))
         return nodes
 
-    def _tally(self, own: _Own, proposer: Proposer) -> Tally:
+    def _tally(self, own: _SequenceState, proposer: Proposer) -> AcceptanceCounts:
         found = own.tallies.get(proposer)
         if found is None:
             found = own.tallies[proposer] = self._acceptance[proposer].own()

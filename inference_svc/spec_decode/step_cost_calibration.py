@@ -12,20 +12,20 @@ _REPEATS = 3
 _SECONDS = 2.0
 
 
-def timed(run: Callable[[int], None], least: int = 1) -> dict[int, float]:
+def time_steps(run: Callable[[int], None], least: int = 1) -> dict[int, float]:
     """Seconds of ``run`` by its number of rows, ``least`` or more, the least of a few times: what else the machine does
     is no cost. Two numbers of rows at least."""
     found: dict[int, float] = {}
     began = time.perf_counter()
     for rows in _ROWS[bisect_left(_ROWS, least) :]:
         run(rows)  # kernels are chosen, and memory is had
-        found[rows] = min(once(run, rows) for _ in range(_REPEATS))
+        found[rows] = min(time_once(run, rows) for _ in range(_REPEATS))
         if len(found) > 1 and time.perf_counter() - began > _SECONDS:
             break
     return found
 
 
-def once(run: Callable[[int], None], rows: int) -> float:
+def time_once(run: Callable[[int], None], rows: int) -> float:
     """Seconds of ``run`` with so many rows, this time."""
     began = time.perf_counter()
     run(rows)

@@ -20,7 +20,7 @@ _MOST_RATIO = 2.0
 _BRANCH_SECONDS = 2e-4
 
 
-class Costs:
+class StepCostModel:
     """Seconds of a pass. Where passes without guesses are recorded (CUDA graphs), they have prices of their own."""
 
     def __init__(self, recorded: bool) -> None:

@@ -7,17 +7,17 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from inference_svc.engine.engine_stats import Verified
+from inference_svc.engine.engine_stats import VerificationResult
 from inference_svc.engine.sequence import Sequence
-from inference_svc.model_runner.forward_batch import Span
-from inference_svc.spec_decode.branch_tables import Forks
+from inference_svc.model_runner.forward_batch import SequenceSlice
+from inference_svc.spec_decode.branch_tables import BranchTables
 
 
-class Walk:
+class TreeVerifier:
     """Begins with the row of each sequence's last token, and goes on as long as what is drawn had been guessed. Owns
     ``logits [rows, vocabulary]``, those of all rows of the spans that are drawn from."""
 
-    def __init__(self, spans: list[tuple[Sequence, Span]], logits: Tensor, forks: Forks) -> None:
+    def __init__(self, spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor, forks: BranchTables) -> None:
         self._spans, self._logits, self._forks = spans, logits, forks
         self._first = list(accumulate((1 + span.guessed for _, span in spans), initial=0))
         self._at, self._going = [0] * len(spans), list(range(len(spans)))
@@ -58,11 +58,11 @@ class Walk:
             self._accepted[i] += 1
             sequence.computed += 1
 
-    def verified(self, number: int) -> Verified:
+    def verified(self, number: int) -> VerificationResult:
         """What became of one span's guesses."""
         span = self._spans[number][1]
         depth = max((len(b.tokens) + b.start - span.end + span.drafted for b in span.branches), default=0)
-        return Verified(
+        return VerificationResult(
             drafted=span.guessed,
             depth=max(depth, span.drafted),
             accepted=self._accepted[number],

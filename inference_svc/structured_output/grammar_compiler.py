@@ -23,7 +23,7 @@ from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from, hf
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.structured_output.schema_normalize import keyword_of_pattern, plain
 
 log = structlog.get_logger("worker")
@@ -31,7 +31,7 @@ log = structlog.get_logger("worker")
 _MAX_CHOICES = 1024
 # Between two parts of JSON: nothing, a space, or a line's end and indentation. Small models would write nothing else.
 WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
-_KEPT = 64
+_MAX_CACHED = 64
 _MAX_THREADS = 8
 _MAX_SHOWN = 300
 # Causes in the compiler's messages, and the keyword of JSON Schema that each is about.
@@ -45,7 +45,7 @@ _INCOMPATIBLE_TYPES = "Unsatisfiable schema: incompatible types"
 _KNOWN_KEYWORDS = "docs/protocol.md lists the supported keywords"
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for one tokenizer, and keeps the last ones: a program sends the same one again and again.
     Thread-safe."""
 
@@ -60,63 +60,63 @@ class Grammars:
         threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(threads, "mask")
 
-    def prepare(self) -> None:
+    def warm_up(self) -> None:
         """Reads the vocabulary, which takes seconds for a large one and holds the GIL: not while others are answered.
         Without it that is done for the first grammar."""
         with suppress(UnsupportedOption):  # said to who sends one
-            self._ready()
+            self._llguidance_tokenizer()
 
-    def steering(self, grammar: pb.Grammar) -> Steering:
+    def compile(self, grammar: pb.Grammar) -> GrammarState:
         """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
         schema = _schema(grammar) if grammar.WhichOneof("kind") == "json_schema" else None
-        return self._steering(_source_of(grammar, schema), schema)
+        return self._cached_state(_source_of(grammar, schema), schema)
 
-    def of_lark(self, lark: str, schema: Any = None) -> Steering:
+    def compile_lark(self, lark: str, schema: Any = None) -> GrammarState:
         """The same for a grammar of our own making, in Lark's form; ``schema`` holds the JSON schemas in it, of which
         an error names the keyword."""
         if len(lark) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
             )
-        return self._steering(LLMatcher.grammar_from_lark(lark), schema)
+        return self._cached_state(LLMatcher.grammar_from_lark(lark), schema)
 
     def special_token(self, text: str) -> int | None:
         """The one token that a text is, if it is one that text cannot spell."""
-        ready, source = self._ready(), self._source
+        ready, source = self._llguidance_tokenizer(), self._source
         assert isinstance(source, PreTrainedTokenizerFast)
         token: int | None = source.backend_tokenizer.token_to_id(text)
         return token if token is not None and ready.is_special_token(token) else None
 
     def special_tokens(self) -> list[int]:
         """Tokens that text cannot spell, without those that end an answer."""
-        ready, known = self._ready(), getattr(self._source, "added_tokens_decoder", {})
+        ready, known = self._llguidance_tokenizer(), getattr(self._source, "added_tokens_decoder", {})
         return [token for token in known if token not in self._stops and ready.is_special_token(token)]
 
-    def _steering(self, source: str, schema: Any) -> Steering:
+    def _cached_state(self, source: str, schema: Any) -> GrammarState:
         with self._lock:
             found = self._compiled.get(source)
             if found is not None:
                 self._compiled.move_to_end(source)
         if found is None:
             found = self._compile(source, schema)
-            _check_begins(found)
+            _check_satisfiable(found)
             with self._lock:
                 self._compiled[source] = found
-                while len(self._compiled) > _KEPT:
+                while len(self._compiled) > _MAX_CACHED:
                     self._compiled.popitem(last=False)
-        return Steering(found.deep_copy(), self._threads)
+        return GrammarState(found.deep_copy(), self._threads)
 
     def _compile(self, source: str, schema: Any) -> LLMatcher:
         limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(self._ready(), source, log_level=0, limits=limits)
+        matcher = LLMatcher(self._llguidance_tokenizer(), source, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(matcher.get_error(), schema)
         return matcher
 
-    def _ready(self) -> LLTokenizer:
+    def _llguidance_tokenizer(self) -> LLTokenizer:
         with self._lock:
             if self._tokenizer is None and not self._unreadable:
-                self._tokenizer = self._read()
+                self._tokenizer = self._read_tokenizer()
                 self._unreadable = self._tokenizer is None
             if self._tokenizer is None:
                 raise UnsupportedOption(
@@ -125,7 +125,7 @@ class Grammars:
                 )
             return self._tokenizer
 
-    def _read(self) -> LLTokenizer | None:
+    def _read_tokenizer(self) -> LLTokenizer | None:
         if not isinstance(self._source, PreTrainedTokenizerFast):
             return None
         size = max(self._vocabulary, len(self._source))
@@ -137,7 +137,7 @@ class Grammars:
         return found
 
 
-def _check_begins(matcher: LLMatcher) -> None:
+def _check_satisfiable(matcher: LLMatcher) -> None:
     """Raises InvalidRequest for a grammar that has no text at all, such as a schema that refers to itself alone: the
     compiler says so when it is asked for a first token."""
     tried = matcher.deep_copy()

@@ -27,7 +27,7 @@ class Matcher(Protocol):
     def consume_token(self, token: int, /) -> bool: ...
 
 
-class EitherMatcher:
+class UnionMatcher:
     """A place in a text that some of several grammars describe: as long as it may be of more than one, what any of them
     allows may follow. There is one at least."""
 
@@ -35,9 +35,9 @@ class EitherMatcher:
         """Takes over ``matchers``, which stand at the same place."""
         self._matchers = list(matchers)
 
-    def deep_copy(self) -> EitherMatcher:
+    def deep_copy(self) -> UnionMatcher:
         """Another one at the same place."""
-        return EitherMatcher([matcher.deep_copy() for matcher in self._matchers])
+        return UnionMatcher([matcher.deep_copy() for matcher in self._matchers])
 
     def is_stopped(self) -> bool:
         return all(matcher.is_stopped() for matcher in self._matchers)
@@ -62,7 +62,7 @@ class EitherMatcher:
         return bool(went)
 
 
-class Steering:
+class GrammarState:
     """One answer's place in its grammar. Belongs to the engine's thread once its sequence is submitted; between
     ``look_ahead`` and ``mask`` a thread of ``threads`` works on it."""
 
@@ -71,9 +71,9 @@ class Steering:
         self._matcher, self._threads = matcher, threads
         self._next: Future[bytes] | None = None
 
-    def either(self, other: Steering) -> Steering:
+    def union(self, other: GrammarState) -> GrammarState:
         """An answer that is as this one or the other would have it. Takes over both, which stand at the beginning."""
-        return Steering(EitherMatcher((self._matcher, other._matcher)), self._threads)
+        return GrammarState(UnionMatcher((self._matcher, other._matcher)), self._threads)
 
     @property
     def complete(self) -> bool:
@@ -87,7 +87,7 @@ class Steering:
         if not self._matcher.consume_token(token):
             raise self._failure()
 
-    def look_ahead(self) -> None:
+    def start_mask(self) -> None:
         """Begins to compute the mask of the next token."""
         if self._next is None:
             self._next = self._threads.submit(self._matcher.compute_bitmask)
@@ -95,7 +95,7 @@ class Steering:
     def mask(self) -> NDArray[np.uint8]:
         """A bit for each token that may come next, from the lowest bit of the first byte on; beyond the vocabulary
         there may be more. The same until a token is accepted. Raises GrammarFailed when the grammar cannot go on."""
-        self.look_ahead()
+        self.start_mask()
         assert self._next is not None
         error = self._next.exception()  # a panic in the compiled code is no Exception, and would end the engine
         if error is not None:

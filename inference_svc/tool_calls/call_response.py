@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.engine.sequence import Finish
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.engine.sequence import FinishReason
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
-FINISH = {Finish.STOP: pb.FINISH_REASON_STOP, Finish.LENGTH: pb.FINISH_REASON_LENGTH}
+FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}
 
 
-def read_calls(parser: CallParser, part: pb.GenerateStreamResponse) -> None:
+def read_calls(parser: ToolCallParser, part: pb.GenerateStreamResponse) -> None:
     """Moves what is a call out of a part's text; the last part says that the answer calls."""
     deltas = parser.feed(part.text)
     if part.finish_reason:

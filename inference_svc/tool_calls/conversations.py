@@ -9,30 +9,38 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import PreTrainedTokenizerBase
 
-from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.prompt_messages import (
     check_chat,
-    described,
-    messages_of,
+    messages_with_described_tools,
     template_arguments,
-    tools_of,
+    template_messages,
+    template_tools,
     uses_tools,
 )
-from inference_svc.tool_calls.tool_call_format import MARKERS, Dialect, dialect_of, knows_tools, schema_of
-from inference_svc.tool_calls.tool_call_parser import CallParser
-from inference_svc.tool_calls.tool_grammar import grammar_of_calls, grammar_of_free_calls
+from inference_svc.tool_calls.tool_call_format import (
+    MARKERS,
+    ToolCallFormat,
+    format_of,
+    parameters_schema,
+    renders_tools,
+)
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
+from inference_svc.tool_calls.tool_grammar import optional_calls_grammar, required_calls_grammar
 
 
 class Conversations:
     """For one model. All methods raise InvalidRequest with one clear sentence, and may be called by any thread."""
 
-    def __init__(self, name: str, tokenizer: PreTrainedTokenizerBase, grammars: Grammars, parser: str = "auto") -> None:
+    def __init__(
+        self, name: str, tokenizer: PreTrainedTokenizerBase, grammars: GrammarCompiler, parser: str = "auto"
+    ) -> None:
         """``parser`` is the dialect in which the model writes calls; auto: as its template has it."""
         self._name, self._tokenizer, self._grammars = name, tokenizer, grammars
         template = self._template(True)
-        self._dialect: Dialect = dialect_of(template) if parser == "auto" else parser  # type: ignore[assignment]
-        self._knows_tools = knows_tools(template)
+        self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
+        self._knows_tools = renders_tools(template)
         special = set(tokenizer.all_special_tokens)
         self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
 
@@ -52,14 +60,14 @@ class Conversations:
         if not self._tokenizer.chat_template:
             raise InvalidRequest(f"{self._name} has no chat template; send text or token_ids instead", param="messages")
         if self._knows_tools or not uses_tools(chat):
-            return self._written(messages_of(chat, self._dialect), tools_of(chat), more)
+            return self._written(template_messages(chat, self._dialect), template_tools(chat), more)
         try:
-            return self._written(described(chat, in_system=True), [], more)
+            return self._written(messages_with_described_tools(chat, in_system=True), [], more)
         except InvalidRequest:
             if chat.messages[0].role == "system":
                 raise
         # Some templates know no system message.
-        return self._written(described(chat, in_system=False), [], more)
+        return self._written(messages_with_described_tools(chat, in_system=False), [], more)
 
     def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
         try:
@@ -76,7 +84,7 @@ class Conversations:
             ) from error
         return str(text)
 
-    def steering(self, request: pb.GenerateRequest) -> Steering | None:
+    def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """What keeps an answer to the request's grammar, or to a call where it must be one; None for nothing."""
         use, tools, grammar = request.tool_use, request.prompt.chat.tools, request.grammar
         given = request.HasField("grammar")
@@ -89,25 +97,25 @@ class Conversations:
                 raise InvalidRequest(
                     "a tool must be called, so the answer cannot be kept to a grammar", param="grammar"
                 )
-            return self._calling(able, use.single or bool(use.name))
+            return self._required_calls(able, use.single or bool(use.name))
         if not given:
-            return self._free_calls(list(tools), use.single) if _strict(request) else None
-        steering = self._grammars.steering(grammar)
+            return self._optional_calls(list(tools), use.single) if _strict(request) else None
+        steering = self._grammars.compile(grammar)
         if tools and use.mode != pb.TOOL_MODE_NONE:
-            return self._calling(list(tools), use.single).either(steering)
+            return self._required_calls(list(tools), use.single).union(steering)
         return steering
 
-    def _calling(self, tools: list[pb.Tool], single: bool) -> Steering:
+    def _required_calls(self, tools: list[pb.Tool], single: bool) -> GrammarState:
         special = self._grammars.special_token
-        return self._compiled(tools, lambda: grammar_of_calls(self._dialect, tools, single, special))
+        return self._compiled(tools, lambda: required_calls_grammar(self._dialect, tools, single, special))
 
-    def _free_calls(self, tools: list[pb.Tool], single: bool) -> Steering:
+    def _optional_calls(self, tools: list[pb.Tool], single: bool) -> GrammarState:
         special, specials = self._grammars.special_token, self._grammars.special_tokens()
-        return self._compiled(tools, lambda: grammar_of_free_calls(self._dialect, tools, single, special, specials))
+        return self._compiled(tools, lambda: optional_calls_grammar(self._dialect, tools, single, special, specials))
 
-    def _compiled(self, tools: list[pb.Tool], lark: Callable[[], str]) -> Steering:
+    def _compiled(self, tools: list[pb.Tool], lark: Callable[[], str]) -> GrammarState:
         try:
-            return self._grammars.of_lark(lark(), [schema_of(tool) for tool in tools])
+            return self._grammars.compile_lark(lark(), [parameters_schema(tool) for tool in tools])
         except RecursionError as error:
             raise InvalidRequest("the grammar of these tools is nested too deeply", param="tools") from error
         except InvalidRequest as error:
@@ -115,16 +123,16 @@ class Conversations:
                 str(error).replace("the grammar", "the grammar of these tools", 1), param="tools"
             ) from error
 
-    def parser(self, request: pb.GenerateRequest) -> CallParser | None:
+    def parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """What reads calls out of the answer's text; None where none is asked for."""
         tools, use = request.prompt.chat.tools, request.tool_use
         if not tools or use.mode == pb.TOOL_MODE_NONE:
             return None
-        functions = {tool.name: schema_of(tool) for tool in tools}
+        functions = {tool.name: parameters_schema(tool) for tool in tools}
         either = request.HasField("grammar")
         single = use.single or bool(use.name)
         exact = either or use.mode == pb.TOOL_MODE_REQUIRED or _strict(request)
-        return CallParser(self._dialect, functions, single, exact, whole=either)
+        return ToolCallParser(self._dialect, functions, single, exact, whole=either)
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
         """Special tokens belong to the answer's text, because calls are marked by them."""

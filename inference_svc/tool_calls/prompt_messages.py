@@ -15,7 +15,7 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.tool_calls.tool_call_format import Dialect, schema_of
+from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters_schema
 
 _ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -91,7 +91,7 @@ def uses_tools(chat: pb.Chat) -> bool:
     return bool(chat.tools) or any(m.tool_calls or m.tool_call_id for m in chat.messages)
 
 
-def texts_of(chat: pb.Chat) -> list[str]:
+def chat_texts(chat: pb.Chat) -> list[str]:
     """All that a template will write, for counting."""
     written = [m.content for m in chat.messages]
     written += [call.arguments for m in chat.messages for call in m.tool_calls]
@@ -100,12 +100,12 @@ def texts_of(chat: pb.Chat) -> list[str]:
     return [*written, chat.template_arguments]
 
 
-def tools_of(chat: pb.Chat) -> list[dict[str, Any]]:
+def template_tools(chat: pb.Chat) -> list[dict[str, Any]]:
     """The tools as templates want them. Raises InvalidRequest."""
     return [{"type": "function", "function": _function(tool)} for tool in chat.tools]
 
 
-def messages_of(chat: pb.Chat, dialect: Dialect) -> list[dict[str, Any]]:
+def template_messages(chat: pb.Chat, dialect: ToolCallFormat) -> list[dict[str, Any]]:
     """The messages for a template that knows tools, or where there are none."""
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     messages = []
@@ -122,7 +122,7 @@ def messages_of(chat: pb.Chat, dialect: Dialect) -> list[dict[str, Any]]:
     return messages
 
 
-def described(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
+def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
     """The messages for a template that knows no tools: with ``in_system`` the tools are described in the system
     message, otherwise in the first one. Raises InvalidRequest."""
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
@@ -156,10 +156,10 @@ def _ordered(first: dict[str, Any], text: str) -> Sequence[str]:
 
 
 def _function(tool: pb.Tool) -> dict[str, Any]:
-    return {"name": tool.name, "description": tool.description, "parameters": schema_of(tool)}
+    return {"name": tool.name, "description": tool.description, "parameters": parameters_schema(tool)}
 
 
-def _call(call: pb.ToolCall, dialect: Dialect) -> dict[str, Any]:
+def _call(call: pb.ToolCall, dialect: ToolCallFormat) -> dict[str, Any]:
     function = {"name": call.name, "arguments": _arguments(call)}
     return {"id": _shown_id(call.id, dialect), "type": "function", "function": function}
 
@@ -172,7 +172,7 @@ def _arguments(call: pb.ToolCall) -> Any:
         return call.arguments
 
 
-def _shown_id(name: str, dialect: Dialect) -> str:
+def _shown_id(name: str, dialect: ToolCallFormat) -> str:
     """Mistral's templates refuse ids of any length but nine."""
     return re.sub(r"[^A-Za-z0-9]", "", name)[-9:].rjust(9, "0") if dialect == "mistral" else name
 

@@ -25,17 +25,17 @@ VALUE_ENDS = (f"\n{PARAMETER_END}", PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTI
 Schema = dict[str, Any]
 _KINDS = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
 # What a schema of all arguments may say; the rest speaks of several of them at once.
-_OF_ALL = frozenset(
+_ARGUMENTS_KEYWORDS = frozenset(
     "type properties required additionalProperties title description $defs definitions $schema $id examples default"
     " strict".split()
 )
 # What a string's schema may say that is kept to.
-_OF_STRINGS = frozenset(
+_STRING_KEYWORDS = frozenset(
     "type title description default examples enum const minLength maxLength pattern format deprecated readOnly".split()
 )
 # What any value's schema may say, strings' too, and is not kept to.
-_OF_ANY = frozenset("not anyOf oneOf allOf if $ref".split())
-_MOST_REFERENCES = 16
+_IGNORED_KEYWORDS = frozenset("not anyOf oneOf allOf if $ref".split())
+_MAX_REFERENCES = 16
 _DAY, _TIME = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])", "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
 _ZONE = r"(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
 _HEX = "[0-9a-f]"
@@ -48,7 +48,7 @@ _FORMATS = {
 }
 
 
-def kinds_of(schema: Any, root: Schema) -> frozenset[str]:
+def json_types(schema: Any, root: Schema) -> frozenset[str]:
     """The JSON types that a value may have; empty where nothing says so. ``root`` has what is referred to."""
     kinds, due, seen = set[str](), [schema], set[int]()
     while due:
@@ -82,19 +82,19 @@ def _kind(value: Any) -> str:
     return named.get(type(value), "null")
 
 
-def is_text(kinds: frozenset[str]) -> bool:
+def is_plain_text(kinds: frozenset[str]) -> bool:
     """Values of these types are text as it stands."""
     return kinds <= {"string"}
 
 
-def json_of(text: str, kinds: frozenset[str]) -> str:
+def value_to_json(text: str, kinds: frozenset[str]) -> str:
     """The JSON that a text between tags means where values may have these types: a string where it means no other."""
     word, bare = text.strip().lower(), text.strip()
     if "null" in kinds and word in ("null", "none"):
         return "null"
     if "boolean" in kinds and word in ("true", "false"):
         return word
-    if kinds - {"null"} != {"string"} and not is_text(kinds):
+    if kinds - {"null"} != {"string"} and not is_plain_text(kinds):
         try:
             value = _read(bare)
         except (ValueError, RecursionError):
@@ -120,7 +120,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-class Strings:
+class JsonStringTracker:
     """Whether a JSON text that comes in pieces is within a string; one that begins as no JSON with strings never is."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Strings:
         self._begun = ""
         self._seen = 0  # pieces
 
-    def open_behind(self, pieces: list[str]) -> bool:
+    def inside_after(self, pieces: list[str]) -> bool:
         """Behind all of these; those that were there before are not looked at again."""
         for character in "".join(pieces[self._seen :]):
             self._begun = self._begun or character.strip()
@@ -146,13 +146,13 @@ def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no JSON")
 
 
-def rules_of_parameters(number: int, name: str, schema: Schema) -> list[str]:
+def parameter_rules(number: int, name: str, schema: Schema) -> list[str]:
     """Rules in Lark's form: ``call_NUMBER`` is what stands between ``<function=`` and ``</function>``, with arguments
     as the schema has them, in its order. Raises InvalidRequest for what calls of this form cannot be kept to."""
-    wrong = sorted(schema.keys() - _OF_ALL)
+    wrong = sorted(schema.keys() - _ARGUMENTS_KEYWORDS)
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of all arguments")
-    if "object" not in kinds_of(schema, schema):
+    if "object" not in json_types(schema, schema):
         raise _refused(name, "arguments that are no object")
     properties = schema.get("properties") or {}
     required = schema.get("required") or []
@@ -175,7 +175,7 @@ def rules_of_parameters(number: int, name: str, schema: Schema) -> list[str]:
 def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schema, name: str) -> list[str]:
     opening, end = json.dumps(f"{PARAMETER}{key}>\n"), json.dumps(f"\n{PARAMETER_END}\n")
     text = _text_schema(value, root)
-    if text is None and kinds_of(value, root) - {"null"} == {"string"}:
+    if text is None and json_types(value, root) - {"null"} == {"string"}:
         raise _refused(name, f"several schemas of the string {key!r}")
     if text is None:
         whole = {**value, **shared} if isinstance(value, dict) else value
@@ -201,7 +201,7 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
     """The schema of a value that is written as text, or null; None for one that is written as JSON."""
     if not isinstance(value, dict):
         return {}
-    for _ in range(_MOST_REFERENCES):
+    for _ in range(_MAX_REFERENCES):
         if not isinstance(value, dict) or "$ref" not in value:
             break
         value = _referred(value["$ref"], root)
@@ -209,23 +209,25 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
         return None
     if not isinstance(value.get("enum", []), list):
         return None
-    kinds = kinds_of(value, root)
+    kinds = json_types(value, root)
     if not kinds - {"null"}:
-        return None if kinds else {key: part for key, part in value.items() if key in _OF_STRINGS | _OF_ANY}
+        return (
+            None if kinds else {key: part for key, part in value.items() if key in _STRING_KEYWORDS | _IGNORED_KEYWORDS}
+        )
     if kinds - {"null"} != {"string"}:
         return None
     for several in ("anyOf", "oneOf"):
         if several in value:
             if not isinstance(value[several], list):
                 return None
-            parts = [part for part in value[several] if kinds_of(part, root) == {"string"}]
+            parts = [part for part in value[several] if json_types(part, root) == {"string"}]
             return _text_schema(parts[0], root) if len(parts) == 1 else None
     return {**value, "enum": [one for one in value["enum"] if isinstance(one, str)]} if "enum" in value else value
 
 
 def _regex(schema: Schema, name: str, key: str) -> str:
     """A terminal of strings that a schema allows, and that do not end too early."""
-    wrong = sorted(schema.keys() - _OF_STRINGS - {"$defs", "definitions", "x-guidance"})
+    wrong = sorted(schema.keys() - _STRING_KEYWORDS - {"$defs", "definitions", "x-guidance"})
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of the argument {key!r}")
     least, most = schema.get("minLength") or 0, schema.get("maxLength")

@@ -12,16 +12,16 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from inference_svc.tool_calls.qwen3_coder import PARAMETER
 from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL
 
-Dialect = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
+ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
 # What a template says that was written for the dialect; the first that says it is the one.
-_SIGNS: dict[Dialect, tuple[str, ...]] = {
+_TEMPLATE_MARKS: dict[ToolCallFormat, tuple[str, ...]] = {
     "mistral": (MISTRAL,),
     "qwen3_coder": (PARAMETER,),
     "hermes": (HERMES,),
     "llama3_json": (LLAMA, "Environment: ipython", '"parameters": dictionary of argument name'),
 }
 # Written by tokens that are special in the vocabulary of some models.
-MARKERS: dict[Dialect, tuple[str, ...]] = {
+MARKERS: dict[ToolCallFormat, tuple[str, ...]] = {
     "hermes": (HERMES, HERMES_END),
     "llama3_json": (LLAMA,),
     "mistral": (MISTRAL,),
@@ -31,20 +31,20 @@ MARKERS: dict[Dialect, tuple[str, ...]] = {
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def dialect_of(template: str | None) -> Dialect:
+def format_of(template: str | None) -> ToolCallFormat:
     """The dialect of a chat template; the generic one where none is known."""
-    for dialect, signs in _SIGNS.items():
+    for dialect, signs in _TEMPLATE_MARKS.items():
         if any(sign in (template or "") for sign in signs):
             return dialect
     return "json"
 
 
-def knows_tools(template: str | None) -> bool:
+def renders_tools(template: str | None) -> bool:
     """The template writes tools into the prompt by itself."""
     return re.search(r"\btools\b", template or "") is not None
 
 
-def schema_of(tool: pb.Tool) -> dict[str, Any]:
+def parameters_schema(tool: pb.Tool) -> dict[str, Any]:
     """JSON Schema of a function's arguments. Raises InvalidRequest."""
     if not tool.parameters:
         return _NOTHING

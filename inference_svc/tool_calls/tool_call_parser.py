@@ -14,18 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from inference_svc.tool_calls.char_reader import Broken, Characters, Delta, Reading
+from inference_svc.tool_calls.char_reader import CallDelta, CharReader, NotACall, Parse
 from inference_svc.tool_calls.qwen3_coder import (
     FUNCTION,
     FUNCTION_END,
     PARAMETER,
     PARAMETER_END,
     VALUE_ENDS,
-    Strings,
+    JsonStringTracker,
     is_json,
-    is_text,
-    json_of,
-    kinds_of,
+    is_plain_text,
+    json_types,
+    value_to_json,
 )
 
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
@@ -38,7 +38,7 @@ _FENCES = ("```json", "```")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
-class CallParser(Characters):
+class ToolCallParser(CharReader):
     """Reads one answer. ``feed`` it text, then ``finish`` it; both return what is new."""
 
     def __init__(
@@ -58,7 +58,7 @@ class CallParser(Characters):
         self._functions, self._single, self._dialect = functions, single, dialect
         self._exact, self._mangled = exact, False
         self._first_keys = first_keys(dialect, exact)
-        readings: dict[str, Callable[[], Reading[None]]] = {
+        readings: dict[str, Callable[[], Parse[None]]] = {
             "hermes": self._hermes,
             "llama3_json": self._llama,
             "mistral": self._mistral,
@@ -66,48 +66,48 @@ class CallParser(Characters):
             "json": self._json,
         }
         markers = _MARKERS.get(dialect, ()) if whole else ()
-        self._reading = self._led(readings[dialect](), markers) if markers else readings[dialect]()
+        self._reading = self._parse_if_marked(readings[dialect](), markers) if markers else readings[dialect]()
         next(self._reading)
 
-    def feed(self, text: str) -> list[Delta]:
+    def feed(self, text: str) -> list[CallDelta]:
         for character in text:
             self._reading.send(character)
-        return self._take()
+        return self._take_deltas()
 
-    def finish(self) -> list[Delta]:
+    def finish(self) -> list[CallDelta]:
         """What was held back, at the answer's end."""
         with suppress(StopIteration):
             self._reading.send(None)
-        if self._white and not self.calls:
-            self._found.append(Delta("".join(self._white)))
-            self._white = []
-        return self._take()
+        if self._pending_space and not self.calls:
+            self._deltas.append(CallDelta("".join(self._pending_space)))
+            self._pending_space = []
+        return self._take_deltas()
 
-    def _led(self, reading: Reading[None], markers: Sequence[str]) -> Reading[None]:
+    def _parse_if_marked(self, reading: Parse[None], markers: Sequence[str]) -> Parse[None]:
         """Reads only what begins with a marker, after white space or not."""
-        white, begun = yield from self._leading(*markers)
+        white, begun = yield from self._match_any(*markers)
         self._push(white + begun)
         if begun in markers:
             yield from reading
             return
         while (character := (yield from self._next())) is not None:
-            self._say(character)
+            self._emit_text(character)
 
     # ---- dialects -------------------------------------------------------------------------------------------
 
-    def _hermes(self) -> Reading[None]:
+    def _hermes(self) -> Parse[None]:
         """``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and as often as it likes: Hermes, Qwen."""
         while (yield from self._text_before(HERMES)):
-            if (yield from self._tried(self._call(), HERMES)):
+            if (yield from self._try_calls(self._call(), HERMES)):
                 yield from self._skip(HERMES_END, HERMES)
 
-    def _mistral(self) -> Reading[None]:
+    def _mistral(self) -> Parse[None]:
         """``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}`` for each."""
         while (yield from self._text_before(MISTRAL)):
-            yield from self._tried(self._mistral_calls(), MISTRAL)
+            yield from self._try_calls(self._mistral_calls(), MISTRAL)
 
-    def _mistral_calls(self) -> Reading[None]:
-        first = yield from self._solid()
+    def _mistral_calls(self) -> Parse[None]:
+        first = yield from self._next_nonspace()
         if first in ("[", "{"):
             self._push(first)
             yield from self._calls(alone=False)
@@ -120,37 +120,37 @@ class CallParser(Characters):
             while first not in ("{", None):
                 first = yield from self._next()
         if first != "{":
-            raise Broken
+            raise NotACall
         self._push(first)
-        arguments = self._begin(name.strip())
+        arguments = self._start_call(name.strip())
         yield from self._value(arguments)
         self._raw = None
 
-    def _qwen3_coder(self) -> Reading[None]:
+    def _qwen3_coder(self) -> Parse[None]:
         """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``, with a line's end
         around each value; the outer tags may be missing."""
         while opening := (yield from self._text_before(HERMES, FUNCTION)):
-            if (yield from self._tried(self._function(opening == HERMES), opening)) and opening == HERMES:
+            if (yield from self._try_calls(self._function(opening == HERMES), opening)) and opening == HERMES:
                 yield from self._optional(HERMES_END)
 
-    def _function(self, wrapped: bool) -> Reading[None]:
+    def _function(self, wrapped: bool) -> Parse[None]:
         """A call, from its name on. Raises Broken."""
         name: list[str] = []
         if wrapped:
-            yield from self._expected(FUNCTION)
+            yield from self._expect(FUNCTION)
         if not (yield from self._text_before(">", say=name.append)):
-            raise Broken
+            raise NotACall
         called = "".join(name).strip()
-        put = self._begin(called)
+        put = self._start_call(called)
         schema = dict(self._functions.get(called, {}))
         properties, between = schema.get("properties"), "{"
-        while (following := (yield from self._solid())) == "<":
+        while (following := (yield from self._next_nonspace())) == "<":
             self._push("<")
             tag: list[str] = []
             if not (yield from self._text_before(">", say=tag.append)):
                 key = "".join(tag)
                 if key.startswith(PARAMETER) or any(known.startswith(key) for known in (PARAMETER, FUNCTION_END)):
-                    raise Broken  # cut off
+                    raise NotACall  # cut off
                 self._push(key)
                 break
             key = "".join(tag)
@@ -162,14 +162,14 @@ class CallParser(Characters):
             if not isinstance(properties, dict) or key not in properties:
                 key = key.strip()
             put(f"{between}{json.dumps(key, ensure_ascii=False)}: ")
-            kinds = kinds_of(properties.get(key), schema) if isinstance(properties, dict) else frozenset[str]()
-            yield from self._tagged(put, kinds)
+            kinds = json_types(properties.get(key), schema) if isinstance(properties, dict) else frozenset[str]()
+            yield from self._tagged_value(put, kinds)
             between = ", "
         else:
             self._push(following or "")
         put("{}" if between == "{" else "}")
 
-    def _tagged(self, put: Callable[[str], None], kinds: frozenset[str]) -> Reading[None]:
+    def _tagged_value(self, put: Callable[[str], None], kinds: frozenset[str]) -> Parse[None]:
         """A value between tags, as JSON; of text its characters as they come. Raises Broken."""
         first = yield from self._next()
         if first not in (None, "\n"):
@@ -178,98 +178,98 @@ class CallParser(Characters):
         def quoted(text: str) -> None:
             put(json.dumps(text, ensure_ascii=False)[1:-1])
 
-        if is_text(kinds):
+        if is_plain_text(kinds):
             put('"')
             end = yield from self._text_before(*VALUE_ENDS, say=quoted)
             if not end:
-                raise Broken
+                raise NotACall
             put('"')
         else:
             value, end = yield from self._json_between()
-            put(json_of(value, kinds))
+            put(value_to_json(value, kinds))
         if PARAMETER_END not in end:
             self._push(end)
 
-    def _json_between(self) -> Reading[tuple[str, str]]:
+    def _json_between(self) -> Parse[tuple[str, str]]:
         """A value between tags and what ends it. A tag in a string of JSON is part of that, but for JSON that is none:
         there the first one ends it. Raises Broken."""
-        found, strings = list[str](), Strings()
+        found, strings = list[str](), JsonStringTracker()
         early: tuple[int, str] | None = None
         while end := (yield from self._text_before(*VALUE_ENDS, say=found.append)):
-            if self._mangled or not strings.open_behind(found):
+            if self._mangled or not strings.inside_after(found):
                 break
             early = early or (len("".join(found)), end)
             found.append(end)
         text = "".join(found)
         if early is None or is_json(text):
             if not end:
-                raise Broken
+                raise NotACall
             return text, end
         if not end and self._exact:  # cut off within a string
-            raise Broken
+            raise NotACall
         size, first_end = early
         self._mangled = True  # or every value of an answer might be looked for to its end
         self._push(text[size + len(first_end) :] + end)
         return text[:size], first_end
 
-    def _llama(self) -> Reading[None]:
+    def _llama(self) -> Parse[None]:
         """``{"name": …, "parameters": …}``, with ``;`` between several, and nothing else."""
-        yield from self._alone(LLAMA)
+        yield from self._whole_answer(LLAMA)
 
-    def _json(self) -> Reading[None]:
+    def _json(self) -> Parse[None]:
         """``{"tool_calls": [{"name": …, "arguments": …}, …]}``, or one such call, or a list of them, fenced or not."""
-        yield from self._alone(*_FENCES)
+        yield from self._whole_answer(*_FENCES)
 
-    def _alone(self, *openings: str) -> Reading[None]:
+    def _whole_answer(self, *openings: str) -> Parse[None]:
         """Calls that are the whole answer; what is no call of a known function is text."""
         self._raw = []
-        first = yield from self._solid()
+        first = yield from self._next_nonspace()
         for opening in openings:
             if first == opening[0]:
                 self._push(first)
                 yield from self._optional(opening)
-                first = yield from self._solid()
+                first = yield from self._next_nonspace()
         if first is not None:
             self._push(first)
-        if first in ("{", "[") and (yield from self._tried(self._calls(alone=True), "", keep=True)):
+        if first in ("{", "[") and (yield from self._try_calls(self._calls(alone=True), "", keep=True)):
             yield from self._optional(_FENCES[-1])
         else:
-            self._give_up("")
+            self._emit_as_text("")
         while (character := (yield from self._next())) is not None:
-            self._say(character)
+            self._emit_text(character)
 
     # ---- calls ----------------------------------------------------------------------------------------------
 
-    def _tried(self, reading: Reading[None], opening: str, keep: bool = False) -> Reading[bool]:
+    def _try_calls(self, reading: Parse[None], opening: str, keep: bool = False) -> Parse[bool]:
         """Reads what may be calls; with ``keep`` behind what was read already. False when it was none, and is text."""
         before = self.calls
         if not keep:
             self._raw = []
         try:
             yield from reading
-        except Broken:
-            self._give_up(opening if self.calls == before else "")
+        except NotACall:
+            self._emit_as_text(opening if self.calls == before else "")
             return self.calls > before
         self._raw = None
         return True
 
-    def _give_up(self, opening: str) -> None:
+    def _emit_as_text(self, opening: str) -> None:
         if self._raw is not None:
             text, self._raw = opening + "".join(self._raw), None
-            self._say(text)
+            self._emit_text(text)
 
-    def _calls(self, alone: bool) -> Reading[None]:
+    def _calls(self, alone: bool) -> Parse[None]:
         """A call, a list of calls, or several with semicolons between them."""
-        if (yield from self._solid()) == "[":
+        if (yield from self._next_nonspace()) == "[":
             yield from self._list(alone)
             return
         self._push("{")
         while True:
             yield from self._call(alone)
             self._raw = []
-            following = yield from self._solid()
+            following = yield from self._next_nonspace()
             if following in (";", ","):
-                following = yield from self._solid()
+                following = yield from self._next_nonspace()
                 if following == "{":
                     self._push(following)
                     continue
@@ -277,44 +277,44 @@ class CallParser(Characters):
                 self._push("".join(self._raw or ()))
             break
 
-    def _list(self, alone: bool) -> Reading[None]:
+    def _list(self, alone: bool) -> Parse[None]:
         """Calls up to the end of a list, one at least. Raises Broken."""
         before = self.calls
-        while (character := (yield from self._solid())) != "]":
+        while (character := (yield from self._next_nonspace())) != "]":
             if character == ",":
                 continue
             if character is None:
-                raise Broken
+                raise NotACall
             self._push(character)
             yield from self._call(alone)
             self._raw = []
         if self.calls == before:
-            raise Broken
+            raise NotACall
 
-    def _call(self, alone: bool = False) -> Reading[None]:
+    def _call(self, alone: bool = False) -> Parse[None]:
         """One call's object. Raises Broken."""
-        if (yield from self._solid()) != "{":
-            raise Broken
+        if (yield from self._next_nonspace()) != "{":
+            raise NotACall
         early: list[str] = []  # arguments that came before the name
         put: Callable[[str], None] | None = None
         seen = False
         first = True
-        while (character := (yield from self._solid())) != "}":
+        while (character := (yield from self._next_nonspace())) != "}":
             if character == ",":
                 continue
             if character != '"':
-                raise Broken
+                raise NotACall
             key = yield from self._string()
-            if (yield from self._solid()) != ":" or (alone and first and key not in self._first_keys):
-                raise Broken
+            if (yield from self._next_nonspace()) != ":" or (alone and first and key not in self._first_keys):
+                raise NotACall
             if alone and first and key == "tool_calls":
-                yield from self._wrapped()
+                yield from self._tool_calls_list()
                 return
             first = False
             if key == "name" and put is None:
-                if (yield from self._solid()) != '"':
-                    raise Broken
-                put = self._begin((yield from self._string()), known=alone)
+                if (yield from self._next_nonspace()) != '"':
+                    raise NotACall
+                put = self._start_call((yield from self._string()), known=alone)
                 put("".join(early))
             elif key in ("arguments", "parameters") and not seen:
                 seen = True
@@ -322,36 +322,36 @@ class CallParser(Characters):
             else:
                 yield from self._value(lambda _: None)
         if put is None:
-            raise Broken
+            raise NotACall
         if not seen:
             put("{}")
 
-    def _wrapped(self) -> Reading[None]:
-        if (yield from self._solid()) != "[":
-            raise Broken
+    def _tool_calls_list(self) -> Parse[None]:
+        if (yield from self._next_nonspace()) != "[":
+            raise NotACall
         yield from self._list(alone=False)
-        if (yield from self._solid()) != "}":
-            raise Broken
+        if (yield from self._next_nonspace()) != "}":
+            raise NotACall
 
-    def _begin(self, name: str, known: bool = False) -> Callable[[str], None]:
+    def _start_call(self, name: str, known: bool = False) -> Callable[[str], None]:
         """Announces a call; returns what takes its arguments. Raises Broken for no name of a function."""
         if not _NAME.fullmatch(name) or (known and name not in self._functions):
-            raise Broken
+            raise NotACall
         index, dropped = self.calls, self._single and self.calls > 0
         self.calls += 1
-        self._raw, self._white = None, []
+        self._raw, self._pending_space = None, []
         if dropped:
             return lambda _: None
-        self._found.append(Delta(index=index, id=new_id(self._dialect), name=name))
+        self._deltas.append(CallDelta(index=index, id=new_call_id(self._dialect), name=name))
 
         def put(arguments: str) -> None:
             if arguments:
-                self._found.append(Delta(index=index, arguments=arguments))
+                self._deltas.append(CallDelta(index=index, arguments=arguments))
 
         return put
 
 
-def new_id(dialect: str) -> str:
+def new_call_id(dialect: str) -> str:
     """Names a call. Mistral's templates want nine letters and digits."""
     if dialect == "mistral":
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))

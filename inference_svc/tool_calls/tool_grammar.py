@@ -12,23 +12,25 @@ from collections.abc import Callable, Iterable, Sequence
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.structured_output.grammar_compiler import for_compiler
-from inference_svc.tool_calls.qwen3_coder import FUNCTION, FUNCTION_END, rules_of_parameters
-from inference_svc.tool_calls.tool_call_format import Dialect, schema_of
+from inference_svc.tool_calls.qwen3_coder import FUNCTION, FUNCTION_END, parameter_rules
+from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters_schema
 from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
 
 # The one token that a marker is, where text cannot spell it.
-Special = Callable[[str], int | None]
-_MOST_CALLS = 16
+SpecialToken = Callable[[str], int | None]
+_MAX_CALLS = 16
 _WRAPPER = '{"tool_calls": ['
 
 
-def grammar_of_calls(dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special) -> str:
+def required_calls_grammar(
+    dialect: ToolCallFormat, tools: Iterable[pb.Tool], single: bool, special: SpecialToken
+) -> str:
     """An answer of nothing but calls of the tools, one at least. Raises InvalidRequest."""
     return "\n".join([f"start: {_calls(dialect, single, special)}", *_rules(dialect, tools)])
 
 
-def grammar_of_free_calls(
-    dialect: Dialect, tools: Iterable[pb.Tool], single: bool, special: Special, specials: Sequence[int]
+def optional_calls_grammar(
+    dialect: ToolCallFormat, tools: Iterable[pb.Tool], single: bool, special: SpecialToken, specials: Sequence[int]
 ) -> str:
     """An answer of text and calls as the model likes, where a call that has begun is one of a tool. ``specials`` are
     the tokens that text cannot spell and that may stand in it. Raises InvalidRequest."""
@@ -76,32 +78,32 @@ def _escaped(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def _rules(dialect: Dialect, tools: Iterable[pb.Tool]) -> list[str]:
+def _rules(dialect: ToolCallFormat, tools: Iterable[pb.Tool]) -> list[str]:
     """What each tool's call looks like."""
     rules, names = [], list[str]()
     key = "parameters" if dialect == "llama3_json" else "arguments"
     for i, tool in enumerate(tools):
         names.append(f"call_{i}")
         if dialect == "qwen3_coder":
-            rules += rules_of_parameters(i, tool.name, schema_of(tool))
+            rules += parameter_rules(i, tool.name, parameters_schema(tool))
             continue
         opening = f'{{"name": {json.dumps(tool.name)}, "{key}": '
         rules.append(f'call_{i}: {json.dumps(opening)} arguments_{i} "}}"')
-        rules.append(f"arguments_{i}: %json {json.dumps(for_compiler(schema_of(tool)))}")
+        rules.append(f"arguments_{i}: %json {json.dumps(for_compiler(parameters_schema(tool)))}")
     rules.append("call: " + " | ".join(names))
     return rules
 
 
 def _several(item: str, between: str, single: bool) -> str:
-    return item if single else f"{item} ({between} {item}){{0,{_MOST_CALLS - 1}}}"
+    return item if single else f"{item} ({between} {item}){{0,{_MAX_CALLS - 1}}}"
 
 
-def _marker(text: str, special: Special) -> str:
+def _marker(text: str, special: SpecialToken) -> str:
     token = special(text)
     return json.dumps(text) if token is None else f"<[{token}]>"
 
 
-def _calls(dialect: Dialect, single: bool, special: Special) -> str:
+def _calls(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> str:
     """An answer of nothing but calls."""
     if dialect in ("hermes", "qwen3_coder"):
         trigger, rest = _marked(dialect, single, special)
@@ -117,7 +119,7 @@ def _calls(dialect: Dialect, single: bool, special: Special) -> str:
     return f'{json.dumps(_WRAPPER)} {_several("call", json.dumps(", "), single)} "]}}"'
 
 
-def _marked(dialect: Dialect, single: bool, special: Special) -> tuple[str, str]:
+def _marked(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> tuple[str, str]:
     """The text by which a call begins within others, and what follows that."""
     if dialect == "hermes":
         return HERMES, f'"\\n" call "\\n" {_marker(HERMES_END, special)}'

@@ -6,14 +6,14 @@ import random
 
 import numpy as np
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 
 # Drawn more often, or it would write every name letter by letter; and the end, where there may be one.
 _LONG = frozenset(i for i in range(len(TOKENIZER)) if len(TOKENIZER.decode([i])) > 1) | END
 
 
-def walk(steering: Steering, seed: int, most: int = 3000) -> list[int]:
+def walk(steering: GrammarState, seed: int, most: int = 3000) -> list[int]:
     """The tokens of one answer."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:

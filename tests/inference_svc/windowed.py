@@ -17,11 +17,11 @@ from inference_svc.context_reuse.chunking import FixedChunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache, SaveDone
-from inference_svc.engine.sequence import CacheUse, Output, Sequence, StoredPrefix
+from inference_svc.engine.kv_connector import NullKVConnector, SaveCallback
+from inference_svc.engine.sequence import CacheParams, Sequence, SequenceOutput, StoredPrefix
 from inference_svc.kv_client.connector import DaemonConnector
 from inference_svc.kv_pool.block_table import BlockTable
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from tests.inference_svc.models.test_architectures import build
 from tests.inference_svc.server.test_load import Request, idle
@@ -49,10 +49,10 @@ class Windowed:
 
     def request(self, ids: list[int], length: int = 20, **use: Any) -> Request:
         request = Request(ids, length)
-        request.sequence.cache = CacheUse(**use)
+        request.sequence.cache = CacheParams(**use)
         sink = request.sequence.sink
 
-        def note(output: Output) -> None:
+        def note(output: SequenceOutput) -> None:
             self.pages.append(self.engine.pool.pages - self.engine.pool.free_pages)
             self.stored = output.stored_tokens or self.stored
             sink(output)
@@ -90,7 +90,7 @@ def windowed(
     loaded = replace(loaded, weights=bytes(32))
     windows = () if keep_all else loaded.windows
     shape = loaded.layers, loaded.kv_heads, loaded.head_dim
-    beyond = Overflow(overflow[0], *shape, tokens, overflow[1], dtype) if overflow else None
+    beyond = DiskOverflow(overflow[0], *shape, tokens, overflow[1], dtype) if overflow else None
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, beyond)
     cache = None
     if node is not None:
@@ -99,17 +99,17 @@ def windowed(
             {b"": link}, loaded.geometry(16), ReusePolicy(FixedChunker(CHUNK), None, None, None), 0.1, 5.0
         )
         assert link.wait(10)
-    return Windowed(Engine(loaded, pool, cache or slow or NoCache(), EngineLimits(**LIMITS | limits)), cache)
+    return Windowed(Engine(loaded, pool, cache or slow or NullKVConnector(), EngineLimits(**LIMITS | limits)), cache)
 
 
-class SlowCache(NoCache):
+class SlowCache(NullKVConnector):
     """Stores parts when it is told to: until then their pages are held. All chunks end at ``CHUNK``."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Sequence, int, SaveDone]] = []
+        self._parts: list[tuple[Sequence, int, SaveCallback]] = []
         self._told, self._asked = threading.Event(), threading.Event()
 
-    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveDone) -> bool:
+    def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
         self._asked.set()
         if self._told.is_set():
             self._store(sequence, tokens, done)
@@ -127,6 +127,6 @@ class SlowCache(NoCache):
             self._store(*self._parts.pop(0))
 
     @staticmethod
-    def _store(sequence: Sequence, tokens: int, done: SaveDone) -> None:
+    def _store(sequence: Sequence, tokens: int, done: SaveCallback) -> None:
         end = tokens // CHUNK * CHUNK
         threading.Thread(target=done, args=(sequence, StoredPrefix(end, b"hash", end))).start()

@@ -260,7 +260,7 @@ def test_of_many_that_start_at_once_one_comes_in(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from kvsidecar.serving import refuse_second
+from kvsidecar.net.grpc_server import refuse_second
 with refuse_second(Path(sys.argv[1])):
     print("held", flush=True)
     input()

@@ -126,12 +126,12 @@ class _LayerFileBuilder:
             self._materials.fill(layer, prefix)
         else:
             self._fill_quantized(layer, prefix)
-        can = fused_layers.fits(layer, recipe.config)
+        can = fused_layers.can_fuse(layer, recipe.config)
         if self._fused not in (None, can):
             raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
         self._fused = can
         if can:
-            products, vectors = fused_layers.gathered(layer)
+            products, vectors = fused_layers.take_weights(layer)
         else:
             products, vectors = self._own(layer)
         start = prefix.removeprefix("model.")

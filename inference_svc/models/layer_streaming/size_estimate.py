@@ -61,8 +61,8 @@ class _Counting:
         """Bytes of a layer's attention, and of its feed-forward part."""
         linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
         products = {name: [name] for name in linears}
-        if fused_layers.alike(layer, self._recipe.config):
-            products = {name: list(parts) for name, parts in fused_layers.TOGETHER.items()}
+        if fused_layers.has_fusable_structure(layer, self._recipe.config):
+            products = {name: list(parts) for name, parts in fused_layers.FUSED_LINEARS.items()}
         found = [0, 0]
         for name, parts in products.items():
             found[is_feed_forward(name)] += self._product([linears[part] for part in parts], prefix, parts)

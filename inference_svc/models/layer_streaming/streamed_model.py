@@ -21,7 +21,7 @@ from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
 from inference_svc.model_runner import fused_layers as fused
-from inference_svc.model_runner.decoder_layer import Layer
+from inference_svc.model_runner.decoder_layer import FusedLayerWeights
 from inference_svc.models.attention_windows import windows_of
 from inference_svc.models.layer_streaming import onednn_weights
 from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
@@ -60,7 +60,7 @@ class StreamedModel:
     """How a model's layers come to a forward."""
 
     source: LayerSource
-    fused: list[Layer]  # empty where the model's own layers compute
+    fused: list[FusedLayerWeights]  # empty where the model's own layers compute
     windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer have
     residency: ResidencyPlan
     file: LayerFile
@@ -217,11 +217,11 @@ class _ModelAssembly:
         inner.rotary_emb = rotary
         windows = windows_of(model)
         products = [self._shells(i, layer) for i, layer in enumerate(index.layers)]
-        made: list[Layer] = []
+        made: list[FusedLayerWeights] = []
         for i, layer in enumerate(inner.layers):
             vectors = self._vectors(f"layers.{i}.")
             if index.fused:
-                made.append(fused.made(layer, products[i], vectors))
+                made.append(fused.make_layer(layer, products[i], vectors))
             else:
                 _set_parameters(layer, products[i], vectors)
         if index.fused:

@@ -20,8 +20,8 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
-from inference_svc.engine.sequence import Output, Sequence
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.engine.sequence import Sequence, SequenceOutput
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.inference_service import InferenceService, worker_stats
 from inference_svc.server.otel_observer import RequestObserver
@@ -40,7 +40,7 @@ class _Aborted(Exception):
     """Somebody asked for the end of a request."""
 
 
-Event = tuple[VllmResponse, Sequence, Output] | Exception
+Event = tuple[VllmResponse, Sequence, SequenceOutput] | Exception
 
 
 class VllmEngine(VllmEngineServicer):
@@ -83,7 +83,7 @@ class VllmEngine(VllmEngineServicer):
 
     async def _events(
         self, asked: list[pb.GenerateRequest], answers: list[VllmResponse], context: Context
-    ) -> AsyncGenerator[tuple[VllmResponse, Sequence, Output], None]:
+    ) -> AsyncGenerator[tuple[VllmResponse, Sequence, SequenceOutput], None]:
         """What the engine says of all answers, as it comes. Leaving early, for whatever reason, cancels them. Raises
         _Aborted when ``Abort`` names the request."""
         events: asyncio.Queue[Event] = asyncio.Queue()
@@ -157,7 +157,7 @@ class VllmEngine(VllmEngineServicer):
             server_type="kvsidecar",
             data_parallel_size=1,
             kv_cache_dtype="auto",
-            block_size=PAGE_TOKENS,
+            block_size=BLOCK_TOKENS,
             model_dtype=str(self._loaded.dtype),
             max_num_seqs=self._runtime.config.batch_sequences,
             constrained_decoding_start="first_token",
@@ -171,8 +171,8 @@ class VllmEngine(VllmEngineServicer):
             num_running_reqs=stats.running,
             num_waiting_reqs=stats.waiting,
             num_total_reqs=stats.running + stats.waiting,
-            num_used_tokens=used * PAGE_TOKENS,
-            max_total_num_tokens=stats.pool_pages * PAGE_TOKENS,
+            num_used_tokens=used * BLOCK_TOKENS,
+            max_total_num_tokens=stats.pool_pages * BLOCK_TOKENS,
             token_usage=share,
             cache_hit_rate=stats.cached_tokens / max(1, stats.prompt_tokens - stats.skipping_tokens),
             utilization=share,

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from inference_svc.engine.sequence import Finish, Output, Sequence
-from inference_svc.sampling.sampling_params import Drawn
+from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
+from inference_svc.sampling.sampling_params import SampledToken
 
-_FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length"}
+_FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 ABORTED = "abort"
 
 
@@ -21,9 +21,9 @@ class VllmResponse:
     index: int
     sequence: Sequence | None = None
     """As soon as there was an output."""
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[SampledToken] = field(default_factory=list)
 
-    def take(self, sequence: Sequence, output: Output) -> vllm.GenerateResponse | None:
+    def take(self, sequence: Sequence, output: SequenceOutput) -> vllm.GenerateResponse | None:
         """Takes in an output. Returns the piece that it makes, unless it has no token."""
         first, self.sequence = not self.drawn, sequence
         if output.drawn is None:
@@ -40,7 +40,7 @@ class VllmResponse:
         )
         return vllm.GenerateResponse(chunk=chunk)
 
-    def ended(self, finish: Finish) -> vllm.GenerateResponse:
+    def ended(self, finish: FinishReason) -> vllm.GenerateResponse:
         """The answer as a whole, by whatever way it came."""
         return self._whole(_FINISH[finish])
 
@@ -60,7 +60,7 @@ class VllmResponse:
         return vllm.GenerateResponse(complete=whole)
 
 
-def _fill(sequence: Sequence, drawn: Many[Drawn], whole: vllm.GenerateComplete) -> None:
+def _fill(sequence: Sequence, drawn: Many[SampledToken], whole: vllm.GenerateComplete) -> None:
     told = vllm.GenerateComplete(
         prompt_tokens=sequence.prompt_tokens,
         cached_tokens=sequence.cached_tokens,
@@ -70,7 +70,7 @@ def _fill(sequence: Sequence, drawn: Many[Drawn], whole: vllm.GenerateComplete) 
         input_logprobs=_input_logprobs(sequence),
     )
     whole.MergeFrom(told)
-    if whole.finish_reason != _FINISH[Finish.STOP]:
+    if whole.finish_reason != _FINISH[FinishReason.STOP]:
         return
     # Nothing is said of the model's own end.
     if sequence.text.stopped:
@@ -79,7 +79,7 @@ def _fill(sequence: Sequence, drawn: Many[Drawn], whole: vllm.GenerateComplete) 
         whole.matched_token_id = sequence.tokens[-1]
 
 
-def _output_logprobs(sequence: Sequence, drawn: Many[Drawn]) -> vllm.OutputLogProbs | None:
+def _output_logprobs(sequence: Sequence, drawn: Many[SampledToken]) -> vllm.OutputLogProbs | None:
     if sequence.logprobs is None or not drawn:
         return None
     return vllm.OutputLogProbs(
@@ -93,7 +93,7 @@ def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
     """Of the prompt's first token there is none: nothing stands before it."""
     if sequence.prompt_logprobs is None:
         return None
-    scored: list[Drawn] = [Drawn(sequence.tokens[0]), *sequence.prompt_scores]
+    scored: list[SampledToken] = [SampledToken(sequence.tokens[0]), *sequence.prompt_scores]
     return vllm.InputLogProbs(
         token_logprobs=[
             vllm.InputTokenLogProb(value=(one.logprob or 0.0) if i else None) for i, one in enumerate(scored)
@@ -103,7 +103,7 @@ def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
     )
 
 
-def _tops(wanted: int, drawn: Many[Drawn]) -> list[vllm.TopLogProbs]:
+def _tops(wanted: int, drawn: Many[SampledToken]) -> list[vllm.TopLogProbs]:
     """The likeliest tokens of each place; none at all where none were asked for."""
     if not wanted:
         return []

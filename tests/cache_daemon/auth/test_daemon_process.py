@@ -27,7 +27,7 @@ _QUIET = {**os.environ, "GRPC_VERBOSITY": "NONE"}
 WHOAMI = f"""
 import sys
 from pathlib import Path
-from kvsidecar.connecting import channel, read_token
+from kvsidecar.net.channel import channel, read_token
 from kvsidecar.errors import from_rpc
 import grpc
 way = dict(ca=Path(sys.argv[2]), token=read_token(Path(sys.argv[3]))) if len(sys.argv) > 2 else dict()

@@ -25,7 +25,7 @@ from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import Repairing
+from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.supported_architectures import SUPPORTED
 from tests.inference_svc.models import test_architectures
@@ -52,7 +52,7 @@ def random_model(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[LoadedMode
 
 
 def prefill(decoder: Decoder, pool: KVPool, ids: list[int], table: BlockTable) -> None:
-    decoder(forward_batch.build([forward_batch.Span(ids, 0, table, False)], pool, torch.device("cpu")))
+    decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids, 0, table, False)], pool, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -179,7 +179,7 @@ def test_what_comes_later_changes_nothing_before(sizes: list[int], seed: int, ra
                 stored[:, :, start:] += 1.0
             tensor.index_copy_(2, slots, stored)
         tokens = ids[:start] + [(i * 7 + 3) % 499 + 1 for i in ids[start:]] if perturbed else ids
-        work = Repairing(decoder, pool, tokens, table, plan, FirstK(), ratio)
+        work = SelectiveRecompute(decoder, pool, tokens, table, plan, FirstK(), ratio)
         for _ in work.steps():
             pass
         found.append([t_.index_select(2, slots[:start]).clone() for t_ in (pool.keys, pool.values)])

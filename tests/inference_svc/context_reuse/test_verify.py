@@ -15,9 +15,20 @@ import pytest
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
-from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failure_reason
 from inference_svc.context_reuse.selectors import AUTO_SELECTORS
-from inference_svc.context_reuse.verify import BUILT_IN, Candidate, Question, Verifier, _Divergence, read_questions
+from inference_svc.context_reuse.verify import (
+    BUILT_IN,
+    EXACT,
+    Candidate,
+    Finding,
+    Question,
+    Report,
+    Thresholds,
+    Verifier,
+    _Divergence,
+    failure_reason,
+    read_questions,
+)
 from inference_svc.server.python_api import Engine
 from inference_svc.server.verify_command import main
 from tests.inference_svc.context_reuse.test_approximate import documents, joined
@@ -195,7 +206,7 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
 # Whether a first line came before anything was imported that takes time.
 _FIRST_LINE = """
 import os, sys
-from inference_svc.verify_command import main
+from inference_svc.server.verify_command import main
 class First:
     def write(self, text):
         os.write(1, f"{'torch' in sys.modules} {text}".encode())

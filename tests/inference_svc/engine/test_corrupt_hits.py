@@ -12,7 +12,7 @@ import torch
 
 from inference_svc import Engine
 from inference_svc.kv_client import chunk_saver
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 
 OPTIONS: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
@@ -91,7 +91,7 @@ def test_corrupt_residents_are_dropped_with_all_that_begin_so(engine: Engine) ->
     cache = engine._runtime.cache
     assert cache is not None
     with torch.inference_mode():
-        slots = inner.resident(0).table.slots(2 * PAGE_TOKENS, 3 * PAGE_TOKENS)
+        slots = inner.resident(0).table.slots(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS)
         inner.between_steps(lambda: inner.pool.values[1].index_fill_(1, torch.from_numpy(slots), float("nan")))
     plain = engine.generate([*one, 7], skip_cache=True, **OPTIONS)
     assert engine.generate([*one, 7], **OPTIONS).token_ids == plain.token_ids

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from inference_svc.engine.detokenizer import TextStream
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.models.loader import DEMO_MODEL
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -10,7 +10,7 @@ END = frozenset({TOKENIZER.eos_token_id})
 
 
 def stream(text: str, stop: tuple[str, ...] = ()) -> tuple[str, bool]:
-    out = TextStream(TOKENIZER, stop, END)
+    out = IncrementalDetokenizer(TOKENIZER, stop, END)
     shown = ""
     for token in TOKENIZER(text, add_special_tokens=False)["input_ids"]:
         shown += out.push(token)
@@ -42,6 +42,6 @@ def test_of_several_stop_strings_the_first_to_be_complete_ends_it(text: str, sto
 
 
 def test_ids_beyond_the_tokenizer_do_not_break_it() -> None:
-    out = TextStream(TOKENIZER, (), END)
+    out = IncrementalDetokenizer(TOKENIZER, (), END)
     out.push(150_000)
     assert isinstance(out.finish(), str)

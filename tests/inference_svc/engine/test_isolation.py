@@ -12,20 +12,20 @@ from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 from inference_svc.engine import engine_core
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.engine.sequence import CacheUse, Finish, Sequence
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.engine.sequence import CacheParams, FinishReason, Sequence
 from inference_svc.gateway.worker_router import retryable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel, load
-from inference_svc.sampling.sampler import Outcome
-from inference_svc.sampling.sampling_params import Sampler
+from inference_svc.sampling.sampler import SampleResult
+from inference_svc.sampling.sampling_params import SamplingState
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle
 
 POISON = 4090  # no prompt of these tests has it by chance: they end at 4000
 
 
-class Refusing(NoCache):
+class Refusing(NullKVConnector):
     """Fails for the sequences it is told to."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ def engine(cache: Refusing) -> Iterator[Engine]:
 def others(engine: Engine, count: int = 6) -> list[Request]:
     requests = [Request(prompt(i, 20 + 5 * i), 12, seed=i if i % 2 else None) for i in range(count)]
     for request in requests:
-        request.sequence.cache = CacheUse(read=False, write=False)
+        request.sequence.cache = CacheParams(read=False, write=False)
         engine.submit(request.sequence)
     return requests
 
@@ -88,7 +88,7 @@ def want(engine: Engine) -> list[list[int]]:
 def failure(request: Request) -> GenerationFailed:
     assert request.ended.wait(60)
     last = request.outputs[-1]
-    assert last.finish is Finish.FAILED
+    assert last.finish is FinishReason.FAILED
     assert isinstance(last.error, GenerationFailed)
     return last.error
 
@@ -125,12 +125,12 @@ def test_a_drawing_that_raises_for_the_batch_is_done_for_each_alone(
 ) -> None:
     real = engine_core.draw
 
-    def short_of_memory(logits: torch.Tensor, samplers: list[Sampler]) -> list[Outcome]:
+    def short_of_memory(logits: torch.Tensor, samplers: list[SamplingState]) -> list[SampleResult]:
         if len(samplers) > 1:
             raise torch.OutOfMemoryError("rows times the vocabulary")
         return real(logits, samplers)
 
-    monkeypatch.setattr(engine_core, "draw", short_of_memory)
+    monkeypatch.setattr(engine_core, "sample", short_of_memory)
     assert [r.tokens() for r in others(engine)] == want
 
 
@@ -187,7 +187,7 @@ def test_a_load_that_raises_fails_its_sequence_and_leaves_no_page(
 def test_a_save_or_a_probe_that_raises_fails_nobody(engine: Engine, cache: Refusing) -> None:
     request = Request(prompt(90, 40), 5)
     request.sequence.id = cache.save_fails = cache.probe_fails = "unsaved"
-    request.sequence.cache = CacheUse(read=False)
+    request.sequence.cache = CacheParams(read=False)
     engine.submit(request.sequence)
     assert len(request.tokens()) == 5
     idle(engine)
@@ -205,7 +205,7 @@ def test_a_sink_that_raises_ends_its_sequence_alone(engine: Engine, want: list[l
     engine.submit(left.sequence)
     assert [r.tokens() for r in others(engine)] == want
     idle(engine)
-    assert [o.finish for o in left.outputs] == [None, Finish.FAILED]
+    assert [o.finish for o in left.outputs] == [None, FinishReason.FAILED]
 
 
 def test_a_failed_warm_up_ends_the_start_with_its_reason() -> None:
@@ -214,4 +214,4 @@ def test_a_failed_warm_up_ends_the_start_with_its_reason() -> None:
     inner: Any = loaded.model.model
     inner.embed_tokens.weight = torch.nn.Parameter(torch.zeros(0, 64), requires_grad=False)
     with pytest.raises(ModelUnsupported, match="demo cannot run here: its first forward failed: RuntimeError"):
-        Engine(loaded, pool, NoCache())
+        Engine(loaded, pool, NullKVConnector())

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.request_lifecycle import take_token
-from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.request_lifecycle import append_token
+from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_client.load_cost_model import LoadCostModel
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.layerwise_load import LayerGate, RestoreFailed
+from inference_svc.model_runner.layerwise_load import LayerLoadFailed, LayerReadyEvent
 from inference_svc.models.loader import load
-from inference_svc.sampling.sampling_params import Drawn, SamplingParams
+from inference_svc.sampling.sampling_params import SampledToken, SamplingParams
 from tests.inference_svc.engine.test_detokenizer import TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.kv_pool.test_prefix_cache import answer
@@ -25,15 +25,15 @@ def test_a_stop_string_in_what_was_held_back_is_a_stop() -> None:
     """Half a character is held back; when nothing more comes, it is shown as one that stops the answer."""
     half = TOKENIZER("é", add_special_tokens=False)["input_ids"][0]
     broken = next(i for i in [half, *range(300)] if TOKENIZER.decode([i]) == "\ufffd")
-    outputs: list[Output] = []
-    text = TextStream(TOKENIZER, ("\ufffd",), frozenset())
+    outputs: list[SequenceOutput] = []
+    text = IncrementalDetokenizer(TOKENIZER, ("\ufffd",), frozenset())
     sequence = Sequence("s", [5, 6], 2, 1, SamplingParams(), frozenset(), text, outputs.append)
-    assert take_token(sequence, Drawn(broken), 100) is Finish.STOP
-    assert (outputs[-1].text, outputs[-1].finish) == ("", Finish.STOP)
+    assert append_token(sequence, SampledToken(broken), 100) is FinishReason.STOP
+    assert (outputs[-1].text, outputs[-1].finish) == ("", FinishReason.STOP)
 
 
 def test_ids_beyond_the_tokenizer_have_no_text() -> None:
-    out = TextStream(TOKENIZER, (), frozenset())
+    out = IncrementalDetokenizer(TOKENIZER, (), frozenset())
     shown = "".join(out.push(i) for i in (TOKENIZER("a")["input_ids"][0], len(TOKENIZER), 150_000))
     assert shown + out.finish() == "a"
     assert out._decode([len(TOKENIZER)]) == ""
@@ -64,11 +64,11 @@ def test_a_layer_is_written_only_behind_its_gate() -> None:
     """What is still being loaded would be written over what a repair computed."""
     loaded = load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 256, loaded.dtype, loaded.device)
-    table, gate = pool.allocate(64), LayerGate(loaded.layers)
+    table, gate = pool.allocate(64), LayerReadyEvent(loaded.layers)
     assert table is not None
     gate.fail()
-    span = forward_batch.Span([5, 6, 7], 20, table, True, gate=gate)
+    span = forward_batch.SequenceSlice([5, 6, 7], 20, table, True, gate=gate)
     decoder = Decoder(loaded)
-    with pytest.raises(RestoreFailed):
-        decoder(forward_batch.build([span], pool, loaded.device))
+    with pytest.raises(LayerLoadFailed):
+        decoder(forward_batch.build_batch([span], pool, loaded.device))
     assert not torch.count_nonzero(pool.keys[:, :, table.slots(0, 64)])

@@ -26,28 +26,28 @@ from inference_svc import Engine as Embedded
 from inference_svc.engine import engine_core as loops
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import LoadDone, NoCache, Restored, SaveDone
-from inference_svc.engine.sequence import Finish, Sequence
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult, NullKVConnector, SaveCallback
+from inference_svc.engine.sequence import FinishReason, Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import layerwise_load as gates
-from inference_svc.model_runner.layerwise_load import LayerGate
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.models.loader import load
 from inference_svc.server.worker_server import EXIT_ENGINE_STOPPED
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, small_engine
 
 
-class HungCache(NoCache):
+class HungCache(NullKVConnector):
     """Loads prompts of 100 tokens and saves all answers, but nothing of it comes to an end."""
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         return sequence.prompt_tokens == 100
 
-    def save(self, sequence: Sequence, pool: KVPool, done: SaveDone) -> bool:
+    def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         return True
 
 
-def engine_over(cache: NoCache, **limits: Any) -> Engine:
+def engine_over(cache: NullKVConnector, **limits: Any) -> Engine:
     loaded = load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 4096, loaded.dtype, loaded.device)
     return Engine(loaded, pool, cache, EngineLimits(**limits))
@@ -76,7 +76,7 @@ def test_whatever_leaves_the_loop_is_told_to_everybody(monkeypatch: pytest.Monke
     assert "MemoryError: injected" in ends(engine)
     for request in (loading, running, waiting):
         assert request.ended.wait(5)
-        assert request.outputs[-1].finish is Finish.FAILED
+        assert request.outputs[-1].finish is FinishReason.FAILED
         assert "the engine has stopped" in str(request.outputs[-1].error)
     assert isinstance(saved.outputs[-1].error, Unavailable), "whoever waits for it to be stored waits for ever"
     with pytest.raises(Unavailable, match="the engine has stopped: MemoryError: injected"):
@@ -170,17 +170,17 @@ def test_a_device_that_goes_on_fails_one_request(monkeypatch: pytest.MonkeyPatch
     engine.stop()
 
 
-class HalfLoaded(NoCache):
+class HalfLoaded(NullKVConnector):
     """Hands prompts over whose layers never come."""
 
     def __init__(self) -> None:
         self.asked = threading.Event()
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
-        gate = LayerGate(pool.keys.shape[0])
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
+        gate = LayerReadyEvent(pool.keys.shape[0])
         gate.open(1)
         self.asked.set()
-        threading.Thread(target=done, args=(sequence, Restored(tokens=64, gate=gate))).start()
+        threading.Thread(target=done, args=(sequence, LoadResult(tokens=64, gate=gate))).start()
         return True
 
 
@@ -245,10 +245,10 @@ def test_the_embedded_engine_raises_when_it_has_stopped() -> None:
 _WORKER = """
     import sys, time, pathlib
     from inference_svc.engine import engine
-    from inference_svc.engine.loop import Loop
+    from inference_svc.engine.engine_core import EngineCore
     from inference_svc.__main__ import main
 
-    folder, count, step = pathlib.Path(sys.argv.pop(1)), Loop.count_free_overflow, Loop.step
+    folder, count, step = pathlib.Path(sys.argv.pop(1)), EngineCore.count_free_overflow, EngineCore.step
     engine._MAX_STEP_SECONDS, engine._MAX_STEP_RATIO = 0.5, 0.0
 
     def break_when_told(loop):
@@ -261,7 +261,7 @@ _WORKER = """
             time.sleep(0.01)
         return step(loop)
 
-    Loop.count_free_overflow, Loop.step = break_when_told, hang_when_told
+    EngineCore.count_free_overflow, EngineCore.step = break_when_told, hang_when_told
     sys.exit(main(["worker", *sys.argv[1:]]))
 """
 

@@ -16,7 +16,7 @@ from kvsidecar.kv_transfer.session import Session
 from inference_svc import Engine
 from inference_svc.engine.engine import Engine as InnerEngine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import LoadDone, NoCache, Restored
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult, NullKVConnector
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_client import chunk_loader, connector
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
@@ -218,15 +218,15 @@ def test_what_was_copied_while_the_worker_hung_is_computed_instead(
     assert cache.stats.failures == failures
 
 
-class SlowLoads(NoCache):
+class SlowLoads(NullKVConnector):
     """Loads that go on when they are told to, and are expected to take so many seconds."""
 
     def __init__(self, expected: float) -> None:
         self.expected = expected
-        self.loads: list[tuple[Sequence, LoadDone]] = []
+        self.loads: list[tuple[Sequence, LoadCallback]] = []
         self.asked = threading.Event()
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         if sequence.prompt_tokens < LONG:
             return False
         self.loads.append((sequence, done))
@@ -238,7 +238,7 @@ class SlowLoads(NoCache):
 
     def end(self) -> None:
         for sequence, done in self.loads:
-            done(sequence, Restored())
+            done(sequence, LoadResult())
 
 
 def shared_with_a_load(expected: float, row_seconds: float) -> tuple[InnerEngine, SlowLoads, Request, Request]:

@@ -15,9 +15,9 @@ from kvsidecar.errors import OverflowFailed, PromptExceedsPool, status_of
 
 from benchmarks.node import Node
 from inference_svc.engine import request_lifecycle
-from inference_svc.engine.sequence import Finish
+from inference_svc.engine.sequence import FinishReason
 from inference_svc.kv_pool import disk_overflow
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.server.inference_service import worker_stats
 from inference_svc.server.python_api import Engine as Api
@@ -148,7 +148,7 @@ def test_cancelled_it_gives_its_pages_back(tmp_path: Path) -> None:
             request.ended.wait(0.001)
         engine.engine.cancel(request.sequence)
         assert request.ended.wait(30)
-        assert request.outputs[-1].finish is Finish.CANCELLED
+        assert request.outputs[-1].finish is FinishReason.CANCELLED
     idle(engine.engine)
     engine.engine.check_integrity()
     assert engine.engine.pool.free_overflow_pages == engine.engine.pool.overflow_pages
@@ -201,7 +201,7 @@ def test_on_a_full_disk_who_comes_gets_the_room_of_those_who_are_done(
     pool = engine.engine.pool
     assert pool.overflow is not None
     most = pool.overflow.backed_pages
-    assert most >= len(LONG) // PAGE_TOKENS > 48, "it stays"
+    assert most >= len(LONG) // BLOCK_TOKENS > 48, "it stays"
 
     def fallocate(handle: int, mode: int, at: int, size: int) -> None:
         assert pool.overflow is not None
@@ -228,7 +228,7 @@ def test_whoever_guesses_finds_room_on_disk(tmp_path: Path, monkeypatch: pytest.
         for one in decoding:
             asked.append(one.computed)
             end = min(one.computed + 64, one.table.tokens)
-            pages = {int(slot) // PAGE_TOKENS - beyond.first_page for slot in one.table.slots(one.computed, end)}
+            pages = {int(slot) // BLOCK_TOKENS - beyond.first_page for slot in one.table.slots(one.computed, end)}
             without.extend(page for page in pages if page // beyond._group not in beyond._users)
         return real(decoding, rows, longest)
 

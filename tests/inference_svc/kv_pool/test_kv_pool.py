@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.kv_pool.block_table import NOWHERE, PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS, UNMAPPED, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 STEPS = st.lists(st.tuples(st.sampled_from(["new", "grow", "share", "trim", "free"]), st.integers(1, 400)), max_size=50)
@@ -12,7 +12,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["new", "grow", "share", "trim", "fre
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
-    pool = KVPool(1, 1, 2, 32 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
+    pool = KVPool(1, 1, 2, 32 * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
     tables: list[BlockTable] = []
     for what, n in steps:
         held = {s for t in tables for s in t.slots(0, t.tokens).tolist()}
@@ -30,16 +30,16 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
                 assert table.slots(0, len(before)).tolist() == before
             elif what == "share":
                 shared = pool.share(table, min(n, len(before)))
-                assert shared.tokens == min(n, len(before)) // PAGE_TOKENS * PAGE_TOKENS
+                assert shared.tokens == min(n, len(before)) // BLOCK_TOKENS * BLOCK_TOKENS
                 assert shared.slots(0, shared.tokens).tolist() == before[: shared.tokens]
                 tables.append(shared)
             elif what == "trim":
                 pool.trim(table, n)
-                assert table.slots(0, table.tokens).tolist() == before[: -(-n // PAGE_TOKENS) * PAGE_TOKENS]
+                assert table.slots(0, table.tokens).tolist() == before[: -(-n // BLOCK_TOKENS) * BLOCK_TOKENS]
             else:
                 pool.free(tables.pop(n % len(tables)))
         used = {s for t in tables for s in t.slots(0, t.tokens).tolist()}
-        assert len(used) == (pool.pages - pool.free_pages) * PAGE_TOKENS
+        assert len(used) == (pool.pages - pool.free_pages) * BLOCK_TOKENS
         assert all(s < pool.padding_slot for s in used)
         pool.check_integrity()
         assert pool.held_by(tables)
@@ -50,25 +50,25 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
 
 
 def test_shared_pages_are_not_writable_until_the_other_lets_go() -> None:
-    pool = KVPool(1, 1, 2, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
-    table = pool.allocate(4 * PAGE_TOKENS)
+    pool = KVPool(1, 1, 2, 16 * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
+    table = pool.allocate(4 * BLOCK_TOKENS)
     assert table is not None
     assert pool.writable(table, 0)
-    shared = pool.share(table, 2 * PAGE_TOKENS + 5)
+    shared = pool.share(table, 2 * BLOCK_TOKENS + 5)
     assert not pool.writable(table, 0)
-    assert pool.writable(table, 2 * PAGE_TOKENS)
+    assert pool.writable(table, 2 * BLOCK_TOKENS)
     pool.free(shared)
     assert pool.writable(table, 0)
 
 
 def test_copies_reach_exactly_the_tokens_asked_for() -> None:
-    pool = KVPool(2, 1, 4, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
+    pool = KVPool(2, 1, 4, 16 * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
     pool.keys.normal_()
     pool.values.normal_()
     first, scattered = pool.allocate(100), BlockTable()
     assert first is not None
     for _ in range(4):
-        part, spacer = pool.allocate(PAGE_TOKENS), pool.allocate(1)
+        part, spacer = pool.allocate(BLOCK_TOKENS), pool.allocate(1)
         assert part is not None
         assert spacer is not None
         scattered.ranges.extend(part.ranges)
@@ -84,7 +84,7 @@ def test_copies_reach_exactly_the_tokens_asked_for() -> None:
 
 def test_what_is_moved_twice_lies_behind_one_gap() -> None:
     table = BlockTable([(3, 1)]).spread(0, 64).spread(64, 192)
-    assert table.ranges == [(NOWHERE, 6), (3, 1)]
+    assert table.ranges == [(UNMAPPED, 6), (3, 1)]
     assert table.left == 192
 
 
@@ -96,7 +96,7 @@ def test_what_is_moved_twice_lies_behind_one_gap() -> None:
     )
 )
 def test_what_a_window_has_left_is_free_and_the_rest_stays_where_it_was(steps: list[tuple[str, int]]) -> None:
-    pool = KVPool(1, 1, 2, 32 * PAGE_TOKENS, torch.float32, torch.device("cpu"), [100])
+    pool = KVPool(1, 1, 2, 32 * BLOCK_TOKENS, torch.float32, torch.device("cpu"), [100])
     tables: list[BlockTable] = []
     for what, n in steps:
         if what == "new" and (table := pool.allocate(n)) is not None:
@@ -109,11 +109,11 @@ def test_what_a_window_has_left_is_free_and_the_rest_stays_where_it_was(steps: l
             pool.leave(table, left)
             gone = max(table.left, 0)
             assert gone >= min(left, len(before))
-            assert (table.slots(0, gone) == NOWHERE).all()
+            assert (table.slots(0, gone) == UNMAPPED).all()
             assert np.array_equal(table.slots(gone, len(before)), before[gone:])
         elif what == "grow" and pool.grow(table, n):
             assert np.array_equal(table.slots(0, len(before)), before)
-            assert (table.slots(len(before), table.tokens) != NOWHERE).all()
+            assert (table.slots(len(before), table.tokens) != UNMAPPED).all()
         elif what == "share":
             tables.append(pool.share(table, min(n, len(before))))
             assert np.array_equal(tables[-1].slots(0, tables[-1].tokens), before[: tables[-1].tokens])

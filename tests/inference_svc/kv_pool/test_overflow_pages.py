@@ -16,16 +16,16 @@ import torch
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 from structlog.testing import capture_logs
 
-from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_pool import disk_overflow
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.disk_overflow import Overflow
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import Residents
+from inference_svc.kv_pool.prefix_cache import PrefixCache
 from inference_svc.models.loader import load
 from inference_svc.scheduling.admission import Admission
-from inference_svc.scheduling.prefill_budget import Pace
-from inference_svc.scheduling.scheduler import Work, plan
+from inference_svc.scheduling.prefill_budget import PrefillBudget
+from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.kv_pool.test_disk_overflow import BEYOND, LONG, METADATA, POOL, on_disk
@@ -34,7 +34,7 @@ from tests.inference_svc.server.test_load import Request
 
 @pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (16, torch.float32), (8, torch.bfloat16)])
 def test_memory_and_file_are_one_tensor(tmp_path: Path, head_dim: int, dtype: torch.dtype) -> None:
-    beyond = Overflow(tmp_path, 3, 2, head_dim, 128, 4096, dtype)
+    beyond = DiskOverflow(tmp_path, 3, 2, head_dim, 128, 4096, dtype)
     pool = KVPool(3, 2, head_dim, 128, dtype, torch.device("cpu"), (), beyond)
     assert os.listdir(tmp_path) == [], "its name is gone, and so it is with the process"
     assert (pool.pages, pool.overflow_pages >= 128) == (4, True)
@@ -64,7 +64,7 @@ def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As Btrfs does when it is full: to punch a hole it writes. Here every third strip is refused."""
-    beyond = Overflow(tmp_path, 3, 2, 64, 128, 4096, torch.float32)
+    beyond = DiskOverflow(tmp_path, 3, 2, 64, 128, 4096, torch.float32)
     pool = KVPool(3, 2, 64, 128, torch.float32, torch.device("cpu"), (), beyond)
     real, asked = disk_overflow._fallocate, [0]
 
@@ -90,7 +90,7 @@ def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
     for tensor in (pool.keys, pool.values):
         assert not tensor[:, :, mine].any(), "who gets them next finds zeros"
         assert (tensor[:, :, theirs] == 1.0).all()
-    again = pool.allocate_apart(pool.free_overflow_pages * PAGE_TOKENS)
+    again = pool.allocate_apart(pool.free_overflow_pages * BLOCK_TOKENS)
     assert again is not None, "none is lost"
     pool.back(again, 0, again.tokens)
     monkeypatch.undo()
@@ -103,7 +103,7 @@ def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
 def test_a_full_disk_that_takes_nothing_back_either_is_still_that_requests_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beyond = Overflow(tmp_path, 3, 2, 64, 128, 4096, torch.float32)
+    beyond = DiskOverflow(tmp_path, 3, 2, 64, 128, 4096, torch.float32)
     pool = KVPool(3, 2, 64, 128, torch.float32, torch.device("cpu"), (), beyond)
 
     def fallocate(handle: int, mode: int, at: int, size: int) -> None:
@@ -123,13 +123,13 @@ def test_a_folder_that_cannot_have_it_is_refused_by_name(tmp_path: Path) -> None
     with pytest.raises(
         ConfigurationError, match=f"the folder {tmp_path}/none for the overflow cannot be used: No such"
     ):
-        Overflow(tmp_path / "none", 1, 1, 64, 128, 4096, torch.float32)
+        DiskOverflow(tmp_path / "none", 1, 1, 64, 128, 4096, torch.float32)
 
 
 def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_only(tmp_path: Path) -> None:
-    pool = KVPool(1, 1, 64, POOL, torch.bfloat16, torch.device("cpu"), (), Overflow(tmp_path, 1, 1, 64, POOL, BEYOND,
-                  torch.bfloat16))  # fmt: skip
-    admission = Admission(pool, Residents(pool, 4), 128, BEYOND, Pace(0.0), NoCache())
+    overflow = DiskOverflow(tmp_path, 1, 1, 64, POOL, BEYOND, torch.bfloat16)
+    pool = KVPool(1, 1, 64, POOL, torch.bfloat16, torch.device("cpu"), (), overflow)
+    admission = Admission(pool, PrefixCache(pool, 4), 128, BEYOND, PrefillBudget(0.0), NullKVConnector())
     taken = pool.allocate_apart(BEYOND // 2)
     large, less, little = (Request(LONG[:tokens], 20).sequence for tokens in (1500, 700, 100))
     assert admission.next(deque([large, less]), []) is None
@@ -144,13 +144,16 @@ def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_onl
 
 
 def test_whose_pages_are_the_overflows_gives_none_to_others() -> None:
-    apart = Work(arrived=0.0, missing=1, room=9, pages=0, apart=True)
-    old, young = Work(arrived=1.0, missing=1, room=0, pages=4), Work(arrived=2.0, missing=1, room=0, pages=4)
+    apart = SchedulerEntry(arrived=0.0, missing=1, room=9, pages=0, apart=True)
+    old, young = (
+        SchedulerEntry(arrived=1.0, missing=1, room=0, pages=4),
+        SchedulerEntry(arrived=2.0, missing=1, room=0, pages=4),
+    )
     for order in ([apart, old, young], [old, apart, young], [old, young, apart]):
-        step = plan(order, 64, 0, 32)
+        step = plan_step(order, 64, 0, 32)
         assert [order[i] for i in step.preempted] == [young]
         assert sorted(order[i].arrived for i, _ in step.rows) == sorted([apart.arrived, old.arrived])
-    assert plan([apart, old], 64, 0, 32).preempted == (), "it waits for those that are being stored"
+    assert plan_step([apart, old], 64, 0, 32).preempted == (), "it waits for those that are being stored"
 
 
 def test_auto_has_what_the_longest_context_needs_and_no_more_than_a_share_of_the_disk(
@@ -162,7 +165,7 @@ def test_auto_has_what_the_longest_context_needs_and_no_more_than_a_share_of_the
     def opened(pool: int, **settings: Any) -> int:
         config = WorkerConfig(model="demo", **{"overflow_dir": folder} | settings)
         found = open_overflow(config, loaded, pool)
-        return 0 if found is None else found.pages * PAGE_TOKENS
+        return 0 if found is None else found.pages * BLOCK_TOKENS
 
     assert opened(loaded.context_length) == 0, "the pool holds it"
     assert not folder.exists()

@@ -7,16 +7,16 @@ from itertools import pairwise
 import pytest
 
 from benchmarks.node import Node
-from inference_svc.engine.sequence import CacheUse, Output
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.prefix_cache import LEAST_SHARED
+from inference_svc.engine.sequence import CacheParams, SequenceOutput
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.prefix_cache import MIN_SHARED_TOKENS
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
 
 def answer(engine: object, ids: list[int], length: int = 20, **use: object) -> tuple[list[int], int]:
     request = Request(ids, length)
-    request.sequence.cache = CacheUse(**use)  # type: ignore[arg-type]
+    request.sequence.cache = CacheParams(**use)  # type: ignore[arg-type]
     engine.submit(request.sequence)  # type: ignore[attr-defined]
     tokens = request.tokens()
     idle(engine)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def test_what_begins_alike_takes_no_second_room() -> None:
     for i in range(3):
         assert answer(engine, system + prompt(10 + i, 10), 2)[1] >= 320
         pages.append(engine.pool.free_pages)
-    own = -(-(10 + 2) // PAGE_TOKENS) + 1
+    own = -(-(10 + 2) // BLOCK_TOKENS) + 1
     assert all(before - after <= own for before, after in pairwise(pages)), pages
     engine.check_integrity()
     engine.stop()
@@ -104,7 +104,7 @@ def test_a_common_prefix_is_read_once() -> None:
         request.tokens()
     cached = sorted(r.sequence.cached_tokens for r in requests)
     assert cached[0] == 0
-    assert cached[1] > 600 - LEAST_SHARED
+    assert cached[1] > 600 - MIN_SHARED_TOKENS
     engine.stop()
 
 
@@ -121,7 +121,7 @@ def test_the_longest_known_prefix_goes_first_but_nobody_waits_for_ever() -> None
         sink = request.sequence.sink
         request.sequence.id = name
 
-        def note(output: Output) -> None:
+        def note(output: SequenceOutput) -> None:
             if output.finish is not None:
                 ended.append(name)
             sink(output)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from benchmarks.node import Node
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.engine.sequence import CacheUse, Realm, StoredPrefix
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.engine.sequence import CacheParams, CacheScope, StoredPrefix
 from inference_svc.kv_pool import window_release
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
-from inference_svc.kv_pool.prefix_cache import Resident, Residents
-from inference_svc.scheduling.admission import Admission, Source
-from inference_svc.scheduling.prefill_budget import Pace
+from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache
+from inference_svc.scheduling.admission import Admission, PrefixSource
+from inference_svc.scheduling.prefill_budget import PrefillBudget
 from tests.inference_svc.server.test_load import Request, idle
 from tests.inference_svc.windowed import (
     ALL,
@@ -59,14 +59,14 @@ def test_a_long_prompt_keeps_the_pages_of_its_window(answers: Windowed) -> None:
     want, _ = answers.answer(ids, 200, read=False, write=False)
     engine = windowed()
     assert engine.answer(ids, 200)[0] == want
-    assert max(engine.pages) <= (WINDOW + PIECE + 64) // PAGE_TOKENS + 2
-    assert max(answers.pages) >= 1500 // PAGE_TOKENS
+    assert max(engine.pages) <= (WINDOW + PIECE + 64) // BLOCK_TOKENS + 2
+    assert max(answers.pages) >= 1500 // BLOCK_TOKENS
     # What stays for the next turn is the window, and as much more as an answer's end may be told differently.
     resident = engine.engine.resident(0)
     assert len(resident.tokens) == 1699
     assert len(engine.engine.pool.layers) == 4
     held = engine.engine.pool.pages - engine.engine.pool.free_pages
-    assert WINDOW // PAGE_TOKENS <= held <= (WINDOW + 2 * 64) // PAGE_TOKENS + 2
+    assert WINDOW // BLOCK_TOKENS <= held <= (WINDOW + 2 * 64) // BLOCK_TOKENS + 2
     engine.close()
 
 
@@ -96,7 +96,7 @@ def test_the_next_turn_goes_on_and_an_earlier_one_begins_anew(answers: Windowed)
 
 def test_the_next_turn_goes_on_where_the_pool_has_no_room_beside_the_last(answers: Windowed) -> None:
     """It fits by itself, and that must be enough."""
-    engine = windowed(tokens=WINDOW + PIECE + WINDOW_STEP + PAGE_TOKENS)
+    engine = windowed(tokens=WINDOW + PIECE + WINDOW_STEP + BLOCK_TOKENS)
     assert engine.engine.context_length == CONTEXT
     ids = prompt(15, 600)
     for turn in range(2):
@@ -118,19 +118,19 @@ def test_several_answers_to_a_prompt_read_it_once(answers: Windowed) -> None:
 
 def test_a_source_that_goes_to_make_room_is_not_gone_on_from() -> None:
     """Its begun page is gone with it, and the whole ones before it do not reach as far back as is seen."""
-    pool = KVPool(1, 1, 8, 20 * PAGE_TOKENS, torch.float32, torch.device("cpu"), [WINDOW])
-    residents = Residents(pool, 4)
-    table = pool.allocate(10 * PAGE_TOKENS)
+    pool = KVPool(1, 1, 8, 20 * BLOCK_TOKENS, torch.float32, torch.device("cpu"), [WINDOW])
+    residents = PrefixCache(pool, 4)
+    table = pool.allocate(10 * BLOCK_TOKENS)
     assert table is not None
     ids, begun = prompt(19, 319), 2 * WINDOW_STEP + WINDOW - 1
     pool.leave(table, 2 * WINDOW_STEP)
-    residents.keep(Resident(np.asarray(ids, np.uint32), table, Realm(), StoredPrefix()))
+    residents.keep(CachedSequence(np.asarray(ids, np.uint32), table, CacheScope(), StoredPrefix()))
     assert pool.reaches(table, begun)
-    others = pool.allocate(12 * PAGE_TOKENS)
+    others = pool.allocate(12 * BLOCK_TOKENS)
     request = Request(ids[:begun] + prompt(20, 40), 1)
-    request.sequence.cache = CacheUse(write=False)
-    source = Source(begun, resident=residents.held[0])
-    admission = Admission(pool, residents, WINDOW_STEP, 640, Pace(0.0), NoCache())
+    request.sequence.cache = CacheParams(write=False)
+    source = PrefixSource(begun, resident=residents.held[0])
+    admission = Admission(pool, residents, WINDOW_STEP, 640, PrefillBudget(0.0), NullKVConnector())
     if admission.allocate(request.sequence, source, pool.pages, 0):
         assert request.sequence.table is not None
         assert pool.reaches(request.sequence.table, request.sequence.computed)
@@ -311,7 +311,7 @@ def test_a_pool_that_the_prompts_own_pages_nearly_fill_stores_all_of_it(daemon: 
 
 
 def test_pieces_larger_than_what_waits_to_be_stored_are_stored(daemon: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_release, "_MOST_BEHIND", 256)
+    monkeypatch.setattr(window_release, "_MAX_UNSAVED_TOKENS", 256)
     engine, ids = windowed(node=daemon, batch_tokens=1024), prompt(82, 1500)
     engine.answer(ids)
     assert engine.stored == len(ids) + 19

@@ -15,15 +15,15 @@ from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.engine.sequence import CacheUse, Finish, Realm
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.engine.sequence import CacheParams, CacheScope, FinishReason
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import Repairing
+from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import load
-from inference_svc.spec_decode.draft_model_proposer import DraftModel
-from inference_svc.spec_decode.ngram_proposer import PastAnswers
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
+from inference_svc.spec_decode.ngram_proposer import AnswerHistory
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.lora.random_adapters import adapter, linears, tensors, write
 from tests.inference_svc.server.test_load import Request, idle
@@ -42,9 +42,9 @@ def engine_of(tokens: int, at: Path, *, copy: bool = False, **limits: int) -> En
     draft = None
     if copy:
         low = Decoder(load("demo", dtype="float32", weights=4))
-        draft = DraftModel(low, pool, int(loaded.config.vocab_size), loaded.context_length, 512, copy=True)
+        draft = DraftModelProposer(low, pool, int(loaded.config.vocab_size), loaded.context_length, 512, copy=True)
     weights = [adapter(folder, loaded, folder.name) for folder in folders]
-    engine = Engine(loaded, pool, NoCache(), EngineLimits(**limits), draft=draft, adapters=weights)
+    engine = Engine(loaded, pool, NullKVConnector(), EngineLimits(**limits), draft=draft, adapters=weights)
     engine.speculator.costs = free_rows()
     return engine
 
@@ -66,11 +66,11 @@ def ask(
     *,
     seed: int | None = None,
     keep: bool = False,
-    guessed: Speculation = Speculation.OFF,
+    guessed: SpeculationMode = SpeculationMode.OFF,
 ) -> Request:
     request = Request(ids, length, seed)
     request.sequence.adapter = engine.adapters[name] if name else None
-    request.sequence.cache = CacheUse(read=keep, write=keep)
+    request.sequence.cache = CacheParams(read=keep, write=keep)
     request.sequence.speculation = guessed
     engine.submit(request.sequence)
     return request
@@ -85,7 +85,7 @@ def test_each_in_a_batch_is_as_alone_and_cancelling_some_changes_nothing(engine:
     for other in others:
         engine.cancel(other.sequence)
     assert [request.tokens() for request in together] == alone
-    assert all(o.ended.wait(10) and o.outputs[-1].finish is Finish.CANCELLED for o in others)
+    assert all(o.ended.wait(10) and o.outputs[-1].finish is FinishReason.CANCELLED for o in others)
 
 
 def test_what_one_has_read_no_other_reuses(engine: Engine) -> None:
@@ -101,11 +101,17 @@ def test_what_one_has_read_no_other_reuses(engine: Engine) -> None:
 
 
 def test_past_answers_are_of_one_tenant_and_one_adapter() -> None:
-    past = PastAnswers()
-    past.add(Realm(b"t", b"a"), [1, 2, 3, 4, 5])
-    for realm in (Realm(b"t"), Realm(b"t", b"b"), Realm(b"", b"a"), Realm(b"ta"), Realm(b"", b"ta")):
+    past = AnswerHistory()
+    past.add(CacheScope(b"t", b"a"), [1, 2, 3, 4, 5])
+    for realm in (
+        CacheScope(b"t"),
+        CacheScope(b"t", b"b"),
+        CacheScope(b"", b"a"),
+        CacheScope(b"ta"),
+        CacheScope(b"", b"ta"),
+    ):
         assert not past.find(realm, [1, 2, 3], 1)
-    assert past.find(Realm(b"t", b"a"), [1, 2, 3], 1)
+    assert past.find(CacheScope(b"t", b"a"), [1, 2, 3], 1)
 
 
 def test_guesses_are_verified_with_the_adapter(engine: Engine) -> None:
@@ -115,7 +121,7 @@ def test_guesses_are_verified_with_the_adapter(engine: Engine) -> None:
     want = {(name, seed): ask(engine, name, ids, 40, seed=seed).tokens() for name, seed in asked}
     for _ in range(2):
         guessed = {
-            (name, seed): ask(engine, name, ids, 40, seed=seed, keep=True, guessed=Speculation.NGRAM)
+            (name, seed): ask(engine, name, ids, 40, seed=seed, keep=True, guessed=SpeculationMode.NGRAM)
             for name, seed in want
         }
         assert {key: request.tokens() for key, request in guessed.items()} == want
@@ -128,7 +134,7 @@ def test_the_models_low_bit_copy_guesses_without_the_adapter_and_answers_stay(tm
     engine = engine_of(2048, tmp_path, copy=True)
     for name in NAMES:
         want = ask(engine, name, prompt(4, 50), 20).tokens()
-        request = ask(engine, name, prompt(4, 50), 20, guessed=Speculation.DRAFT)
+        request = ask(engine, name, prompt(4, 50), 20, guessed=SpeculationMode.DRAFT)
         assert request.tokens() == want
         assert request.sequence.draft_tokens > 0
     idle(engine)
@@ -158,7 +164,9 @@ def test_a_repair_of_everything_is_a_prefill_with_the_adapter(strategy: str, eng
     slots = torch.from_numpy(table.slots(0, 120))
     pool.keys[:, :, slots], pool.values[:, :, slots] = 1.0, -1.0  # what was stored is wrong altogether
     plan = ReusePlan(120, 0, (RelocatedSpan(0, 100),))
-    work = Repairing(engine.decoder, pool, ids, table, plan, SELECTORS[strategy], 1.0, adapter=engine.adapters["a"])
+    work = SelectiveRecompute(
+        engine.decoder, pool, ids, table, plan, SELECTORS[strategy], 1.0, adapter=engine.adapters["a"]
+    )
     for _ in work.steps():
         pass
     assert int(work.logits[-1][-1].argmax()) == want[0]

@@ -11,10 +11,10 @@ import pytest
 import structlog
 from kvsidecar.errors import Unavailable, UnknownModel
 
-from inference_svc.engine.kv_connector import LoadDone, NoCache, Restored
-from inference_svc.engine.sequence import CacheUse, Finish, Output, Sequence
+from inference_svc.engine.kv_connector import LoadCallback, LoadResult, NullKVConnector
+from inference_svc.engine.sequence import CacheParams, FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.lora.random_adapters import adapter
 from tests.inference_svc.lora.test_engine import ask, engine_of
@@ -22,13 +22,13 @@ from tests.inference_svc.server.test_load import Request, idle
 from tests.inference_svc.server.test_lora_admin import wait
 
 
-class Slow(NoCache):
+class Slow(NullKVConnector):
     """A cache that keeps what it is asked to load."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Sequence, LoadDone]] = []
+        self.asked: list[tuple[Sequence, LoadCallback]] = []
 
-    def load(self, sequence: Sequence, pool: KVPool, done: LoadDone) -> bool:
+    def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         self.asked.append((sequence, done))
         return True
 
@@ -51,13 +51,13 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
         running = Request(prompt(0, 40), 200)
         tell = running.sequence.sink
 
-        def hold(output: Output) -> None:
+        def hold(output: SequenceOutput) -> None:
             tell(output)
             reached.set()
             assert go_on.wait(120)
 
         running.sequence.sink, running.sequence.adapter = hold, engine.adapters["a"]
-        running.sequence.cache = CacheUse(read=False, write=False)
+        running.sequence.cache = CacheParams(read=False, write=False)
         engine.submit(running.sequence)
         assert reached.wait(120)
         other = ask(engine, "b", prompt(4, 40), 8)
@@ -73,7 +73,7 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
         engine.submit(late.sequence)
         assert not loading.ended.is_set()  # another thread has its pages
         for sequence, done in slow.asked:
-            done(sequence, Restored())
+            done(sequence, LoadResult())
         ended = {failure(one) for one in (loading, running, *waiting, late)}
         assert ended == {"the adapter 'a' has been unloaded"}
         said = [line for line in logged if "has been unloaded" in line.get("error", "")]
@@ -120,17 +120,17 @@ def test_unloading_while_guesses_are_verified_ends_those_that_name_it_alone(tmp_
         first = ask(engine, "a", ids, 40).tokens()
         weights = adapter(tmp_path / "a", engine.loaded, "a")
         for tokens in (0, 1, 2, 5, 9, 30):
-            going = [ask(engine, "a", ids, 400, guessed=Speculation.NGRAM) for _ in range(2)]
-            others = {name: ask(engine, name, ids, 40, guessed=Speculation.NGRAM) for name in want}
+            going = [ask(engine, "a", ids, 400, guessed=SpeculationMode.NGRAM) for _ in range(2)]
+            others = {name: ask(engine, name, ids, 40, guessed=SpeculationMode.NGRAM) for name in want}
             wait(lambda one=going[0], tokens=tokens: len(one.outputs) >= tokens)
             engine.drop("a")
             for one in going:
                 assert one.ended.wait(120)
                 last = one.outputs[-1]
-                assert last.finish is not Finish.FAILED or str(last.error) == "the adapter 'a' has been unloaded"
+                assert last.finish is not FinishReason.FAILED or str(last.error) == "the adapter 'a' has been unloaded"
             assert {name: one.tokens() for name, one in others.items()} == want
             engine.adopt(weights)
-            assert ask(engine, "a", ids, 40, guessed=Speculation.NGRAM).tokens() == first
+            assert ask(engine, "a", ids, 40, guessed=SpeculationMode.NGRAM).tokens() == first
         assert engine.speculator.stats.accepted_tokens > 0
         idle(engine)
         engine.check_integrity()

@@ -41,10 +41,12 @@ def run(
     logits: list[list[torch.Tensor]] = [[] for _ in prompts]
     for start, end in (*PIECES, (32, 50)):
         spans = [
-            forward_batch.Span(prompt[start:end], start, table, True, adapter=one)  # type: ignore[arg-type]
+            forward_batch.SequenceSlice(prompt[start:end], start, table, True, adapter=one)  # type: ignore[arg-type]
             for prompt, table, one in zip(prompts, tables, adapters, strict=True)
         ]
-        for found, row in zip(logits, decoder(forward_batch.build(spans, pool, torch.device("cpu"))), strict=True):
+        for found, row in zip(
+            logits, decoder(forward_batch.build_batch(spans, pool, torch.device("cpu"))), strict=True
+        ):
             found.append(row.clone())
     kept = []
     for table in tables:
@@ -98,8 +100,8 @@ def test_in_bfloat16_too(name: str, tmp_path: Path) -> None:
 
 def test_fused_layers_and_the_models_own_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for suits in (fused_layers.suits, lambda model: False):
-        monkeypatch.setattr(fused_layers, "suits", suits)
+    for suits in (fused_layers.can_fuse_model, lambda model: False):
+        monkeypatch.setattr(fused_layers, "can_fuse_model", suits)
         loaded, _, pool = build("Qwen3ForCausalLM")
         decoder = Decoder(loaded)
         a, b = (decoder.adopt(adapter(place, loaded)) for place in folders(tmp_path, loaded))
@@ -114,10 +116,10 @@ def test_the_last_layer_of_rows_that_want_nothing_is_cut_with_the_adapters_rows(
     a, b = (decoder.adopt(adapter(place, loaded)) for place in folders(tmp_path, loaded))
     tables = [pool.allocate(64) for _ in range(3)]
     spans = [
-        forward_batch.Span(PROMPTS[n][:40], 0, table, True, adapter=one)  # type: ignore[arg-type]
+        forward_batch.SequenceSlice(PROMPTS[n][:40], 0, table, True, adapter=one)  # type: ignore[arg-type]
         for n, (table, one) in enumerate(zip(tables, (a, None, b), strict=True))
     ]
-    batch = forward_batch.build(spans, pool, loaded.device)
+    batch = forward_batch.build_batch(spans, pool, loaded.device)
     every = replace(batch, logit_rows=torch.arange(120), wanted=120)
     assert torch.equal(decoder(batch), decoder(every)[[39, 79, 119]])
 
@@ -133,8 +135,8 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     def computed(stream: StreamingOptions, one_by_one: bool = False) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
             if one_by_one:
-                patch.setattr(fused_layers, "suits", lambda model: False)
-                patch.setattr(fused_layers, "fits", lambda layer, config: False)
+                patch.setattr(fused_layers, "can_fuse_model", lambda model: False)
+                patch.setattr(fused_layers, "can_fuse", lambda layer, config: False)
             loaded = load("demo", device="cpu", dtype="float32", weights=bits, stream=stream)
             pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, loaded.device)
             decoder = Decoder(loaded)

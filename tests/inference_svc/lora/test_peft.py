@@ -55,7 +55,9 @@ def test_peft_agrees(name: str, settings: dict[str, Any], tmp_path: Path) -> Non
     assert table is not None
     one = decoder.adopt(adapter(tmp_path, loaded))
     got = decoder(
-        forward_batch.build([forward_batch.Span(prompt.tolist(), 0, table, True, adapter=one)], pool, loaded.device)
+        forward_batch.build_batch(
+            [forward_batch.SequenceSlice(prompt.tolist(), 0, table, True, adapter=one)], pool, loaded.device
+        )
     )[0]
     torch.testing.assert_close(got, want, atol=3e-5, rtol=1e-4)
     assert (want - base).norm() > 0.01 * base.norm()

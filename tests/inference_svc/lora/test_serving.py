@@ -14,9 +14,9 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
 from inference_svc.gateway.worker_router import Router
-from inference_svc.kv_client.verdict_report import store_verdict
+from inference_svc.kv_client.connector import store_verdict
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.numerics_probe import identified
+from inference_svc.model_runner.numerics_probe import with_numerics_identity
 from inference_svc.models.loader import load
 from tests.inference_svc.engine.test_exactness import prompt, scores
 from tests.inference_svc.gateway.conftest import of_node
@@ -98,7 +98,7 @@ def test_text_elsewhere_is_reused_where_it_was_verified_for_the_adapter_itself(s
     """The verdict on a model says nothing about its adapters."""
     verdict = cache_pb2.ReuseVerdict(strategy="guided", ratio=0.15, passed=True)
     loaded = load("demo")
-    store_verdict(served.cache_socket, identified(loaded, Decoder(loaded), 16).descriptor(16), verdict)
+    store_verdict(served.cache_socket, with_numerics_identity(loaded, Decoder(loaded), 16).descriptor(16), verdict)
     served.restart_worker(0)
     first, second = prompt(3, 300), prompt(4, 300)
     found = {}

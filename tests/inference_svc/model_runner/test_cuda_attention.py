@@ -5,11 +5,11 @@ import pytest
 import torch
 import transformers as t
 
-from inference_svc.kv_pool.block_table import NOWHERE, BlockTable
+from inference_svc.kv_pool.block_table import UNMAPPED, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.attention import ATTENTION, register
-from inference_svc.model_runner.cuda_attention import NativeAttention, measured
+from inference_svc.model_runner.attention import ATTENTION_NAME, register
+from inference_svc.model_runner.cuda_attention import CudaAttention, select_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel
 from tests.kvkernels.emulated.conftest import Emulated, library
@@ -31,7 +31,9 @@ def emulated() -> Emulated:
 def loaded(name: str) -> LoadedModel:
     register()
     torch.manual_seed(0)
-    model = t.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=ATTENTION).eval().to(torch.bfloat16)
+    model = (
+        t.AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=ATTENTION_NAME).eval().to(torch.bfloat16)
+    )
     model.requires_grad_(False)
     cpu = torch.device("cpu")
     return LoadedModel("x", model, None, CONFIGS[name], name, b"", cpu, torch.bfloat16, 1024, frozenset())  # type: ignore[arg-type]
@@ -40,26 +42,32 @@ def loaded(name: str) -> LoadedModel:
 def logits(decoder: Decoder, model: LoadedModel, kernels: Emulated | None) -> torch.Tensor:
     """Ragged prefill, a second piece, decode of two sequences, one of them in several pieces, and scattered rows."""
     pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, torch.bfloat16, model.device)
-    pool.native = NativeAttention(kernels) if kernels is not None else None
+    pool.native = CudaAttention(kernels) if kernels is not None else None
     whole = pool.allocate(120)
     assert whole is not None
     scattered = BlockTable([(20, 1), (12, 1), (16, 2)])
     ids = torch.randint(0, 300, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     out = []
     for spans in (
-        [forward_batch.Span(ids[:70], 0, whole, True), forward_batch.Span(ids[100:150], 0, scattered, True)],
-        [forward_batch.Span(ids[70:90], 70, whole, True)],
-        [forward_batch.Span(ids[90:91], 90, whole, True), forward_batch.Span(ids[150:151], 50, scattered, True)],
-        [forward_batch.Span([ids[i] for i in (3, 40, 77, 90)], 0, whole, True, np.asarray([3, 40, 77, 90]))],
+        [
+            forward_batch.SequenceSlice(ids[:70], 0, whole, True),
+            forward_batch.SequenceSlice(ids[100:150], 0, scattered, True),
+        ],
+        [forward_batch.SequenceSlice(ids[70:90], 70, whole, True)],
+        [
+            forward_batch.SequenceSlice(ids[90:91], 90, whole, True),
+            forward_batch.SequenceSlice(ids[150:151], 50, scattered, True),
+        ],
+        [forward_batch.SequenceSlice([ids[i] for i in (3, 40, 77, 90)], 0, whole, True, np.asarray([3, 40, 77, 90]))],
     ):
-        out.append(decoder(forward_batch.build(spans, pool, model.device)).float())
+        out.append(decoder(forward_batch.build_batch(spans, pool, model.device)).float())
     return torch.cat(out)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_both_attentions_give_the_same_logits(emulated: Emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU's fused layers have an attention of their own; what runs here is what a CUDA device runs.
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.suits", lambda model: False)
+    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
     model = loaded(name)
     decoder = Decoder(model)
     ours, torch_s = logits(decoder, model, emulated), logits(decoder, model, None)
@@ -72,26 +80,26 @@ def test_what_a_window_has_left_is_not_read(
     emulated: Emulated, pages: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece the first token would lie before the pool; in several its place is nowhere."""
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.suits", lambda model: False)
+    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
     model = loaded("MistralForCausalLM")
     decoder, ids = Decoder(model), torch.randint(0, 300, (201,), generator=torch.Generator().manual_seed(2)).tolist()
 
     def pool() -> KVPool:
         shape = model.layers, model.kv_heads, model.head_dim
         made = KVPool(*shape, 512, torch.bfloat16, model.device, model.windows)
-        made.native = NativeAttention(emulated)
+        made.native = CudaAttention(emulated)
         return made
 
     whole, part = pool(), pool()
-    table, left = whole.allocate(256), BlockTable([(NOWHERE, 4), *pages], since=128)
+    table, left = whole.allocate(256), BlockTable([(UNMAPPED, 4), *pages], since=128)
     assert table is not None
-    decoder(forward_batch.build([forward_batch.Span(ids[:200], 0, table, True)], whole, model.device))
+    decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids[:200], 0, table, True)], whole, model.device))
     for mine, theirs in ((whole.keys, part.keys), (whole.values, part.values)):
         theirs[:, :, : theirs.shape[2] - 512] = float("nan")
         theirs[:, :, torch.from_numpy(left.slots(128, 256))] = mine[:, :, torch.from_numpy(table.slots(128, 256))]
     assert whole.first_seen(200) == 128
     want, got = (
-        decoder(forward_batch.build([forward_batch.Span(ids[200:], 200, at, True)], there, model.device))
+        decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids[200:], 200, at, True)], there, model.device))
         for at, there in ((table, whole), (left, part))
     )
     assert torch.equal(want, got)
@@ -100,5 +108,5 @@ def test_what_a_window_has_left_is_not_read(
 def test_torch_serves_where_it_is_faster(emulated: Emulated) -> None:
     pool = KVPool(1, 2, 64, 1024, torch.bfloat16, torch.device("cpu"))
     before = pool.free_pages
-    assert measured(pool, emulated, heads=4, keys=256).kinds == frozenset(), "an emulator is never faster"
+    assert select_cuda_attention(pool, emulated, heads=4, keys=256).kinds == frozenset(), "an emulator is never faster"
     assert pool.free_pages == before

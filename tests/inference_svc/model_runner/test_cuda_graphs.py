@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.engine.sequence import Output, Sequence
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.engine.sequence import Sequence, SequenceOutput
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.cuda_attention import NativeAttention
-from inference_svc.model_runner.cuda_graphs import DecodeGraphs, decode_graphs
+from inference_svc.model_runner.cuda_attention import CudaAttention
+from inference_svc.model_runner.cuda_graphs import CudaGraphs, make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel
 from inference_svc.sampling.sampling_params import SamplingParams
@@ -69,21 +69,21 @@ def emulated() -> Emulated:
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.suits", lambda model: False)
+    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
     return loaded(getattr(request, "param", "Qwen3ForCausalLM"))
 
 
 def filled(model: LoadedModel, kernels: Emulated, decoder: Decoder) -> tuple[KVPool, list[BlockTable], list[int]]:
     """A pool with three sequences of 5, 70 and 33 tokens."""
     pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, torch.bfloat16, model.device)
-    pool.native = NativeAttention(kernels)
+    pool.native = CudaAttention(kernels)
     tables, lengths = [], [5, 70, 33]
     generator = torch.Generator().manual_seed(2)
     for length in lengths:
         table = pool.allocate(100)
         assert table is not None
         ids = torch.randint(0, 300, (length,), generator=generator).tolist()
-        decoder(forward_batch.build([forward_batch.Span(ids, 0, table, True)], pool, model.device))
+        decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids, 0, table, True)], pool, model.device))
         tables.append(table)
     return pool, tables, lengths
 
@@ -92,10 +92,10 @@ def filled(model: LoadedModel, kernels: Emulated, decoder: Decoder) -> tuple[KVP
 def test_replayed_steps_give_the_same_logits(emulated: Emulated, model: LoadedModel) -> None:
     decoder, recorder = Decoder(model), Replaying()
     pool, tables, lengths = filled(model, emulated, decoder)
-    graphs = DecodeGraphs(decoder, pool, recorder, 8)
+    graphs = CudaGraphs(decoder, pool, recorder, 8)
     for step, chosen in enumerate([[1], [0, 1, 2], [2, 0, 1], [1], [0], [0, 2]]):
-        spans = [forward_batch.Span([7 + step + i], lengths[i], tables[i], True) for i in chosen]
-        expected = decoder(forward_batch.build(spans, pool, model.device)).clone()
+        spans = [forward_batch.SequenceSlice([7 + step + i], lengths[i], tables[i], True) for i in chosen]
+        expected = decoder(forward_batch.build_batch(spans, pool, model.device)).clone()
         for i in chosen:  # what the step wrote is written anew
             slots = torch.from_numpy(tables[i].slots(lengths[i], lengths[i] + 1))
             pool.keys.index_fill_(2, slots, 0)
@@ -111,22 +111,22 @@ def test_replayed_steps_give_the_same_logits(emulated: Emulated, model: LoadedMo
 def test_what_is_no_plain_decode_step_is_not_served(emulated: Emulated, model: LoadedModel) -> None:
     decoder = Decoder(model)
     pool, tables, _ = filled(model, emulated, decoder)
-    graphs = DecodeGraphs(decoder, pool, Replaying(), 2)
-    one = forward_batch.Span([1], 5, tables[0], True)
+    graphs = CudaGraphs(decoder, pool, Replaying(), 2)
+    one = forward_batch.SequenceSlice([1], 5, tables[0], True)
     assert graphs.serves([one, one])
     assert not graphs.serves([one] * 3), "more sequences than were asked for"
-    assert not graphs.serves([forward_batch.Span([1, 2], 5, tables[0], True)])
-    assert not graphs.serves([forward_batch.Span([1], 5, BlockTable([(9, 1), (4, 1)]), True)])
-    pool.native = NativeAttention(emulated, frozenset({"prefill"}))
+    assert not graphs.serves([forward_batch.SequenceSlice([1, 2], 5, tables[0], True)])
+    assert not graphs.serves([forward_batch.SequenceSlice([1], 5, BlockTable([(9, 1), (4, 1)]), True)])
+    pool.native = CudaAttention(emulated, frozenset({"prefill"}))
     assert not graphs.serves([one]), "torch attends"
-    assert decode_graphs(decoder, pool, 8) is None, "no CUDA device"
+    assert make_cuda_graphs(decoder, pool, 8) is None, "no CUDA device"
 
 
 def test_a_device_that_refuses_is_asked_once(emulated: Emulated, model: LoadedModel) -> None:
     decoder, recorder = Decoder(model), Refusing()
     pool, tables, _ = filled(model, emulated, decoder)
-    graphs = DecodeGraphs(decoder, pool, recorder, 8)
-    spans = [forward_batch.Span([1], 5, tables[0], True)]
+    graphs = CudaGraphs(decoder, pool, recorder, 8)
+    spans = [forward_batch.SequenceSlice([1], 5, tables[0], True)]
     assert graphs(spans) is None
     assert not graphs.serves(spans)
     assert recorder.asked == 1
@@ -147,10 +147,10 @@ class NoText:
 def generated(model: LoadedModel, kernels: Emulated) -> list[list[int]]:
     """What an engine answers to three prompts at once."""
     pool = KVPool(model.layers, model.kv_heads, model.head_dim, 1024, torch.bfloat16, model.device)
-    pool.native = NativeAttention(kernels)
-    engine, done = Engine(model, pool, NoCache()), threading.Semaphore(0)
+    pool.native = CudaAttention(kernels)
+    engine, done = Engine(model, pool, NullKVConnector()), threading.Semaphore(0)
 
-    def sink(output: Output) -> None:
+    def sink(output: SequenceOutput) -> None:
         if output.stored_tokens is not None:
             done.release()
 
@@ -174,9 +174,9 @@ def test_an_engine_answers_the_same_by_recordings(
 ) -> None:
     expected, recorder = generated(model, emulated), Replaying()
 
-    def recording(decoder: Decoder, pool: KVPool, most: int) -> DecodeGraphs:
-        return DecodeGraphs(decoder, pool, recorder, most)
+    def recording(decoder: Decoder, pool: KVPool, most: int) -> CudaGraphs:
+        return CudaGraphs(decoder, pool, recorder, most)
 
-    monkeypatch.setattr("inference_svc.engine.engine.decode_graphs", recording)
+    monkeypatch.setattr("inference_svc.engine.engine.make_cuda_graphs", recording)
     assert generated(model, emulated) == expected
     assert recorder.recorded > 0

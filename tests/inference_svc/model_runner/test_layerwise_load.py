@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.kv_connector import NoCache, Restored
+from inference_svc.engine.kv_connector import LoadResult, NullKVConnector
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.layerwise_load import LayerGate, RestoreFailed
+from inference_svc.model_runner.layerwise_load import LayerLoadFailed, LayerReadyEvent
 from inference_svc.models.loader import load
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle
 
 
-class SlowCache(NoCache):
+class SlowCache(NullKVConnector):
     """Gives back the keys and values of one prefix, a layer at a time and slowly; ``fail_at`` a layer it ends."""
 
     def __init__(self, tokens: int, keys: torch.Tensor, values: torch.Tensor, fail_at: int | None = None) -> None:
@@ -29,10 +29,10 @@ class SlowCache(NoCache):
     def load(self, sequence: Sequence, pool: KVPool, done: Any) -> bool:
         assert sequence.table is not None
         slots = torch.from_numpy(sequence.table.slots(0, self._tokens))
-        gate = LayerGate(len(self._keys))
+        gate = LayerReadyEvent(len(self._keys))
 
         def copy() -> None:
-            done(sequence, Restored(self._tokens, gate))
+            done(sequence, LoadResult(self._tokens, gate))
             for layer in range(len(self._keys)):
                 time.sleep(0.02)
                 if layer == self._fail_at:
@@ -56,7 +56,7 @@ def engine_with(cache: Any) -> Engine:
 @pytest.mark.parametrize("fail_at", [None, 0, 7])
 def test_answers_are_those_without_a_cache(fail_at: int | None) -> None:
     ids = prompt(1, 300)
-    plain = engine_with(NoCache())
+    plain = engine_with(NullKVConnector())
     request = Request(ids, 10)
     plain.submit(request.sequence)
     want = request.tokens()
@@ -99,15 +99,15 @@ def test_cancelling_waits_until_nobody_writes_to_the_pages() -> None:
 
 
 def test_a_gate_that_failed_lets_nobody_pass() -> None:
-    gate = LayerGate(4)
+    gate = LayerReadyEvent(4)
     gate.open(2)
     gate.fail()
     gate.pass_layer(1)
     assert gate.done
     assert not gate.complete
-    with pytest.raises(RestoreFailed, match="layer 2"):
+    with pytest.raises(LayerLoadFailed, match="layer 2"):
         gate.pass_layer(2)
-    whole = LayerGate(4)
+    whole = LayerReadyEvent(4)
     whole.open(4)
     whole.fail()
     assert not whole.failed

@@ -16,7 +16,7 @@ from kvkernels.cpu.cpu_library import Call
 from benchmarks.node import Node
 from inference_svc.model_runner import numerics_probe
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.numerics_probe import NumericsProbe, identified
+from inference_svc.model_runner.numerics_probe import NumericsProbe, with_numerics_identity
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.models.numerics_identity import NumericsIdentity
@@ -142,7 +142,7 @@ def test_one_wrong_bit_in_a_kernel_is_another_identity(
         pytest.skip("this CPU has no AVX512-BF16")
     loaded, decoder = models[model]
     job, output = _OUTPUTS[kernel]
-    right, ran, run = identified(loaded, decoder, 16), 0, Call.together
+    right, ran, run = with_numerics_identity(loaded, decoder, 16), 0, Call.together
 
     def wrong(call: Call, threads: int) -> None:
         nonlocal ran
@@ -154,9 +154,9 @@ def test_one_wrong_bit_in_a_kernel_is_another_identity(
 
     with monkeypatch.context() as planted:
         planted.setattr(Call, "together", wrong)
-        assert identified(loaded, decoder, 16).numerics != right.numerics
+        assert with_numerics_identity(loaded, decoder, 16).numerics != right.numerics
     assert ran
-    assert identified(loaded, decoder, 16).numerics == right.numerics
+    assert with_numerics_identity(loaded, decoder, 16).numerics == right.numerics
 
 
 def test_one_wrong_bit_of_onednn_is_another_identity(
@@ -165,7 +165,7 @@ def test_one_wrong_bit_of_onednn_is_another_identity(
     loaded, decoder = models["bfloat16"]
     if not any(isinstance(product, PackedLinear) for product in decoder.products(0)):
         pytest.skip("oneDNN packs no bfloat16 here")
-    right, run = identified(loaded, decoder, 16), PackedLinear.by_onednn
+    right, run = with_numerics_identity(loaded, decoder, 16), PackedLinear.by_onednn
 
     def wrong(self: PackedLinear, x: torch.Tensor) -> torch.Tensor:
         out = run(self, x)
@@ -173,7 +173,7 @@ def test_one_wrong_bit_of_onednn_is_another_identity(
         return out
 
     monkeypatch.setattr(PackedLinear, "by_onednn", wrong)
-    assert identified(loaded, decoder, 16).numerics != right.numerics
+    assert with_numerics_identity(loaded, decoder, 16).numerics != right.numerics
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -181,22 +181,26 @@ def test_one_wrong_bit_in_storing_is_another_identity_where_chunks_are_quantized
     models: dict[str, tuple[LoadedModel, Decoder]], bits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded, decoder = models[DTYPE]
-    right, whole, run = identified(loaded, decoder, bits), identified(loaded, decoder, 16), numerics_probe.pack_chunk
+    right, whole, run = (
+        with_numerics_identity(loaded, decoder, bits),
+        with_numerics_identity(loaded, decoder, 16),
+        numerics_probe.pack_chunk,
+    )
 
     def wrong(keys: Any, values: Any, slots: Any, header: Any, payload: memoryview) -> None:
         run(keys, values, slots, header, payload)
         payload[-1] ^= 1
 
     monkeypatch.setattr(numerics_probe, "pack_chunk", wrong)
-    assert identified(loaded, decoder, bits).numerics != right.numerics
-    assert identified(loaded, decoder, 16).numerics == whole.numerics
+    assert with_numerics_identity(loaded, decoder, bits).numerics != right.numerics
+    assert with_numerics_identity(loaded, decoder, 16).numerics == whole.numerics
 
 
 @pytest.mark.parametrize("name", ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "MixtralForCausalLM", "Phi3ForCausalLM"])
 def test_one_wrong_bit_in_any_part_of_a_models_own_layers_is_another_identity(name: str) -> None:
     loaded, _, _ = build(name, torch.bfloat16)
     decoder = Decoder(loaded)
-    right = identified(loaded, decoder, 16)
+    right = with_numerics_identity(loaded, decoder, 16)
     parts = [p for i in {0, 1} for p in decoder._layers[i].modules() if next(p.children(), None) is None]
     assert len(parts) >= 6
 
@@ -209,16 +213,16 @@ def test_one_wrong_bit_in_any_part_of_a_models_own_layers_is_another_identity(na
     for part in parts:
         with ExitStack() as stack:
             stack.callback(part.register_forward_hook(wrong, prepend=True).remove)
-            if identified(loaded, decoder, 16).numerics == right.numerics:
+            if with_numerics_identity(loaded, decoder, 16).numerics == right.numerics:
                 missed.append(part)
     forms = {decoder.form_of(i) for i in (0, 1)}
     assert len(missed) == (0 if len(forms) == 2 else len(parts) // 2), "of layers of one form, the first is probed"
-    assert identified(loaded, decoder, 16).numerics == right.numerics
+    assert with_numerics_identity(loaded, decoder, 16).numerics == right.numerics
 
 
 def test_angles_are_part_of_the_identity(models: dict[str, tuple[LoadedModel, Decoder]]) -> None:
     loaded, decoder = models["float32"]
-    right, run = identified(loaded, decoder, 16), decoder._rotary.forward
+    right, run = with_numerics_identity(loaded, decoder, 16), decoder._rotary.forward
 
     def wrong(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         cosines, sines = run(*given, **named)
@@ -227,7 +231,7 @@ def test_angles_are_part_of_the_identity(models: dict[str, tuple[LoadedModel, De
 
     decoder._rotary.forward = wrong
     try:
-        assert identified(loaded, decoder, 16).numerics != right.numerics
+        assert with_numerics_identity(loaded, decoder, 16).numerics != right.numerics
     finally:
         del decoder._rotary.forward
 
@@ -248,7 +252,7 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
     shown = list[str]()
     named = NumericsProbe._named
     monkeypatch.setattr(NumericsProbe, "_named", lambda self: shown.append("named") or named(self))
-    identified(loaded, decoder, 16)
+    with_numerics_identity(loaded, decoder, 16)
     assert not shown
     products_of = numerics_probe.linear_for
 
@@ -257,5 +261,5 @@ def test_a_product_whose_rows_depend_on_their_batch_brings_the_libraries_into_th
         return lambda x: product(x) + (len(x) > 4)
 
     monkeypatch.setattr(numerics_probe, "linear_for", uneven)
-    identified(loaded, decoder, 16)
+    with_numerics_identity(loaded, decoder, 16)
     assert shown == ["named"]

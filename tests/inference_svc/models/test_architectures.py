@@ -13,7 +13,7 @@ from kvsidecar.errors import ModelUnsupported
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.attention import ATTENTION, register
+from inference_svc.model_runner.attention import ATTENTION_NAME, register
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.loader import LoadedModel
@@ -72,7 +72,9 @@ def build(
     for parameter_name, p in eager.named_parameters():  # norms of one would hide a forgotten weight
         if p.dim() == 1:
             torch.nn.init.normal_(p, 0.0 if parameter_name.endswith("bias") else 1.0, 0.1)
-    model = t.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION, experts_implementation=EXPERTS)
+    model = t.AutoModelForCausalLM.from_config(
+        config, attn_implementation=ATTENTION_NAME, experts_implementation=EXPERTS
+    )
     model = model.eval().to(dtype)
     model.load_state_dict(eager.state_dict())
     model.requires_grad_(False)
@@ -99,24 +101,26 @@ def agree(loaded: LoadedModel, eager: Any, pool: KVPool) -> None:
     with torch.inference_mode():
         want_a, want_b = eager(a[None]).logits[0], eager(b[None]).logits[0]
 
-    def forward(*spans: forward_batch.Span) -> torch.Tensor:
-        return decoder(forward_batch.build(list(spans), pool, loaded.device))
+    def forward(*spans: forward_batch.SequenceSlice) -> torch.Tensor:
+        return decoder(forward_batch.build_batch(list(spans), pool, loaded.device))
 
     ta, tb = pool.allocate(90), pool.allocate(25)
     assert ta is not None
     assert tb is not None
     ids_a, ids_b = a.tolist(), b.tolist()
-    first = forward(forward_batch.Span(ids_a[:30], 0, ta, True), forward_batch.Span(ids_b, 0, tb, True))
+    first = forward(
+        forward_batch.SequenceSlice(ids_a[:30], 0, ta, True), forward_batch.SequenceSlice(ids_b, 0, tb, True)
+    )
     torch.testing.assert_close(first[0], want_a[29], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(first[1], want_b[24], atol=1e-5, rtol=1e-4)
-    second = forward(forward_batch.Span(ids_a[30:89], 30, ta, True))
+    second = forward(forward_batch.SequenceSlice(ids_a[30:89], 30, ta, True))
     torch.testing.assert_close(second[0], want_a[88], atol=1e-5, rtol=1e-4)
-    third = forward(forward_batch.Span(ids_a[89:], 89, ta, True))
+    third = forward(forward_batch.SequenceSlice(ids_a[89:], 89, ta, True))
     torch.testing.assert_close(third[0], want_a[89], atol=1e-5, rtol=1e-4)
     # Recomputing scattered tokens in place changes nothing.
     slots = ta.slots(0, 90)
     before = pool.keys[:, :, slots].clone()
-    again = forward(*(forward_batch.Span(ids_a[i : i + 1], i, ta, True) for i in (5, 17, 33)))
+    again = forward(*(forward_batch.SequenceSlice(ids_a[i : i + 1], i, ta, True) for i in (5, 17, 33)))
     torch.testing.assert_close(again, want_a[[5, 17, 33]], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(pool.keys[:, :, slots], before, atol=1e-5, rtol=1e-4)
 
@@ -163,10 +167,10 @@ def close(loaded: LoadedModel, eager: Any, pool: KVPool, prompt: torch.Tensor, e
     start = 0
     for end in ends:
         spans = [
-            forward_batch.Span(prompt[start:end].tolist(), start, table, True),
-            forward_batch.Span([1] * (end // 2), 0, beside, True),
+            forward_batch.SequenceSlice(prompt[start:end].tolist(), start, table, True),
+            forward_batch.SequenceSlice([1] * (end // 2), 0, beside, True),
         ]
-        got = decoder(forward_batch.build(spans, pool, loaded.device))[0]
+        got = decoder(forward_batch.build_batch(spans, pool, loaded.device))[0]
         start = end
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.attention import ATTENTION
+from inference_svc.model_runner.attention import ATTENTION_NAME
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models import awq_checkpoint as awq_models
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
@@ -77,8 +77,8 @@ def logits(loaded: LoadedModel) -> torch.Tensor:
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 128, loaded.dtype, loaded.device)
     table = pool.allocate(40)
     assert table is not None
-    span = forward_batch.Span(list(range(10, 50)), 0, table, True)
-    return Decoder(loaded)(forward_batch.build([span], pool, loaded.device))
+    span = forward_batch.SequenceSlice(list(range(10, 50)), 0, table, True)
+    return Decoder(loaded)(forward_batch.build_batch([span], pool, loaded.device))
 
 
 def test_a_cpu_writes_the_weights_out_where_16_bits_are_asked_for(folders: tuple[Path, Path]) -> None:
@@ -116,7 +116,7 @@ def test_a_cpu_keeps_the_4_bits(folders: tuple[Path, Path]) -> None:
 def test_layers_of_4_bits_give_the_same(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CUDA device has them; the operator runs by its reference here."""
     monkeypatch.setattr("inference_svc.models.loader.has_cuda_kernels", lambda device, dtype: True)
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.suits", lambda model: False)
+    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
     quantized, dense = folders
     loaded = load(str(quantized), device="cpu", dtype="float32")
     layers = [m for m in loaded.model.modules() if isinstance(m, awq_models.AwqLinear)]
@@ -162,4 +162,4 @@ def test_a_missing_part_is_named(folders: tuple[Path, Path], tmp_path: Path) -> 
 
 
 def test_attention_is_ours(folders: tuple[Path, Path]) -> None:
-    assert load(str(folders[0])).model.config._attn_implementation == ATTENTION
+    assert load(str(folders[0])).model.config._attn_implementation == ATTENTION_NAME

@@ -52,30 +52,30 @@ def test_any_split_of_a_prompt_gives_the_same_bits(
     length = rng.randint(530, 700)  # more than one block of keys
     ids = [rng.randrange(500) for _ in range(length)]
 
-    def forward(*spans: forward_batch.Span) -> torch.Tensor:
-        return decoder(forward_batch.build(list(spans), pool, loaded.device))
+    def forward(*spans: forward_batch.SequenceSlice) -> torch.Tensor:
+        return decoder(forward_batch.build_batch(list(spans), pool, loaded.device))
 
     one = pool.allocate(length)
     assert one is not None
-    want = forward(forward_batch.Span(ids, 0, one, True))[0]
+    want = forward(forward_batch.SequenceSlice(ids, 0, one, True))[0]
     other = _scattered(pool, 320)
     # The same prompt in pieces, over scattered pages, with decoding rows of another sequence beside it.
     neighbour, at = _scattered(pool, 32), 0
     short, got = ids[:320], torch.empty(0)
     check = pool.allocate(320)
     assert check is not None
-    want_short = forward(forward_batch.Span(short, 0, check, True))[0]
+    want_short = forward(forward_batch.SequenceSlice(short, 0, check, True))[0]
     while at < len(short):
         n = min(rng.choice([1, 1, 2, 3, 7, 31, 64, 65, 130]), len(short) - at)
-        beside = forward_batch.Span([rng.randrange(500)], rng.randrange(30), neighbour, True)
-        got = forward(beside, forward_batch.Span(short[at : at + n], at, other, True))[1]
+        beside = forward_batch.SequenceSlice([rng.randrange(500)], rng.randrange(30), neighbour, True)
+        got = forward(beside, forward_batch.SequenceSlice(short[at : at + n], at, other, True))[1]
         at += n
     assert torch.equal(got, want_short)
     for values in (pool.keys, pool.values):
         assert torch.equal(values[:, :, other.slots(0, 320)], values[:, :, check.slots(0, 320)])
         assert torch.equal(values[:, :, one.slots(0, 320)], values[:, :, check.slots(0, 320)])
     # Decoding the long one's last token again gives its logits again.
-    assert torch.equal(forward(forward_batch.Span(ids[-1:], length - 1, one, True))[0], want)
+    assert torch.equal(forward(forward_batch.SequenceSlice(ids[-1:], length - 1, one, True))[0], want)
 
 
 def _scattered(pool: KVPool, tokens: int) -> BlockTable:
@@ -106,14 +106,17 @@ def test_rows_that_want_nothing_change_nothing(name: str, dtype: torch.dtype, wa
     assert one is not None
     rng = random.Random(5)
     first, second = ([rng.randrange(500) for _ in range(n)] for n in (160, 60))
-    decoder(forward_batch.build([forward_batch.Span(first[:120], 0, one, False)], pool, loaded.device))
-    spans = [forward_batch.Span(first[120:], 120, one, True), forward_batch.Span(second, 0, other, True)]
+    decoder(forward_batch.build_batch([forward_batch.SequenceSlice(first[:120], 0, one, False)], pool, loaded.device))
+    spans = [
+        forward_batch.SequenceSlice(first[120:], 120, one, True),
+        forward_batch.SequenceSlice(second, 0, other, True),
+    ]
 
     def forward(chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         for table, start, end in ((one, 120, 160), (other, 0, 60)):
             pool.keys[:, :, table.slots(start, end)] = 0
         padded = torch.tensor([*chosen, *[0] * (-len(chosen) % 4)], dtype=torch.int64)
-        batch = replace(forward_batch.build(spans, pool, loaded.device), logit_rows=padded, wanted=len(chosen))
+        batch = replace(forward_batch.build_batch(spans, pool, loaded.device), logit_rows=padded, wanted=len(chosen))
         logits = decoder(batch)
         return logits, pool.keys[:, :, one.slots(120, 160)].clone(), pool.keys[:, :, other.slots(0, 60)].clone()
 
@@ -134,16 +137,16 @@ def test_a_pass_in_one_call_gives_the_bits_of_single_ones(
     decoder, rng = Decoder(loaded), random.Random(5)
     tables = [_scattered(pool, 96) for _ in range(5)]
     found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    few = cpu_graph.suits
+    few = cpu_graph.can_capture
     for at_once in (True, False):
-        monkeypatch.setattr(cpu_graph, "suits", few if at_once else lambda batch: False)
+        monkeypatch.setattr(cpu_graph, "can_capture", few if at_once else lambda batch: False)
         rng.seed(5)
         for at, counts in ((0, (20,)), (0, (31, 1)), (31, (1, 1, 1, 1)), (32, (5, 1, 20)), (52, (1, 1))):
             spans = [
-                forward_batch.Span([rng.randrange(500) for _ in range(n)], at, table, True)
+                forward_batch.SequenceSlice([rng.randrange(500) for _ in range(n)], at, table, True)
                 for n, table in zip(counts, tables, strict=False)
             ]
-            found[at_once].append(decoder(forward_batch.build(spans, pool, loaded.device)).clone())
+            found[at_once].append(decoder(forward_batch.build_batch(spans, pool, loaded.device)).clone())
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
     assert f32_gemm.kernel() is None or (decoder._fused is not None and decoder._fused._chains), "none was made"
 
@@ -158,7 +161,7 @@ def test_two_pools_have_a_pass_of_their_own_and_take_it_along() -> None:
         table = where.allocate(8)
         assert table is not None
         logits = decoder(
-            forward_batch.build([forward_batch.Span([5, 6, 7], 0, table, True)], where, loaded.device)
+            forward_batch.build_batch([forward_batch.SequenceSlice([5, 6, 7], 0, table, True)], where, loaded.device)
         ).clone()
         where.free(table)
         return logits

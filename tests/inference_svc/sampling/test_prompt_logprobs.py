@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_svc.engine.detokenizer import TextStream
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.sequence import CacheUse, Sequence
+from inference_svc.engine.sequence import CacheParams, Sequence
 from inference_svc.models.loader import DEMO_MODEL
-from inference_svc.sampling.prompt_logprobs import MOST_ROWS, shares
-from inference_svc.sampling.sampling_params import SamplingParams, Scored
+from inference_svc.sampling.prompt_logprobs import MAX_SCORED_ROWS, row_budget
+from inference_svc.sampling.sampling_params import PromptLogprob, SamplingParams
 from tests.inference_svc.engine.test_detokenizer import TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
-LONG = prompt(7, 2 * MOST_ROWS + 60)
+LONG = prompt(7, 2 * MAX_SCORED_ROWS + 60)
 
 
 class Asked(Request):
@@ -26,13 +26,13 @@ class Asked(Request):
 
     def __init__(self, ids: list[int], length: int = 3, most: int = 2) -> None:
         super().__init__(ids, length)
-        text = TextStream(TOKENIZER, (), frozenset())
+        text = IncrementalDetokenizer(TOKENIZER, (), frozenset())
         self.sequence = Sequence(
             "r", list(ids), len(ids), length, SamplingParams(temperature=0.0), frozenset(), text, self._sink,
-            CacheUse(read=False), prompt_logprobs=most,
+            CacheParams(read=False), prompt_logprobs=most,
         )  # fmt: skip
 
-    def scores(self) -> list[Scored]:
+    def scores(self) -> list[PromptLogprob]:
         self.tokens()
         return self.sequence.prompt_scores
 
@@ -46,7 +46,7 @@ def engine() -> Iterator[Engine]:
     running.stop()
 
 
-def asked(engine: Engine, ids: list[int]) -> list[Scored]:
+def asked(engine: Engine, ids: list[int]) -> list[PromptLogprob]:
     request = Asked(ids)
     engine.submit(request.sequence)
     return request.scores()
@@ -65,7 +65,7 @@ def test_it_is_the_eager_models(engine: Engine) -> None:
     assert [[token for token, _ in one.top] for one in found] == lines.topk(2).indices.tolist()
 
 
-@pytest.mark.parametrize("tokens", [1, 2, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("tokens", [1, 2, MAX_SCORED_ROWS, MAX_SCORED_ROWS + 1])
 def test_prompts_of_any_length_have_a_score_for_all_but_the_first_token(engine: Engine, tokens: int) -> None:
     assert asked(engine, LONG[:tokens]) == asked(engine, LONG)[: tokens - 1]
 
@@ -111,6 +111,6 @@ def test_a_pass_has_so_many_rows_for_all_that_are_scored() -> None:
         sequence.arrived = float(i)
     other = Request(LONG, 3).sequence
     scored[0].computed = len(LONG) - 50  # of which the last one is not scored, but computed
-    scored[0].prompt_scores = [Scored(0, 0.0, (), 1)] * (len(LONG) - 50)
-    found = shares([other, *scored])
-    assert [found.get(s) for s in (other, *scored)] == [None, 50, MOST_ROWS - 50, 0]
+    scored[0].prompt_scores = [PromptLogprob(0, 0.0, (), 1)] * (len(LONG) - 50)
+    found = row_budget([other, *scored])
+    assert [found.get(s) for s in (other, *scored)] == [None, 50, MAX_SCORED_ROWS - 50, 0]

@@ -22,28 +22,28 @@ from inference_svc.engine.sequence import Sequence
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.request.request_options import DEFAULT_MAX_TOKENS
-from inference_svc.sampling.sampler import draw
-from inference_svc.sampling.sampling_params import Counts, Drawn, Sampler, SamplingParams
+from inference_svc.sampling.sampler import sample
+from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState, TokenCounts
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
 
 
-def one(sampler: Sampler, logits: torch.Tensor = LOGITS) -> int:
-    (drawn,) = draw(logits[None], [sampler])
-    assert isinstance(drawn, Drawn)
+def one(sampler: SamplingState, logits: torch.Tensor = LOGITS) -> int:
+    (drawn,) = sample(logits[None], [sampler])
+    assert isinstance(drawn, SampledToken)
     sampler.accept(drawn.token)
     return drawn.token
 
 
 def draws(n: int = 400, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
-    sampler = Sampler(SamplingParams(seed=1, **params))
+    sampler = SamplingState(SamplingParams(seed=1, **params))
     return [one(sampler, logits) for _ in range(n)]
 
 
 def many(n: int, logits: torch.Tensor, **params: Any) -> list[int]:
     """The first tokens of so many seeds, drawn as one batch."""
-    samplers = [Sampler(SamplingParams(seed=seed, **params)) for seed in range(n)]
-    return [d.token for d in draw(logits.repeat(n, 1), samplers) if isinstance(d, Drawn)]
+    samplers = [SamplingState(SamplingParams(seed=seed, **params)) for seed in range(n)]
+    return [d.token for d in sample(logits.repeat(n, 1), samplers) if isinstance(d, SampledToken)]
 
 
 def reference(logits: NDArray[Any], p: SamplingParams, prompt: list[int], answer: list[int]) -> NDArray[np.float64]:
@@ -90,14 +90,14 @@ def test_a_row_is_drawn_from_its_own_distribution_whatever_is_beside_it(given: l
     logits = torch.stack([torch.randn(700, generator=torch.Generator().manual_seed(seed)) * 4 for _, seed in given])
     before = logits.clone()
 
-    def samplers() -> list[Sampler]:
-        out = [Sampler(SamplingParams(**{**vars(p), "seed": seed}), None, prompt) for p, seed in given]
+    def samplers() -> list[SamplingState]:
+        out = [SamplingState(SamplingParams(**{**vars(p), "seed": seed}), None, prompt) for p, seed in given]
         for sampler in out:
             for token in answer:
                 sampler.accept(token)
         return out
 
-    together = [d.token for d in draw(logits, samplers()) if isinstance(d, Drawn)]
+    together = [d.token for d in sample(logits, samplers()) if isinstance(d, SampledToken)]
     alone = [one(sampler, row) for sampler, row in zip(samplers(), logits, strict=True)]
     assert together == alone
     assert torch.equal(logits, before)
@@ -141,7 +141,7 @@ def test_temperature_zero_and_nearly_zero_are_greedy() -> None:
 
 def test_a_seed_repeats_and_another_differs() -> None:
     def by(seed: int) -> list[int]:
-        sampler = Sampler(SamplingParams(seed=seed))
+        sampler = SamplingState(SamplingParams(seed=seed))
         return [one(sampler) for _ in range(50)]
 
     assert by(5) == by(5)
@@ -150,9 +150,9 @@ def test_a_seed_repeats_and_another_differs() -> None:
 
 
 def test_what_is_drawn_and_dropped_leaves_no_trace() -> None:
-    kept, tried = (Sampler(SamplingParams(seed=3, frequency_penalty=1.0)) for _ in range(2))
+    kept, tried = (SamplingState(SamplingParams(seed=3, frequency_penalty=1.0)) for _ in range(2))
     for _ in range(30):
-        draw(LOGITS[None], [tried])
+        sample(LOGITS[None], [tried])
         assert one(kept) == one(tried)
 
 
@@ -169,11 +169,11 @@ def test_what_is_drawn_and_dropped_leaves_no_trace() -> None:
 def test_penalties_are_those_of_the_reference_for_prompt_and_answer(p: dict[str, Any]) -> None:
     """Presence and frequency count what was answered, as OpenAI's do; repetition counts the prompt as well."""
     prompt, answer, n = [3, 3, 1], [2, 2], 3000
-    samplers = [Sampler(SamplingParams(seed=seed, **p), None, prompt) for seed in range(n)]
+    samplers = [SamplingState(SamplingParams(seed=seed, **p), None, prompt) for seed in range(n)]
     for sampler in samplers:
         for token in answer:
             sampler.accept(token)
-    found = [d.token for d in draw(LOGITS.repeat(n, 1), samplers) if isinstance(d, Drawn)]
+    found = [d.token for d in sample(LOGITS.repeat(n, 1), samplers) if isinstance(d, SampledToken)]
     want = reference(LOGITS.numpy(), SamplingParams(**p), prompt, answer)
     for token in range(5):
         assert abs(found.count(token) / n - want[token]) < 0.035
@@ -182,12 +182,12 @@ def test_penalties_are_those_of_the_reference_for_prompt_and_answer(p: dict[str,
 def test_penalties_make_repetition_unlikely() -> None:
     assert draws(3, temperature=0.0, presence_penalty=1.5) == [3, 2, 3]
     assert draws(4, temperature=0.0, frequency_penalty=2.0) == [3, 2, 1, 3]
-    seen = Sampler(SamplingParams(temperature=0.0, repetition_penalty=2.0), None, [3])
+    seen = SamplingState(SamplingParams(temperature=0.0, repetition_penalty=2.0), None, [3])
     assert [one(seen) for _ in range(2)] == [2, 3]
 
 
 def test_counts_hold_many_tokens() -> None:
-    counts = Counts([7, 7, 3])
+    counts = TokenCounts([7, 7, 3])
     assert (counts.ids.tolist(), counts.generated.tolist()) == ([3, 7], [0, 0])
     for token in [*range(100), 7]:
         counts.add(token)
@@ -197,19 +197,19 @@ def test_counts_hold_many_tokens() -> None:
 
 
 def test_a_mask_leaves_only_what_it_allows() -> None:
-    sampler = Sampler(SamplingParams(seed=1, allowed_tokens=frozenset({0, 4})))
+    sampler = SamplingState(SamplingParams(seed=1, allowed_tokens=frozenset({0, 4})))
     assert {one(sampler) for _ in range(100)} == {0, 4}
     impossible = LOGITS.clone()
     impossible[[0, 4]] = float("-inf")
-    (nothing,) = draw(impossible[None], [sampler])
+    (nothing,) = sample(impossible[None], [sampler])
     assert isinstance(nothing, GenerationFailed)
     assert "no token may be drawn" in str(nothing)
 
 
 def test_logprobs_are_among_what_may_be_drawn() -> None:
-    sampler = Sampler(SamplingParams(temperature=0.0, allowed_tokens=frozenset({0, 4})), 3)
-    (drawn,) = draw(LOGITS[None], [sampler])
-    assert isinstance(drawn, Drawn)
+    sampler = SamplingState(SamplingParams(temperature=0.0, allowed_tokens=frozenset({0, 4})), 3)
+    (drawn,) = sample(LOGITS[None], [sampler])
+    assert isinstance(drawn, SampledToken)
     assert drawn.token == 0
     assert math.exp(drawn.logprob or 0) == pytest.approx(1 / (1 + math.exp(-1)))
     assert [t for t, _ in drawn.top] == [0, 4], "what cannot be drawn has no finite logarithm to report"
@@ -217,17 +217,17 @@ def test_logprobs_are_among_what_may_be_drawn() -> None:
 
 @pytest.mark.parametrize("planted", [float("nan"), float("inf"), float("-inf")])
 def test_rows_that_are_not_finite_fail_alone(planted: float) -> None:
-    def samplers() -> list[Sampler]:
+    def samplers() -> list[SamplingState]:
         settings = [{"temperature": 0.0}, {"seed": 1}, {"seed": 2, "top_p": 0.5}, {"seed": 3, "top_k": 2}] * 2
-        return [Sampler(SamplingParams(**s), 1 if i == 6 else None) for i, s in enumerate(settings)]
+        return [SamplingState(SamplingParams(**s), 1 if i == 6 else None) for i, s in enumerate(settings)]
 
     logits = LOGITS.repeat(8, 1)
-    want = draw(logits, samplers())
+    want = sample(logits, samplers())
     spoilt = logits.clone()
     spoilt[[0, 1, 6], 2] = planted
     if planted == float("-inf"):  # one impossible token is no failure: all of them are
         spoilt[[0, 1, 6]] = planted
-    for i, (outcome, expected) in enumerate(zip(draw(spoilt, samplers()), want, strict=True)):
+    for i, (outcome, expected) in enumerate(zip(sample(spoilt, samplers()), want, strict=True)):
         if i in (0, 1, 6):
             assert isinstance(outcome, GenerationFailed)
             assert "NaN or infinity" in str(outcome)
@@ -238,8 +238,8 @@ def test_rows_that_are_not_finite_fail_alone(planted: float) -> None:
 def test_logprobs_are_those_of_temperature_one_and_of_the_model_alone() -> None:
     bent = SamplingParams(temperature=0.0, logit_bias={0: 50.0})
     for p, token in ((SamplingParams(temperature=0.0), 3), (bent, 0)):
-        (drawn,) = draw(LOGITS[None], [Sampler(p, 2)])
-        assert isinstance(drawn, Drawn)
+        (drawn,) = sample(LOGITS[None], [SamplingState(p, 2)])
+        assert isinstance(drawn, SampledToken)
         want = torch.log_softmax(LOGITS, -1)
         assert drawn.token == token
         assert drawn.logprob == pytest.approx(float(want[token]))
@@ -360,10 +360,10 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
 
 def test_a_repetition_penalty_makes_no_token_likelier() -> None:
     """Of a negative logit it takes something, too, instead of dividing it towards zero."""
-    seen = Sampler(SamplingParams(temperature=0.0, repetition_penalty=2.0), None, [1])
+    seen = SamplingState(SamplingParams(temperature=0.0, repetition_penalty=2.0), None, [1])
     assert one(seen, torch.tensor([-3.0, -2.0, -9.0])) == 0
 
 
 def test_an_answer_does_not_end_before_min_tokens() -> None:
-    sampler = Sampler(SamplingParams(temperature=0.0, min_tokens=2), stops=[3])
+    sampler = SamplingState(SamplingParams(temperature=0.0, min_tokens=2), stops=[3])
     assert [one(sampler) for _ in range(3)] == [2, 2, 3]

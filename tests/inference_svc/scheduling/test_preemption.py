@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.node import Node
-from inference_svc.scheduling.scheduler import Work, plan
+from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
 from tests.inference_svc.server.test_load import idle
 from tests.inference_svc.windowed import SlowCache, prompt, windowed
 
@@ -65,11 +65,11 @@ def test_cancelled_while_it_is_stored_it_ends(want: list[list[int]]) -> None:
 
 
 def test_while_pages_come_nobody_is_preempted() -> None:
-    full = Work(arrived=0.0, missing=1, room=0, pages=4)
-    young = Work(arrived=1.0, missing=1, room=0, pages=4)
-    assert plan([full, young], 64, 0, 32).preempted == (1,)
-    waiting = plan([full, young], 64, 0, 32, coming=1)
+    full = SchedulerEntry(arrived=0.0, missing=1, room=0, pages=4)
+    young = SchedulerEntry(arrived=1.0, missing=1, room=0, pages=4)
+    assert plan_step([full, young], 64, 0, 32).preempted == (1,)
+    waiting = plan_step([full, young], 64, 0, 32, coming=1)
     assert (waiting.preempted, waiting.rows) == ((), ())
-    assert plan([full, young], 64, 1, 32, coming=1).rows == ((0, 1),)
-    prompt_first = plan([replace(full, missing=64), young], 128, 1, 32, coming=1)
+    assert plan_step([full, young], 64, 1, 32, coming=1).rows == ((0, 1),)
+    prompt_first = plan_step([replace(full, missing=64), young], 128, 1, 32, coming=1)
     assert prompt_first.rows == (), "what is free is kept for the older one"

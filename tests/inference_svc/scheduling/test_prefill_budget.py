@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.sequence import Output
+from inference_svc.engine.sequence import SequenceOutput
 from inference_svc.model_runner import forward_batch as rows
-from inference_svc.scheduling.prefill_budget import Pace
-from inference_svc.scheduling.scheduler import Work, plan
+from inference_svc.scheduling.prefill_budget import PrefillBudget
+from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, small_engine
 
@@ -20,7 +20,7 @@ PAGE, ROW_SECONDS = 32, 0.0005
 
 
 def test_rows_fit_into_the_budget() -> None:
-    pace = Pace(0.25)
+    pace = PrefillBudget(0.25)
     assert pace.max_rows is None, "nothing is known"
     for _ in range(50):
         pace.learn(0, 0.03)
@@ -32,14 +32,14 @@ def test_rows_fit_into_the_budget() -> None:
 
 
 def test_no_budget_is_no_limit() -> None:
-    pace = Pace(0.0)
+    pace = PrefillBudget(0.0)
     pace.learn(0, 1.0)
     pace.learn(64, 60.0)
     assert pace.max_rows is None
 
 
 def test_one_interrupted_step_hardly_changes_the_rows() -> None:
-    pace = Pace(0.25)
+    pace = PrefillBudget(0.25)
     for _ in range(20):
         pace.learn(0, 0.03)
         pace.learn(128, 0.25)
@@ -52,7 +52,7 @@ def test_one_interrupted_step_hardly_changes_the_rows() -> None:
 
 def test_prompts_go_on_where_a_step_takes_long_by_itself() -> None:
     """As where layers are read from disk in every pass: fewer rows would not shorten it."""
-    pace = Pace(0.25)
+    pace = PrefillBudget(0.25)
     for _ in range(20):
         pace.learn(0, 10.0)
         pace.learn(256, 11.0)
@@ -61,11 +61,11 @@ def test_prompts_go_on_where_a_step_takes_long_by_itself() -> None:
 
 
 def test_only_prompts_beside_decoding_sequences_are_limited() -> None:
-    decoding, long = Work(1, 1, 99, 1), Work(2, 1000, 10**4, 1)
-    assert dict(plan([decoding, long], 512, 0, PAGE, prompt_rows=96).rows) == {0: 1, 1: 96}
-    assert dict(plan([long], 512, 0, PAGE, prompt_rows=96).rows) == {0: 512}
-    many = [Work(i, 1, 99, 1) for i in range(64)]
-    rows = dict(plan([*many, long], 512, 0, PAGE, prompt_rows=32).rows)
+    decoding, long = SchedulerEntry(1, 1, 99, 1), SchedulerEntry(2, 1000, 10**4, 1)
+    assert dict(plan_step([decoding, long], 512, 0, PAGE, prompt_rows=96).rows) == {0: 1, 1: 96}
+    assert dict(plan_step([long], 512, 0, PAGE, prompt_rows=96).rows) == {0: 512}
+    many = [SchedulerEntry(i, 1, 99, 1) for i in range(64)]
+    rows = dict(plan_step([*many, long], 512, 0, PAGE, prompt_rows=32).rows)
     assert len(rows) == 65, "all that decode go on"
     assert rows[64] == 32
 
@@ -75,7 +75,7 @@ def longest_gap(engine: Engine, length: int) -> tuple[float, float]:
     stamps, stream = list[float](), Request(prompt(1, 40), length)
     sink = stream.sequence.sink
 
-    def stamp(output: Output) -> None:
+    def stamp(output: SequenceOutput) -> None:
         stamps.append(time.perf_counter())
         sink(output)
 
@@ -98,7 +98,7 @@ def test_a_stream_goes_on_beside_a_cold_prompt(monkeypatch: pytest.MonkeyPatch) 
         engine = small_engine(4096, prefill_step_seconds=budget)
         compute = engine._loop.compute
 
-        def slow(spans: list[rows.Span], compute: object = compute) -> torch.Tensor:
+        def slow(spans: list[rows.SequenceSlice], compute: object = compute) -> torch.Tensor:
             time.sleep(ROW_SECONDS * sum(len(span.tokens) for span in spans))
             return compute(spans)  # type: ignore[operator,no-any-return]
 

@@ -10,20 +10,20 @@ from hypothesis import strategies as st
 
 from inference_svc.scheduling.scheduler import (
     AGE_TOKENS_PER_SECOND,
-    HOLD_SECONDS,
+    MAX_HOLD_SECONDS,
     Candidate,
-    Step,
-    Work,
-    choose,
-    plan,
-    reserve,
+    SchedulerEntry,
+    StepPlan,
+    blocks_to_reserve,
+    plan_step,
+    select_waiting,
 )
 
 PAGE = 32
 
 works = st.lists(
     st.builds(
-        Work,
+        SchedulerEntry,
         arrived=st.floats(0, 100),
         missing=st.one_of(st.just(1), st.integers(1, 2000)),
         room=st.integers(0, 300),
@@ -35,13 +35,13 @@ works = st.lists(
 )
 
 
-def needed(work: Work, count: int) -> int:
+def needed(work: SchedulerEntry, count: int) -> int:
     return max(0, -(-(count - work.room) // PAGE))
 
 
 @given(works, st.integers(1, 600), st.integers(0, 60))
-def test_budget_and_pages_hold(given: list[Work], budget: int, free: int) -> None:
-    step = plan(given, budget, free, PAGE)
+def test_budget_and_pages_hold(given: list[SchedulerEntry], budget: int, free: int) -> None:
+    step = plan_step(given, budget, free, PAGE)
     counts = dict(step.rows)
     assert sum(counts.values()) <= budget
     assert all(0 < n <= given[i].missing for i, n in counts.items())
@@ -50,8 +50,10 @@ def test_budget_and_pages_hold(given: list[Work], budget: int, free: int) -> Non
 
 
 @given(works, st.integers(1, 600), st.integers(0, 60))
-def test_pages_are_taken_from_the_youngest_and_never_from_the_oldest(given: list[Work], budget: int, free: int) -> None:
-    step = plan(given, budget, free, PAGE)
+def test_pages_are_taken_from_the_youngest_and_never_from_the_oldest(
+    given: list[SchedulerEntry], budget: int, free: int
+) -> None:
+    step = plan_step(given, budget, free, PAGE)
     if step.preempted:
         oldest = min(range(len(given)), key=lambda i: given[i].arrived)
         assert oldest not in step.preempted
@@ -62,23 +64,23 @@ def test_pages_are_taken_from_the_youngest_and_never_from_the_oldest(given: list
 
 
 def test_pages_come_from_who_is_not_being_loaded_first() -> None:
-    growing, loaded = Work(0, 1, 0, 5), Work(1, 1, 9, 5)
-    loading, older = Work(2, 500, 999, 5, gated=True), Work(0.5, 500, 999, 5, gated=True)
-    assert plan([growing, loaded, loading], 64, 0, PAGE).preempted == (1,)
-    assert plan([growing, older, loaded], 64, 0, PAGE).preempted == (2,)
-    assert plan([growing, loading], 64, 0, PAGE).preempted == (1,), "where there is nobody else"
+    growing, loaded = SchedulerEntry(0, 1, 0, 5), SchedulerEntry(1, 1, 9, 5)
+    loading, older = SchedulerEntry(2, 500, 999, 5, gated=True), SchedulerEntry(0.5, 500, 999, 5, gated=True)
+    assert plan_step([growing, loaded, loading], 64, 0, PAGE).preempted == (1,)
+    assert plan_step([growing, older, loaded], 64, 0, PAGE).preempted == (2,)
+    assert plan_step([growing, loading], 64, 0, PAGE).preempted == (1,), "where there is nobody else"
 
 
 @given(works, st.integers(1, 600))
-def test_with_pages_for_all_somebody_ready_always_goes_on(given: list[Work], budget: int) -> None:
-    step = plan(given, budget, 10**6, PAGE)
+def test_with_pages_for_all_somebody_ready_always_goes_on(given: list[SchedulerEntry], budget: int) -> None:
+    step = plan_step(given, budget, 10**6, PAGE)
     assert not step.preempted
     assert bool(step.rows) == bool(given)
 
 
 @given(works, st.integers(16, 600))
-def test_who_waits_for_layers_delays_nobody(given: list[Work], budget: int) -> None:
-    step = plan(given, budget, 10**6, PAGE)
+def test_who_waits_for_layers_delays_nobody(given: list[SchedulerEntry], budget: int) -> None:
+    step = plan_step(given, budget, 10**6, PAGE)
     gated = [i for i, _ in step.rows if given[i].gated]
     if any(not w.gated for w in given):
         assert not gated
@@ -87,14 +89,14 @@ def test_who_waits_for_layers_delays_nobody(given: list[Work], budget: int) -> N
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
-    long, short = Work(0, 5000, 10**4, 1), Work(1, 100, 10**4, 1)
-    assert dict(plan([long, short], 512, 0, PAGE).rows) == {0: 412, 1: 100}
-    assert dict(plan([long, replace(short, missing=3000)], 512, 0, PAGE).rows) == {0: 256, 1: 256}
+    long, short = SchedulerEntry(0, 5000, 10**4, 1), SchedulerEntry(1, 100, 10**4, 1)
+    assert dict(plan_step([long, short], 512, 0, PAGE).rows) == {0: 412, 1: 100}
+    assert dict(plan_step([long, replace(short, missing=3000)], 512, 0, PAGE).rows) == {0: 256, 1: 256}
 
 
 def test_decoding_leaves_a_share_to_prompts_and_takes_turns() -> None:
-    decoding = [Work(i, 1, 99, 1, passed_over=int(i >= 12)) for i in range(16)]
-    step = plan([*decoding, Work(50, 100, 999, 1)], 16, 0, PAGE)
+    decoding = [SchedulerEntry(i, 1, 99, 1, passed_over=int(i >= 12)) for i in range(16)]
+    step = plan_step([*decoding, SchedulerEntry(50, 100, 999, 1)], 16, 0, PAGE)
     served = dict(step.rows)
     assert served[16] == 4
     assert {12, 13, 14, 15} <= set(served), "who was passed over goes first"
@@ -129,15 +131,15 @@ def test_everybody_ends(given: list[tuple[int, int, int]], budget: int, pages: i
         waiting += [life for life in coming if life.arrived == now - 1]
         free = pages - sum(life.pages for life in running)
         while waiting:
-            i = choose([Candidate(now - life.arrived, preempted=life.computed < 0) for life in waiting])
+            i = select_waiting([Candidate(now - life.arrived, preempted=life.computed < 0) for life in waiting])
             assert i is not None
             take = -(-(waiting[i].tokens + 1) // PAGE)
-            if free - take < reserve(pages, len(running)):
+            if free - take < blocks_to_reserve(pages, len(running)):
                 break
             life = waiting.pop(i)
             life.pages, life.computed, free = take, 0, free - take
             running.append(life)
-        step = plan([_work(life) for life in running], budget, free, PAGE) if running else Step()
+        step = plan_step([_work(life) for life in running], budget, free, PAGE) if running else StepPlan()
         preemptions += len(step.preempted)
         gone = [running[i] for i in step.preempted]
         for life in running:
@@ -159,9 +161,9 @@ def test_everybody_ends(given: list[tuple[int, int, int]], budget: int, pages: i
     assert preemptions <= 8 * len(given), "preemptions follow each other"
 
 
-def _work(life: _Life) -> Work:
+def _work(life: _Life) -> SchedulerEntry:
     room = life.pages * PAGE - life.computed
-    return Work(life.arrived, life.tokens - life.computed, room, life.pages, life.passed_over)
+    return SchedulerEntry(life.arrived, life.tokens - life.computed, room, life.pages, life.passed_over)
 
 
 @given(st.lists(st.builds(Candidate, st.floats(0, 1000), st.integers(0, 10**5), st.booleans()), min_size=1))
@@ -169,20 +171,20 @@ def test_waiting_wins_in_the_end(given: list[Candidate]) -> None:
     most = max(c.known for c in given)
     oldest = max(range(len(given)), key=lambda i: given[i].waited_seconds)
     if given[oldest].held_back:
-        given[oldest] = replace(given[oldest], waited_seconds=given[oldest].waited_seconds + HOLD_SECONDS)
+        given[oldest] = replace(given[oldest], waited_seconds=given[oldest].waited_seconds + MAX_HOLD_SECONDS)
     others = max((c.waited_seconds for i, c in enumerate(given) if i != oldest), default=0.0)
     ahead = given[oldest].waited_seconds - others
     if ahead * AGE_TOKENS_PER_SECOND > most + 1:
-        assert choose(given) == oldest
+        assert select_waiting(given) == oldest
 
 
 def test_who_is_held_back_waits_and_who_was_preempted_does_not() -> None:
-    assert choose([Candidate(1, held_back=True)]) is None
-    assert choose([Candidate(HOLD_SECONDS, held_back=True)]) == 0
-    assert choose([Candidate(9, 500), Candidate(0, preempted=True)]) == 1
-    assert choose([]) is None
+    assert select_waiting([Candidate(1, held_back=True)]) is None
+    assert select_waiting([Candidate(MAX_HOLD_SECONDS, held_back=True)]) == 0
+    assert select_waiting([Candidate(9, 500), Candidate(0, preempted=True)]) == 1
+    assert select_waiting([]) is None
 
 
 @pytest.mark.parametrize(("pages", "running", "want"), [(1000, 0, 0), (1000, 3, 10), (1000, 40, 40), (10, 2, 2)])
 def test_an_admission_leaves_room_to_grow(pages: int, running: int, want: int) -> None:
-    assert reserve(pages, running) == want
+    assert blocks_to_reserve(pages, running) == want

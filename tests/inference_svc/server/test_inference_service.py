@@ -24,7 +24,7 @@ from inference_svc.server.inference_service import InferenceService
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import WorkerCollector
-from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,15 @@ async def test_prompts_are_read_beside_the_event_loop(runtime: Runtime, tokenize
 
 async def test_slow_grammars_keep_no_other_request_waiting(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients whose grammars take as long as they may; the next one sends none."""
-    service, steering = InferenceService(runtime), Grammars.steering
+    service, steering = InferenceService(runtime), GrammarCompiler.compile
     asked, go_on = threading.Semaphore(0), threading.Event()
 
-    def slow(grammars: Grammars, grammar: pb.Grammar) -> Any:
+    def slow(grammars: GrammarCompiler, grammar: pb.Grammar) -> Any:
         asked.release()
         assert go_on.wait(30)
         return steering(grammars, grammar)
 
-    monkeypatch.setattr(Grammars, "steering", slow)
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
     request = to_request("some text", max_tokens=2)
     request.grammar.regex = "a+"
     steered = [asyncio.create_task(generated(service, request)) for _ in range(2)]

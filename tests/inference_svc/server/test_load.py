@@ -14,11 +14,11 @@ import pytest
 from kvsidecar.errors import Overloaded, PromptExceedsPool, PromptTooLong, status_of
 
 from benchmarks.node import Node
-from inference_svc.engine.detokenizer import TextStream
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import load
 from inference_svc.sampling.sampling_params import SamplingParams
@@ -71,27 +71,27 @@ def small_engine(tokens: int, **limits: Any) -> Engine:
     """An engine with a pool of its own size; a model serves one engine only."""
     loaded = load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, tokens, loaded.dtype, loaded.device)
-    return Engine(loaded, pool, NoCache(), EngineLimits(**limits))
+    return Engine(loaded, pool, NullKVConnector(), EngineLimits(**limits))
 
 
 class Request:
     """A sequence and what came of it."""
 
     def __init__(self, ids: list[int], length: int, seed: int | None = None) -> None:
-        self.outputs: list[Output] = []
+        self.outputs: list[SequenceOutput] = []
         self.ended = threading.Event()
         params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed)
-        text = TextStream(TOKENIZER, (), frozenset())
+        text = IncrementalDetokenizer(TOKENIZER, (), frozenset())
         self.sequence = Sequence("r", list(ids), len(ids), length, params, frozenset(), text, self._sink)
 
-    def _sink(self, output: Output) -> None:
+    def _sink(self, output: SequenceOutput) -> None:
         self.outputs.append(output)
         if output.finish is not None:
             self.ended.set()
 
     def tokens(self) -> list[int]:
         assert self.ended.wait(60)
-        assert self.outputs[-1].finish is not Finish.FAILED, self.outputs[-1].error
+        assert self.outputs[-1].finish is not FinishReason.FAILED, self.outputs[-1].error
         return self.sequence.tokens[self.sequence.prompt_tokens :]
 
 
@@ -138,7 +138,7 @@ def test_cancelling_frees_pages_at_once() -> None:
         engine.cancel(request.sequence)
     for request in requests:
         assert request.ended.wait(5)
-        assert request.outputs[-1].finish is Finish.CANCELLED
+        assert request.outputs[-1].finish is FinishReason.CANCELLED
     idle(engine)
     engine.check_integrity()
     assert engine.free_pages == engine.pool.pages

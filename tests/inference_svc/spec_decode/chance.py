@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.engine_core import Loop
-from inference_svc.engine.engine_events import Submitted
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.engine_core import EngineCore
+from inference_svc.engine.engine_events import RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.engine.sequence import Finish, Output, Sequence
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.forward_batch import Batch
+from inference_svc.model_runner.forward_batch import ForwardBatch
 from inference_svc.sampling.sampling_params import SamplingParams
-from inference_svc.spec_decode.ngram_proposer import Lookup
+from inference_svc.spec_decode.ngram_proposer import NgramProposer
 from inference_svc.spec_decode.proposer import Proposer
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
-from inference_svc.spec_decode.step_cost_model import Costs
+from inference_svc.spec_decode.step_cost_model import StepCostModel
 from tests.inference_svc.engine.test_detokenizer import TOKENIZER
 
 VOCABULARY = 6
@@ -36,7 +36,7 @@ class Table:
     def __init__(self, logits: Tensor) -> None:
         self.logits, self.rows, self.passes = logits, 0, 0
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: ForwardBatch) -> Tensor:
         self.rows, self.passes = self.rows + batch.real, self.passes + 1
         return self.logits[batch.tokens[batch.logit_rows[: batch.wanted]]]
 
@@ -45,9 +45,9 @@ def table(seed: int = 0) -> Table:
     return Table(0.8 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(seed)))
 
 
-def free_rows() -> Costs:
+def free_rows() -> StepCostModel:
     """A machine on which a pass takes as long with many rows as with few."""
-    costs = Costs(recorded=False)
+    costs = StepCostModel(recorded=False)
     costs.calibrate({4: 1.0, 512: 1.0}, 1.0)
     costs.learn = lambda *_: None  # type: ignore[method-assign]
     costs.learn_branches = lambda *_: None  # type: ignore[method-assign]
@@ -56,32 +56,36 @@ def free_rows() -> Costs:
 
 def loop_of(
     model: Any,
-    proposers: Mapping[Speculation, Proposer] | None = None,
-    costs: Costs | None = None,
-    kind: Any = Loop,
+    proposers: Mapping[SpeculationMode, Proposer] | None = None,
+    costs: StepCostModel | None = None,
+    kind: Any = EngineCore,
     branches: int = 1,
-) -> Loop:
+) -> EngineCore:
     """The engine's loop over a table, to be stepped by hand."""
     pool = KVPool(1, 1, 16, 8192, torch.float32, torch.device("cpu"))
-    guessing = Speculator(proposers or {Speculation.NGRAM: Lookup()}, costs or free_rows(), 8, branches)
-    loop: Loop = kind(model, pool, NoCache(), EngineLimits(), 4096, None, guessing, EngineStats(), lambda letter: None)
+    guessing = Speculator(proposers or {SpeculationMode.NGRAM: NgramProposer()}, costs or free_rows(), 8, branches)
+    loop: EngineCore = kind(
+        model, pool, NullKVConnector(), EngineLimits(), 4096, None, guessing, EngineStats(), lambda letter: None
+    )
     return loop
 
 
-def sequence(prompt: list[int], length: int, speculation: Speculation = Speculation.NGRAM, **params: Any) -> Sequence:
-    def sink(output: Output) -> None:
-        assert output.finish is not Finish.FAILED, output.error
+def sequence(
+    prompt: list[int], length: int, speculation: SpeculationMode = SpeculationMode.NGRAM, **params: Any
+) -> Sequence:
+    def sink(output: SequenceOutput) -> None:
+        assert output.finish is not FinishReason.FAILED, output.error
 
-    text = TextStream(TOKENIZER, (), frozenset(range(VOCABULARY)))  # no token has any
+    text = IncrementalDetokenizer(TOKENIZER, (), frozenset(range(VOCABULARY)))  # no token has any
     chosen = SamplingParams(**params)
     return Sequence("r", list(prompt), len(prompt), length, chosen, frozenset(), text, sink, speculation=speculation)
 
 
-def answers(loop: Loop, sequences: Iterable[Sequence]) -> list[list[int]]:
+def answers(loop: EngineCore, sequences: Iterable[Sequence]) -> list[list[int]]:
     """Runs sequences to their ends, in one batch."""
     asked = list(sequences)
     for one in asked:
-        loop.read(Submitted(one))
+        loop.read(RequestSubmitted(one))
     while loop.busy:
         loop.step()
     return [one.tokens[one.prompt_tokens :] for one in asked]

@@ -7,12 +7,12 @@ from collections.abc import Sized
 import pytest
 import torch
 
-from inference_svc.scheduling.scheduler import Work, plan
-from inference_svc.spec_decode.acceptance_stats import Acceptance
-from inference_svc.spec_decode.draft_budget import Node, Prices, choose
+from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
+from inference_svc.spec_decode.acceptance_stats import AcceptanceStats
+from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
 from inference_svc.spec_decode.proposer import ROOT, Draft
-from inference_svc.spec_decode.speculation_mode import Speculation
-from inference_svc.spec_decode.step_cost_model import Costs
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
+from inference_svc.spec_decode.step_cost_model import StepCostModel
 from tests.inference_svc.spec_decode.chance import (
     VOCABULARY,
     Table,
@@ -33,7 +33,7 @@ def cycle() -> Table:
     return Table(logits)
 
 
-def priced(by_row: float) -> Costs:
+def priced(by_row: float) -> StepCostModel:
     """Every row beyond the first takes so much of a pass."""
     costs = free_rows()
     costs.calibrate({1: 1.0, 512: 1.0 + by_row * 511}, 1.0)
@@ -77,7 +77,7 @@ def test_guesses_come_back_when_they_are_right_again() -> None:
 
 
 def test_costs_follow_the_machine() -> None:
-    costs = Costs(recorded=False)
+    costs = StepCostModel(recorded=False)
     costs.calibrate({4: 0.01, 8: 0.012, 16: 0.016, 32: 0.024}, 0.01)
     assert costs.seconds(64, True) == pytest.approx(0.04, rel=0.05), "drawn out beyond what was measured"
     for _ in range(60):
@@ -90,24 +90,24 @@ def test_costs_follow_the_machine() -> None:
 
 def test_a_second_row_is_not_free_where_it_was_measured_not_to_be() -> None:
     """As on a CPU whose products take what rows there are: two rows cost half as much again as one."""
-    costs = Costs(recorded=False)
+    costs = StepCostModel(recorded=False)
     costs.calibrate({1: 0.010, 2: 0.015, 4: 0.015, 8: 0.02}, 0.010)
     assert costs.seconds(1, False) == pytest.approx(0.010)
     assert costs.seconds(2, True) == costs.seconds(3, True) == pytest.approx(0.015)
-    unsure = [Node(0.4, 0, 0, ROOT)]
-    prices = Prices(lambda more: costs.seconds(1 + more, True), 0.0, 1)
-    assert choose(unsure, [1], prices).rate < 1 / costs.seconds(1, False), "it would be slower than without"
+    unsure = [DraftNode(0.4, 0, 0, ROOT)]
+    prices = StepCosts(lambda more: costs.seconds(1 + more, True), 0.0, 1)
+    assert select_drafts(unsure, [1], prices).rate < 1 / costs.seconds(1, False), "it would be slower than without"
 
 
 def test_recorded_passes_have_their_own_price() -> None:
-    costs = Costs(recorded=True)
+    costs = StepCostModel(recorded=True)
     costs.calibrate({4: 0.025, 8: 0.025}, 0.005)
     assert costs.seconds(1, False) == pytest.approx(0.005)
     assert costs.seconds(4, True) == pytest.approx(0.025)
 
 
 def test_chances_are_measured_for_all_and_for_each() -> None:
-    acceptance = Acceptance((0.5, 0.5))
+    acceptance = AcceptanceStats((0.5, 0.5))
     good, bad = acceptance.own(), acceptance.own()
     for _ in range(200):
         acceptance.learn(good, 0, True)
@@ -133,8 +133,8 @@ def test_a_draft_that_takes_too_long_is_tried_ever_more_rarely() -> None:
         def forget(self, *_: object) -> None: ...
 
     slow = Slow()
-    loop = loop_of(model, {Speculation.DRAFT: slow})
-    answers(loop, [sequence(prompt(0), 2000, Speculation.DRAFT, seed=1)])
+    loop = loop_of(model, {SpeculationMode.DRAFT: slow})
+    answers(loop, [sequence(prompt(0), 2000, SpeculationMode.DRAFT, seed=1)])
     assert 3 <= slow.asked <= 12
 
 
@@ -142,18 +142,22 @@ def test_a_draft_that_takes_too_long_is_tried_ever_more_rarely() -> None:
 
 
 def test_guesses_get_what_is_left() -> None:
-    works = [Work(0, 1, 40, 1, guesses=8), Work(1, 1, 2, 1, guesses=8), Work(2, 300, 400, 1)]
-    step = plan(works, 512, 0, 32)
+    works = [
+        SchedulerEntry(0, 1, 40, 1, guesses=8),
+        SchedulerEntry(1, 1, 2, 1, guesses=8),
+        SchedulerEntry(2, 300, 400, 1),
+    ]
+    step = plan_step(works, 512, 0, 32)
     assert dict(step.rows) == {0: 1, 1: 1, 2: 300}
     assert dict(step.guesses) == {0: 8, 1: 1}, "no page is free, and one has room for one more"
-    assert dict(plan(works, 512, 1, 32).guesses) == {0: 8, 1: 8}
-    assert dict(plan(works, 306, 1, 32).guesses) == {0: 4}, "the budget ends"
-    assert plan(works, 100, 1, 32).guesses == (), "prompts come first"
+    assert dict(plan_step(works, 512, 1, 32).guesses) == {0: 8, 1: 8}
+    assert dict(plan_step(works, 306, 1, 32).guesses) == {0: 4}, "the budget ends"
+    assert plan_step(works, 100, 1, 32).guesses == (), "prompts come first"
 
 
 def test_guesses_preempt_nobody() -> None:
-    works = [Work(0, 1, 1, 1, guesses=30), Work(1, 1, 0, 1)]
-    step = plan(works, 64, 1, 32)
+    works = [SchedulerEntry(0, 1, 1, 1, guesses=30), SchedulerEntry(1, 1, 0, 1)]
+    step = plan_step(works, 64, 1, 32)
     assert not step.preempted
     assert dict(step.rows) == {0: 1, 1: 1}
     assert not step.guesses

@@ -16,25 +16,25 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import AutoTokenizer
 
 from benchmarks.node import Node
-from inference_svc.engine.detokenizer import TextStream
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
-from inference_svc.engine.sequence import CacheUse, Finish, Sequence
+from inference_svc.engine.kv_connector import NullKVConnector
+from inference_svc.engine.sequence import CacheParams, FinishReason, Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.draft_loader import load_draft
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.sampling.sampling_params import SamplingParams
-from inference_svc.spec_decode.draft_model_proposer import DraftModel
-from inference_svc.spec_decode.speculation_mode import Speculation
-from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle
 from tests.inference_svc.spec_decode.chance import free_rows
 
-GRAMMARS = Grammars(TOKENIZER, 4096, END)
+GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
 FIVE_NUMBERS = json.dumps({"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "minItems": 5, "maxItems": 5})
 
 
@@ -46,11 +46,11 @@ def engine_of(tokens: int, draft: bool = False, copy: bool = False, **limits: in
     if draft:
         twin = load("demo", dtype="float32")
         own = KVPool(twin.layers, twin.kv_heads, twin.head_dim, tokens, twin.dtype, twin.device)
-        guessing = DraftModel(Decoder(twin), own, int(loaded.config.vocab_size), twin.context_length, 512)
+        guessing = DraftModelProposer(Decoder(twin), own, int(loaded.config.vocab_size), twin.context_length, 512)
     if copy:
         low = Decoder(load("demo", dtype="float32", weights=4))
-        guessing = DraftModel(low, pool, int(loaded.config.vocab_size), loaded.context_length, 512, copy=True)
-    engine = Engine(loaded, pool, NoCache(), EngineLimits(**limits), draft=guessing)
+        guessing = DraftModelProposer(low, pool, int(loaded.config.vocab_size), loaded.context_length, 512, copy=True)
+    engine = Engine(loaded, pool, NullKVConnector(), EngineLimits(**limits), draft=guessing)
     engine.speculator.costs = free_rows()
     return engine
 
@@ -82,7 +82,7 @@ class Asked(Request):
         self,
         ids: list[int],
         length: int,
-        speculation: Speculation,
+        speculation: SpeculationMode,
         *,
         stop: tuple[str, ...] = (),
         grammar: pb.Grammar | None = None,
@@ -90,11 +90,11 @@ class Asked(Request):
         **params: Any,
     ) -> None:
         super().__init__(ids, length)
-        steering = None if grammar is None else GRAMMARS.steering(grammar)
+        steering = None if grammar is None else GRAMMARS.compile(grammar)
         hidden = END if grammar else frozenset[int]()
         self.sequence = Sequence(
             "r", list(ids), len(ids), length, SamplingParams(**{"temperature": 0.0, **params}), hidden,
-            TextStream(TOKENIZER, stop, hidden), self._sink, CacheUse(), logprobs, steering, speculation,
+            IncrementalDetokenizer(TOKENIZER, stop, hidden), self._sink, CacheParams(), logprobs, steering, speculation,
         )  # fmt: skip
 
     def whole(self) -> Any:
@@ -110,7 +110,7 @@ def repetitive(seed: int) -> list[int]:
     return part + prompt(seed + 500, 6) + part
 
 
-def mixed(speculation: Speculation) -> list[Asked]:
+def mixed(speculation: SpeculationMode) -> list[Asked]:
     """Requests of all kinds; the same at every call."""
     out = []
     for i in range(24):
@@ -135,31 +135,33 @@ def ask(engine: Engine, requests: list[Asked]) -> list[Any]:
     return [request.whole() for request in requests]
 
 
-@pytest.mark.parametrize("speculation", [Speculation.NGRAM, Speculation.AUTO])
-def test_answers_texts_and_chances_are_the_same(engine: Engine, speculation: Speculation) -> None:
-    want = ask(engine, mixed(Speculation.OFF))
+@pytest.mark.parametrize("speculation", [SpeculationMode.NGRAM, SpeculationMode.AUTO])
+def test_answers_texts_and_chances_are_the_same(engine: Engine, speculation: SpeculationMode) -> None:
+    want = ask(engine, mixed(SpeculationMode.OFF))
     before = engine.speculator.stats.accepted_tokens
     assert ask(engine, mixed(speculation)) == want
     assert engine.speculator.stats.accepted_tokens > before + 50
-    half = [m if i % 2 else n for i, (m, n) in enumerate(zip(mixed(speculation), mixed(Speculation.OFF), strict=True))]
+    half = [
+        m if i % 2 else n for i, (m, n) in enumerate(zip(mixed(speculation), mixed(SpeculationMode.OFF), strict=True))
+    ]
     assert ask(engine, half) == want, "beside those that guess nothing"
 
 
 def test_a_draft_that_is_the_model_is_always_right(twins: Engine) -> None:
-    plain = [one for one in mixed(Speculation.OFF) if one.sequence.steering is None]
-    guessed = [one for one in mixed(Speculation.DRAFT) if one.sequence.steering is None]
+    plain = [one for one in mixed(SpeculationMode.OFF) if one.sequence.steering is None]
+    guessed = [one for one in mixed(SpeculationMode.DRAFT) if one.sequence.steering is None]
     want = ask(twins, plain)
     assert ask(twins, guessed) == want
     stats = twins.speculator.stats
-    ended_early = [one for one in guessed if one.outputs[-2].finish is Finish.STOP]
+    ended_early = [one for one in guessed if one.outputs[-2].finish is FinishReason.STOP]
     refused = sum(s.sequence.draft_tokens - s.sequence.accepted_tokens for s in guessed if s not in ended_early)
     assert stats.draft_tokens > 300
     assert refused == 0
 
 
 def test_also_beside_prompts_and_under_grammars(twins: Engine) -> None:
-    want = ask(twins, mixed(Speculation.OFF))
-    first = mixed(Speculation.AUTO)
+    want = ask(twins, mixed(SpeculationMode.OFF))
+    first = mixed(SpeculationMode.AUTO)
     for request in first[:12]:
         twins.submit(request.sequence)
     while not first[11].outputs:
@@ -172,19 +174,19 @@ def test_also_beside_prompts_and_under_grammars(twins: Engine) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 def test_a_thousand_greedy_answers_are_the_same(twins: Engine) -> None:
-    def asked(speculation: Speculation) -> list[Asked]:
+    def asked(speculation: SpeculationMode) -> list[Asked]:
         return [Asked(repetitive(i), 24, speculation) for i in range(1000)]
 
-    want = ask(twins, asked(Speculation.OFF))
-    assert ask(twins, asked(Speculation.NGRAM)) == want
-    assert ask(twins, asked(Speculation.AUTO)) == want
+    want = ask(twins, asked(SpeculationMode.OFF))
+    assert ask(twins, asked(SpeculationMode.NGRAM)) == want
+    assert ask(twins, asked(SpeculationMode.AUTO)) == want
 
 
 @pytest.mark.skipif(quantized_gemm.kernel() is None, reason="this CPU multiplies no weights of 4 bits")
 def test_a_copy_at_four_bits_guesses_from_the_models_own_keys() -> None:
     engine = engine_of(8192, copy=True)
-    want = ask(engine, mixed(Speculation.OFF))
-    assert ask(engine, mixed(Speculation.DRAFT)) == want
+    want = ask(engine, mixed(SpeculationMode.OFF))
+    assert ask(engine, mixed(SpeculationMode.DRAFT)) == want
     stats = engine.speculator.stats
     assert stats.draft_tokens > stats.accepted_tokens > 100
     idle(engine)
@@ -193,12 +195,12 @@ def test_a_copy_at_four_bits_guesses_from_the_models_own_keys() -> None:
 
 
 def test_preempted_and_cancelled_requests_leave_no_page() -> None:
-    requests = [Asked(repetitive(i), 130, Speculation.OFF, seed=i, temperature=i % 2) for i in range(6)]
+    requests = [Asked(repetitive(i), 130, SpeculationMode.OFF, seed=i, temperature=i % 2) for i in range(6)]
     large = engine_of(4096)
     want = ask(large, requests)
     large.stop()
     small = engine_of(352, draft=True)
-    modes = [Speculation.NGRAM, Speculation.DRAFT, Speculation.AUTO]
+    modes = [SpeculationMode.NGRAM, SpeculationMode.DRAFT, SpeculationMode.AUTO]
     again = [Asked(repetitive(i), 130, modes[i % 3], seed=i, temperature=i % 2) for i in range(6)]
     chance = random.Random(3)
     assert ask(small, again) == want
@@ -229,9 +231,9 @@ def test_a_proposer_that_fails_is_off_and_answers_go_on(twins: Engine) -> None:
 
     assert broken._draft is not None
     broken._draft.propose = fail  # type: ignore[method-assign]
-    want = ask(broken, [Asked(repetitive(1), 30, Speculation.OFF)])
-    assert ask(broken, [Asked(repetitive(1), 30, Speculation.AUTO)]) == want
-    assert Speculation.DRAFT not in broken.speculator._proposers
+    want = ask(broken, [Asked(repetitive(1), 30, SpeculationMode.OFF)])
+    assert ask(broken, [Asked(repetitive(1), 30, SpeculationMode.AUTO)]) == want
+    assert SpeculationMode.DRAFT not in broken.speculator._proposers
     broken.stop()
 
 

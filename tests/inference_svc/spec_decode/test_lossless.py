@@ -12,9 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.engine.engine_core import Loop
+from inference_svc.engine.engine_core import EngineCore
 from inference_svc.engine.sequence import Sequence
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from tests.inference_svc.spec_decode.chance import VOCABULARY, Table, answers, loop_of, prompt, sequence, table
 
 WAYS: list[dict[str, Any]] = [
@@ -34,13 +34,13 @@ def test_every_way_of_drawing_gives_the_same_answers(branches: int) -> None:
     """All in one batch, so that rows of guesses and of others are drawn together."""
     model = table()
 
-    def all_of(speculation: Speculation) -> tuple[list[list[int]], Loop]:
+    def all_of(speculation: SpeculationMode) -> tuple[list[list[int]], EngineCore]:
         loop = loop_of(model, branches=branches)
         mixed = [sequence(prompt(i), 60 + i, speculation, **way) for i, way in enumerate(WAYS * 2)]
         return answers(loop, mixed), loop
 
-    want, without = all_of(Speculation.OFF)
-    got, loop = all_of(Speculation.NGRAM)
+    want, without = all_of(SpeculationMode.OFF)
+    got, loop = all_of(SpeculationMode.NGRAM)
     assert got == want
     assert without._speculator.stats.drafts == 0
     stats = loop._speculator.stats
@@ -63,7 +63,7 @@ def test_usage_counts_what_was_guessed() -> None:
 # ---- the distribution ------------------------------------------------------------------------------------------
 
 
-class Leaning(Loop):
+class Leaning(EngineCore):
     """A planted bias: what was guessed is a little likelier to be drawn."""
 
     def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[Collection[int]]) -> list[bool]:
@@ -74,7 +74,7 @@ class Leaning(Loop):
         return super()._draw(sequences, logits, guesses)
 
 
-class Repeating(Loop):
+class Repeating(EngineCore):
     """Another: a wrong guess draws again, by the number that refused it, as if acceptance were a matter of luck."""
 
     def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[Collection[int]]) -> list[bool]:
@@ -86,7 +86,7 @@ class Repeating(Loop):
         return super()._draw(sequences, logits, guesses)
 
 
-def transitions(kind: type[Loop], model: Table, n: int, branches: int = 1) -> NDArray[np.int64]:
+def transitions(kind: type[EngineCore], model: Table, n: int, branches: int = 1) -> NDArray[np.int64]:
     """How often each token followed each, of ``n`` drawn tokens."""
     counts, per = np.zeros((VOCABULARY, VOCABULARY), np.int64), 500
     loop = loop_of(model, kind=kind, branches=branches)
@@ -110,10 +110,10 @@ LIMIT = 74.0
 @pytest.mark.parametrize(("branches", "n"), [(1, 20_000), (2, 8_000)])
 def test_sampled_answers_have_the_models_distribution(branches: int, n: int) -> None:
     model = table(7)
-    assert chi_square(transitions(Loop, model, n, branches), model) < LIMIT
+    assert chi_square(transitions(EngineCore, model, n, branches), model) < LIMIT
 
 
 @pytest.mark.parametrize(("biased", "branches"), [(Leaning, 2), (Repeating, 1)])
-def test_the_test_sees_a_planted_bias(biased: type[Loop], branches: int) -> None:
+def test_the_test_sees_a_planted_bias(biased: type[EngineCore], branches: int) -> None:
     model = table(7)
     assert chi_square(transitions(biased, model, 6_000, branches), model) > LIMIT

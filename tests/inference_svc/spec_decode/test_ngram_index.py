@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.engine.sequence import CacheUse
-from inference_svc.spec_decode.ngram_index import SHORT, Chains
-from inference_svc.spec_decode.ngram_proposer import _GENERATION, _TENANTS, Lookup, PastAnswers
-from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
+from inference_svc.engine.sequence import CacheParams
+from inference_svc.spec_decode.ngram_index import SHORT_NGRAM, NgramIndex
+from inference_svc.spec_decode.ngram_proposer import _GENERATION, _TENANTS, AnswerHistory, NgramProposer
+from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 from tests.inference_svc.spec_decode.chance import sequence
 
 few = st.lists(st.integers(0, 3), min_size=1, max_size=14)
@@ -27,17 +27,17 @@ def longest(text: list[int], tail: list[int]) -> int:
 
 @given(few, few)
 def test_what_is_found_is_the_longest_match(text: list[int], tail: list[int]) -> None:
-    chains = Chains(64)
+    chains = NgramIndex(64)
     chains.add(text)
     match, best = chains.find(tail), longest(text, tail)
-    assert (match.length if match else 0) == (best if best >= SHORT else 0)
+    assert (match.length if match else 0) == (best if best >= SHORT_NGRAM else 0)
     if match:
         assert text[match.place + 1 - match.length : match.place + 1] == tail[-match.length :]
 
 
 @given(st.lists(st.integers(-1, 3), min_size=60, max_size=200), st.integers(0, 60))
 def test_many_tokens_at_once_are_entered_like_one_by_one(text: list[int], first: int) -> None:
-    at_once, singly = Chains(256), Chains(256)
+    at_once, singly = NgramIndex(256), NgramIndex(256)
     at_once.add(text[:first])
     at_once.add(text[first:])
     for token in text:
@@ -47,7 +47,7 @@ def test_many_tokens_at_once_are_entered_like_one_by_one(text: list[int], first:
 
 
 def test_a_loop_goes_on() -> None:
-    chains = Chains(16)
+    chains = NgramIndex(16)
     chains.add([7, 1, 2, 3, 1, 2, 3])
     match = chains.find([1, 2, 3])
     assert match is not None
@@ -55,7 +55,7 @@ def test_a_loop_goes_on() -> None:
 
 
 def test_past_answers_are_bounded_and_the_oldest_go() -> None:
-    past = PastAnswers()
+    past = AnswerHistory()
     for i in range(40):
         past.add(b"", list(range(1000 * i, 1000 * i + 1000)))
     assert past.find(b"", [39_000, 39_001], 1)
@@ -68,26 +68,26 @@ def test_past_answers_are_bounded_and_the_oldest_go() -> None:
     assert not past.find(b"", [39_000, 39_001], 1), "the tenant that came first is forgotten"
 
 
-def guess(lookup: Lookup, tokens: list[int], use: CacheUse) -> list[int]:
+def guess(lookup: NgramProposer, tokens: list[int], use: CacheParams) -> list[int]:
     asking = sequence(tokens, 50)
     asking.cache = use
-    (draft,) = lookup.propose([Wish(asking, 4)])
+    (draft,) = lookup.propose([DraftRequest(asking, 4)])
     return list(draft.tokens)
 
 
 def test_past_answers_are_their_tenants_alone() -> None:
-    lookup = Lookup()
+    lookup = NgramProposer()
     done = sequence([1, 2], 50)
-    done.cache = CacheUse(tenant_salt=b"a")
+    done.cache = CacheParams(tenant_salt=b"a")
     done.tokens += [3, 4, 5, 6, 7]
     lookup.finish(done)
-    assert guess(lookup, [9, 3, 4], CacheUse(tenant_salt=b"a")) == [5, 6, 7]
-    assert guess(lookup, [9, 3, 4], CacheUse(tenant_salt=b"b")) == []
-    assert guess(lookup, [9, 3, 4], CacheUse()) == []
-    assert guess(lookup, [9, 3, 4], CacheUse(tenant_salt=b"a", read=False)) == [], "it may read nothing"
-    done.cache, done.tokens[2:] = CacheUse(write=False), [11, 12, 13, 14]
+    assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"a")) == [5, 6, 7]
+    assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"b")) == []
+    assert guess(lookup, [9, 3, 4], CacheParams()) == []
+    assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"a", read=False)) == [], "it may read nothing"
+    done.cache, done.tokens[2:] = CacheParams(write=False), [11, 12, 13, 14]
     lookup.finish(done)
-    assert guess(lookup, [9, 11, 12], CacheUse()) == [], "it leaves nothing behind"
+    assert guess(lookup, [9, 11, 12], CacheParams()) == [], "it leaves nothing behind"
 
 
 def test_paths_go_on_along_first_children() -> None:
@@ -104,9 +104,9 @@ def test_paths_go_on_along_first_children() -> None:
 def test_other_branches_are_what_followed_elsewhere() -> None:
     text = [1, 2, 3, 4, 5, 9, 2, 3, 4, 6, 7, 9, 9, 2, 3, 4]
     asking = sequence(text, 50)
-    (chain,) = Lookup().propose([Wish(asking, 3)])
+    (chain,) = NgramProposer().propose([DraftRequest(asking, 3)])
     assert chain.tokens == (6, 7, 9)
-    (tree,) = Lookup().propose([Wish(asking, 3, 2)])
+    (tree,) = NgramProposer().propose([DraftRequest(asking, 3, 2)])
     assert [[tree.tokens[i] for i in path] for path in tree.paths()[:2]] == [[6, 7, 9], [5, 9, 2]]
     assert tree.signs[:3] == chain.signs
     assert all(parent < i for i, parent in enumerate(tree.parents))
@@ -115,7 +115,7 @@ def test_other_branches_are_what_followed_elsewhere() -> None:
 
 @given(few, few)
 def test_what_else_is_found_has_other_tokens_behind_it(text: list[int], tail: list[int]) -> None:
-    chains = Chains(64)
+    chains = NgramIndex(64)
     chains.add(text)
     found = chains.find_many(tail, 3)
     assert (found[0].length if found else 0) == max([0, *(m.length for m in found)])
@@ -130,12 +130,12 @@ def test_room_grows_with_the_text_and_not_with_what_an_answer_may_have() -> None
     """Answers that may be as long as the context cost no more than others, and are guessed alike."""
     text = [1, 2, 3, 4, 5, 9, 2, 3, 4]
     short, long = sequence(text, 6000), sequence(text, 1 << 30)
-    exact, growing = Lookup(), Lookup()
-    exact._own[short] = Chains(len(text) + 6000)
+    exact, growing = NgramProposer(), NgramProposer()
+    exact._own[short] = NgramIndex(len(text) + 6000)
     for i in range(6000):
         if not i % 250:
-            assert growing.propose([Wish(long, 4)]) == exact.propose([Wish(short, 4)])
+            assert growing.propose([DraftRequest(long, 4)]) == exact.propose([DraftRequest(short, 4)])
             assert growing._own[long].capacity <= 1024 + 2 * len(long.tokens)
         for one in (short, long):
             one.tokens.append(i * i % 11)
-    assert growing.propose([Wish(long, 4)])[0].tokens
+    assert growing.propose([DraftRequest(long, 4)])[0].tokens

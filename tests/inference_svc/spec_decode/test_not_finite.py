@@ -10,10 +10,10 @@ import torch
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.engine.test_isolation import POISON, poisoned
@@ -32,7 +32,7 @@ class Poisoning(Misled):
         super().__init__()
         self._answer, self._branch = answer, branch
 
-    def _guess(self, wish: Wish) -> Draft:
+    def _guess(self, wish: DraftRequest) -> Draft:
         done = wish.sequence.generated
         right = self._answer[done : done + min(wish.most, 1 + done % 3)]
         if self._branch and wish.width > 1:
@@ -50,7 +50,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 1024, loaded.dtype, loaded.device)
     if request.param != "ours":
         pool.__dict__["read_by_pages"] = False
-    found = Engine(loaded, pool, NoCache(), EngineLimits(draft_branches=3))
+    found = Engine(loaded, pool, NullKVConnector(), EngineLimits(draft_branches=3))
     yield found
     idle(found)
     found.check_integrity()
@@ -58,21 +58,21 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 
 def guessing(engine: Engine, proposer: Any) -> Speculator:
-    found = Speculator({Speculation.NGRAM: proposer}, free_rows(), 8, 3)
+    found = Speculator({SpeculationMode.NGRAM: proposer}, free_rows(), 8, 3)
     engine.speculator = engine._loop._speculator = engine._loop._planner._speculator = found
     return found
 
 
 @pytest.mark.parametrize("branch", [False, True], ids=["chain", "branch"])
 def test_answers_are_those_without_and_the_pool_is_finite(engine: Engine, branch: bool) -> None:
-    def answer(speculation: Speculation) -> list[int]:
+    def answer(speculation: SpeculationMode) -> list[int]:
         request = Asked(prompt(1, 50), LENGTH, speculation)
         engine.submit(request.sequence)
         return request.tokens()
 
-    want = answer(Speculation.OFF)
+    want = answer(SpeculationMode.OFF)
     speculator = guessing(engine, Poisoning(want, branch))
-    assert answer(Speculation.NGRAM) == want
+    assert answer(SpeculationMode.NGRAM) == want
     assert speculator.stats.draft_tokens == 0, "nothing of a pass that is not finite counts"
     idle(engine)
     assert torch.isfinite(engine.pool.keys).all()
@@ -80,22 +80,24 @@ def test_answers_are_those_without_and_the_pool_is_finite(engine: Engine, branch
 
 
 def test_others_in_the_batch_notice_nothing(engine: Engine) -> None:
-    def ask(speculation: Speculation) -> list[list[int]]:
+    def ask(speculation: SpeculationMode) -> list[list[int]]:
         requests = [Asked(prompt(1, 50), LENGTH, speculation)]
-        requests += [Asked(prompt(i, 20 + i), LENGTH, Speculation.OFF, seed=i, temperature=i % 2) for i in range(2, 8)]
+        requests += [
+            Asked(prompt(i, 20 + i), LENGTH, SpeculationMode.OFF, seed=i, temperature=i % 2) for i in range(2, 8)
+        ]
         for request in requests:
             engine.submit(request.sequence)
         return [request.tokens() for request in requests]
 
-    want = ask(Speculation.OFF)
+    want = ask(SpeculationMode.OFF)
     guessing(engine, Poisoning(want[0], False))
-    assert ask(Speculation.NGRAM) == want
+    assert ask(SpeculationMode.NGRAM) == want
 
 
 def test_a_request_that_is_not_finite_itself_still_fails_alone(engine: Engine) -> None:
     guessing(engine, Poisoning([], False))
-    bad = Asked([*prompt(1, 10), POISON, *prompt(2, 10)], LENGTH, Speculation.NGRAM)
-    good = Asked(prompt(3, 20), LENGTH, Speculation.OFF)
+    bad = Asked([*prompt(1, 10), POISON, *prompt(2, 10)], LENGTH, SpeculationMode.NGRAM)
+    good = Asked(prompt(3, 20), LENGTH, SpeculationMode.OFF)
     for request in (bad, good):
         engine.submit(request.sequence)
     with pytest.raises(AssertionError, match="NaN"):

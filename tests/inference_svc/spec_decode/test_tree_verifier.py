@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.engine_events import CancelAsked, Submitted
+from inference_svc.engine.engine_events import CancelRequested, RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.kv_pool.block_table import BLOCK_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_graph, forward_batch
-from inference_svc.model_runner.cuda_attention import NativeAttention
+from inference_svc.model_runner.cuda_attention import CudaAttention
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel, load
-from inference_svc.spec_decode.branch_tables import Forks
-from inference_svc.spec_decode.draft_budget import Node, Prices, choose
-from inference_svc.spec_decode.proposer import ROOT, Draft, Wish
-from inference_svc.spec_decode.speculation_mode import Speculation
+from inference_svc.spec_decode.branch_tables import BranchTables
+from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
+from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
+from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
 from tests.inference_svc.models.test_architectures import build
 from tests.inference_svc.server.test_load import idle
@@ -64,28 +64,28 @@ def pool_of(loaded: LoadedModel) -> KVPool:
 
 def read(decoder: Decoder, pool: KVPool, ids: list[int], pieces: bool) -> Sequence:
     """A sequence of which all but the last token is computed; with ``pieces`` its pages lie apart."""
-    reading, table = sequence(ids, 50), pool.allocate(PAGE_TOKENS)
+    reading, table = sequence(ids, 50), pool.allocate(BLOCK_TOKENS)
     assert table is not None
     reading.table, reading.computed = table, len(ids) - 1
-    for end in range(PAGE_TOKENS, len(ids) + 2 * PAGE_TOKENS, PAGE_TOKENS):
+    for end in range(BLOCK_TOKENS, len(ids) + 2 * BLOCK_TOKENS, BLOCK_TOKENS):
         between = pool.allocate(1) if pieces else None
         assert pool.grow(table, end)
         if between:
             pool.free(between)
-    decoder(forward_batch.build([forward_batch.Span(ids[:-1], 0, table, True)], pool, pool.keys.device))
+    decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids[:-1], 0, table, True)], pool, pool.keys.device))
     return reading
 
 
 def verify(
-    decoder: Decoder, pool: KVPool, reading: Sequence, tree: Draft, forks: Forks
-) -> tuple[forward_batch.Span, Tensor]:
+    decoder: Decoder, pool: KVPool, reading: Sequence, tree: Draft, forks: BranchTables
+) -> tuple[forward_batch.SequenceSlice, Tensor]:
     """The logits of the last token's row, and of those of the tree."""
     first, *_ = tree.paths()
     tokens = [reading.tokens[-1], *(tree.tokens[i] for i in first)]
     assert reading.table is not None
-    span = forward_batch.Span(tokens, len(reading.tokens) - 1, reading.table, True, drafted=len(first))
+    span = forward_batch.SequenceSlice(tokens, len(reading.tokens) - 1, reading.table, True, drafted=len(first))
     span = replace(span, branches=forks.branches(reading, tree))
-    return span, decoder(forward_batch.build([span], pool, pool.keys.device))
+    return span, decoder(forward_batch.build_batch([span], pool, pool.keys.device))
 
 
 CASES = [
@@ -103,12 +103,12 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
 ) -> None:
     """At any place of a page, in one piece or several, with a window or none; what is adopted, too."""
     if not chains:
-        monkeypatch.setattr(cpu_graph, "suits", lambda batch: False)
+        monkeypatch.setattr(cpu_graph, "can_capture", lambda batch: False)
     loaded, decoder = decoder_of(name, dtype)
     for length in (2, 30, 31, 32, 33, 61, 64, 100):
         ids, pool = words(length, length), pool_of(loaded)
         reading = read(decoder, pool, ids, pieces=length % 2 == 0)
-        forks = Forks(pool, pool.grow)
+        forks = BranchTables(pool, pool.grow)
         span, got = verify(decoder, pool, reading, TREE, forks)
         assert len(span.branches) == 3
         for leaf in (2, 8, 9, 10):
@@ -116,7 +116,7 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
             alone = Draft.chain([TREE.tokens[i] for i in places], [0] * len(places))
             another = pool_of(loaded)
             chain = read(decoder, another, ids, pieces=False)
-            _, want = verify(decoder, another, chain, alone, Forks(another, another.grow))
+            _, want = verify(decoder, another, chain, alone, BranchTables(another, another.grow))
             way, at = [0], 0
             for i in places:
                 at = span.following(at)[TREE.tokens[i]]
@@ -131,7 +131,7 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
             here, there = (torch.from_numpy(t.slots(length - 1, end)) for t in (reading.table, chain.table))
             for mine, theirs in ((pool.keys, another.keys), (pool.values, another.values)):
                 assert torch.equal(mine[:, :, here], theirs[:, :, there])
-            decoder(forward_batch.build([span], pool, pool.keys.device))  # as it was, for the next one
+            decoder(forward_batch.build_batch([span], pool, pool.keys.device))  # as it was, for the next one
         forks.release()
         pool.free(reading.table)
         pool.check_integrity()
@@ -140,12 +140,12 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
 
 def test_branches_on_a_gpu_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our CUDA kernels, run by the emulator: the logits of each branch are those of a chain."""
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.suits", lambda model: False)
+    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
     loaded, _, _ = build("LlamaForCausalLM", torch.bfloat16, head_dim=64)
     decoder, ids = Decoder(loaded), words(1, 45)
     pool = pool_of(loaded)
-    pool.native = NativeAttention(library())
-    span, got = verify(decoder, pool, read(decoder, pool, ids, False), TREE, Forks(pool, pool.grow))
+    pool.native = CudaAttention(library())
+    span, got = verify(decoder, pool, read(decoder, pool, ids, False), TREE, BranchTables(pool, pool.grow))
     for leaf in (2, 8, 9, 10):
         places, way, at = [*TREE.ancestors(leaf)[1:], leaf], [0], 0
         for i in places:
@@ -153,7 +153,9 @@ def test_branches_on_a_gpu_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
             way.append(at)
         another = pool_of(loaded)
         chain = Draft.chain([TREE.tokens[i] for i in places], [0] * len(places))
-        _, want = verify(decoder, another, read(decoder, another, ids, False), chain, Forks(another, another.grow))
+        _, want = verify(
+            decoder, another, read(decoder, another, ids, False), chain, BranchTables(another, another.grow)
+        )
         assert (got[way].float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
 
 
@@ -161,12 +163,12 @@ def test_where_there_is_no_page_there_is_no_branch() -> None:
     loaded, decoder = decoder_of("LlamaForCausalLM", torch.float32)
     pool = pool_of(loaded)
     reading = read(decoder, pool, words(1, 40), pieces=False)
-    left = pool.allocate((pool.free_pages - 2) * PAGE_TOKENS)
+    left = pool.allocate((pool.free_pages - 2) * BLOCK_TOKENS)
     assert left is not None
-    forks = Forks(pool, pool.grow)
+    forks = BranchTables(pool, pool.grow)
     assert len(forks.branches(reading, TREE)) == 2, "a page for each, and then none"
     forks.release()
-    taken = pool.allocate(2 * PAGE_TOKENS)
+    taken = pool.allocate(2 * BLOCK_TOKENS)
     assert taken is not None
     assert forks.branches(reading, TREE) == ()
     assert forks.tables == []
@@ -176,18 +178,20 @@ def test_where_there_is_no_page_there_is_no_branch() -> None:
 
 
 def test_a_branch_is_taken_where_it_is_worth_more_than_its_rows() -> None:
-    chain = [Node(0.5**i, 0, i - 1, i - 2) for i in range(1, 4)]
+    chain = [DraftNode(0.5**i, 0, i - 1, i - 2) for i in range(1, 4)]
 
     def chosen(chance: float, by_row: float, branch: float) -> list[int]:
-        prices = Prices(lambda more: 1 + by_row * -(-(1 + more) // 4) * 4, branch, 1)
-        return [n.place for n in choose([*chain, Node(chance, 0, 9, ROOT)], [2], prices).nodes]
+        prices = StepCosts(lambda more: 1 + by_row * -(-(1 + more) // 4) * 4, branch, 1)
+        return [n.place for n in select_drafts([*chain, DraftNode(chance, 0, 9, ROOT)], [2], prices).nodes]
 
     assert 9 in chosen(0.3, 0.0, 0.0), "rows cost nothing"
     assert 9 not in chosen(0.3, 0.0, 0.5), "its pages take as long as half a pass"
     assert 9 not in chosen(0.02, 0.1, 0.0), "it is hardly ever right"
     assert 9 in chosen(0.3, 0.01, 0.001)
-    prices = Prices(lambda more: 1.0, 0.0, 1)
-    assert 9 not in [n.place for n in choose([*chain, Node(0.3, 0, 9, ROOT)], [1], prices).nodes], "chains alone"
+    prices = StepCosts(lambda more: 1.0, 0.0, 1)
+    assert 9 not in [n.place for n in select_drafts([*chain, DraftNode(0.3, 0, 9, ROOT)], [1], prices).nodes], (
+        "chains alone"
+    )
 
 
 # ---- answers --------------------------------------------------------------------------------------------------------
@@ -204,7 +208,7 @@ class Misled:
     def propose(self, wishes: Any) -> list[Draft]:
         return [self._guess(wish) for wish in wishes]
 
-    def _guess(self, wish: Wish) -> Draft:
+    def _guess(self, wish: DraftRequest) -> Draft:
         last = wish.sequence.tokens[-1]
         wrong = [(last + 3 + i) % VOCABULARY for i in range(wish.most)]
         if wish.width == 1:
@@ -224,7 +228,7 @@ def test_where_the_second_branch_is_right_answers_take_fewer_passes() -> None:
     passes = dict[int, int]()
     for branches in (1, 2):
         model, proposer = cycle(), Misled()
-        loop = loop_of(model, {Speculation.NGRAM: proposer}, branches=branches)
+        loop = loop_of(model, {SpeculationMode.NGRAM: proposer}, branches=branches)
         (answer,) = answers(loop, [sequence([0, 1, 2], 200, temperature=0.0)])
         assert answer == [(3 + i) % VOCABULARY for i in range(200)]
         passes[branches] = model.passes
@@ -241,7 +245,7 @@ class Recited(Table):
         super().__init__(torch.empty(0))
         self._text = torch.tensor(text)
 
-    def __call__(self, batch: forward_batch.Batch) -> Tensor:
+    def __call__(self, batch: forward_batch.ForwardBatch) -> Tensor:
         self.passes += 1
         following = self._text[batch.positions[batch.logit_rows[: batch.wanted]] + 1]
         return torch.nn.functional.one_hot(following, VOCABULARY) * 50.0
@@ -266,7 +270,7 @@ def test_a_text_that_goes_on_in_two_ways_is_followed_on_both() -> None:
 def engine() -> Iterator[Engine]:
     loaded = load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 8192, loaded.dtype, loaded.device)
-    running = Engine(loaded, pool, NoCache(), EngineLimits(draft_branches=4))
+    running = Engine(loaded, pool, NullKVConnector(), EngineLimits(draft_branches=4))
     running.speculator.costs = free_rows()
     yield running
     idle(running)
@@ -275,8 +279,8 @@ def engine() -> Iterator[Engine]:
 
 
 def test_answers_texts_and_chances_are_the_same(engine: Engine) -> None:
-    want = ask(engine, mixed(Speculation.OFF))
-    assert ask(engine, mixed(Speculation.NGRAM)) == want
+    want = ask(engine, mixed(SpeculationMode.OFF))
+    assert ask(engine, mixed(SpeculationMode.NGRAM)) == want
     stats = engine.speculator.stats
     assert stats.branches > 20
     assert stats.branched_tokens > 5
@@ -291,7 +295,7 @@ class Knowing(Misled):
         super().__init__()
         self._answer = answer
 
-    def _guess(self, wish: Wish) -> Draft:
+    def _guess(self, wish: DraftRequest) -> Draft:
         done = wish.sequence.generated
         right, at = self._answer[done : done + wish.most], done % 3
         if len(right) < 4:
@@ -308,9 +312,9 @@ def test_windows_and_contexts_beyond_the_pool_have_branches_too(name: str, tmp_p
 
     def answer(tokens: int, overflow: tuple[Path, int] | None, want: list[int]) -> tuple[list[int], Windowed]:
         made = windowed(name, tokens, dtype=torch.bfloat16, overflow=overflow)
-        guessing = Speculator({Speculation.NGRAM: Knowing(want)}, free_rows(), 8, 3)
+        guessing = Speculator({SpeculationMode.NGRAM: Knowing(want)}, free_rows(), 8, 3)
         made.engine.speculator = made.engine._loop._speculator = made.engine._loop._planner._speculator = guessing
-        request = Asked(ids, 100, Speculation.NGRAM if want else Speculation.OFF)
+        request = Asked(ids, 100, SpeculationMode.NGRAM if want else SpeculationMode.OFF)
         made.engine.submit(request.sequence)
         found = request.tokens()
         idle(made.engine)
@@ -333,18 +337,18 @@ def test_200_requests_of_which_a_third_are_cancelled_leave_no_page() -> None:
     loop = loop_of(model, branches=3)
     loop.pool = loop._planner._pool  # one and the same
     while loop.pool.free_pages > 24:
-        assert loop.pool.allocate(PAGE_TOKENS) is not None
+        assert loop.pool.allocate(BLOCK_TOKENS) is not None
     waiting = [sequence(prompt(i, chance.randrange(2, 90)), chance.randrange(1, 60), seed=i) for i in range(200)]
     asked = list(waiting)
     cancelled = {id(one) for i, one in enumerate(asked) if i % 3 == 0}
     while waiting or loop.busy:
         for one in [waiting.pop() for _ in range(min(len(waiting), 4))]:
-            loop.read(Submitted(one))
+            loop.read(RequestSubmitted(one))
         loop.step()
         assert loop._planner.forks.tables == []
         for one in [s for s in loop.running if id(s) in cancelled and s.generated > 3]:
             one.cancelled.set()
-            loop.read(CancelAsked(one))
+            loop.read(CancelRequested(one))
     assert loop._speculator.stats.branches > 100
     assert loop._stats.cancelled > 30
     assert loop._stats.preemptions > 0
@@ -356,13 +360,13 @@ def test_200_requests_of_which_a_third_are_cancelled_leave_no_page() -> None:
 
 def test_a_failing_forward_gives_branches_back_and_goes_on() -> None:
     class Broken(Table):
-        def __call__(self, batch: forward_batch.Batch) -> Tensor:
+        def __call__(self, batch: forward_batch.ForwardBatch) -> Tensor:
             if batch.copies is not None:
                 raise RuntimeError("planted")
             return super().__call__(batch)
 
     model = Broken(cycle().logits)
-    loop = loop_of(model, {Speculation.NGRAM: Misled()}, branches=2)
+    loop = loop_of(model, {SpeculationMode.NGRAM: Misled()}, branches=2)
     (answer,) = answers(loop, [sequence([0, 1, 2], 20, temperature=0.0)])
     assert answer == [(3 + i) % VOCABULARY for i in range(20)]
     assert loop._planner.forks.tables == []
@@ -373,7 +377,7 @@ def test_what_is_not_finite_in_branches_is_cleared_and_the_answer_goes_on() -> N
     """NaN in a page would spread to whoever gets it next."""
 
     class Spoiling(Table):
-        def __call__(self, batch: forward_batch.Batch) -> Tensor:
+        def __call__(self, batch: forward_batch.ForwardBatch) -> Tensor:
             out = super().__call__(batch)
             if batch.copies is None:
                 return out
@@ -381,7 +385,7 @@ def test_what_is_not_finite_in_branches_is_cleared_and_the_answer_goes_on() -> N
                 tensor[:, :, batch.copies.flat[1]] = float("nan")
             return torch.full_like(out, float("nan"))
 
-    loop = loop_of(Spoiling(cycle().logits), {Speculation.NGRAM: Misled()}, branches=2)
+    loop = loop_of(Spoiling(cycle().logits), {SpeculationMode.NGRAM: Misled()}, branches=2)
     (answer,) = answers(loop, [sequence([0, 1, 2], 20, temperature=0.0)])
     assert answer == [(3 + i) % VOCABULARY for i in range(20)]
     while loop.residents.evict():

@@ -16,27 +16,27 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
 
-from inference_svc.engine.detokenizer import TextStream
-from inference_svc.engine.sequence import Finish, Sequence
-from inference_svc.sampling.sampler import draw
-from inference_svc.sampling.sampling_params import Drawn, Sampler, SamplingParams
-from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.engine.detokenizer import IncrementalDetokenizer
+from inference_svc.engine.sequence import FinishReason, Sequence
+from inference_svc.sampling.sampler import sample
+from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
+from inference_svc.structured_output.grammar_state import GrammarState
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
-GRAMMARS = Grammars(TOKENIZER, 4096, END)
+GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
 DIGITS = pb.Grammar(regex="([a-f0-9]{4} ){12,16}end")
 
 
 class Steered(Request):
     """A request whose answer a grammar steers."""
 
-    def __init__(self, ids: list[int], length: int, steering: Steering, seed: int | None = None) -> None:
+    def __init__(self, ids: list[int], length: int, steering: GrammarState, seed: int | None = None) -> None:
         super().__init__(ids, length, seed)
         params = self.sequence.params
-        text = TextStream(TOKENIZER, (), END)
+        text = IncrementalDetokenizer(TOKENIZER, (), END)
         self.sequence = Sequence("r", list(ids), len(ids), length, params, END, text, self._sink, steering=steering)
 
     def text(self) -> str:
@@ -49,14 +49,12 @@ def test_preempted_answers_go_on_where_their_grammar_was() -> None:
     want = []
     large = small_engine(4096)
     for i, ids in enumerate(prompts):
-        request = Steered(ids, 150, GRAMMARS.steering(DIGITS), seed=i if i % 2 else None)
+        request = Steered(ids, 150, GRAMMARS.compile(DIGITS), seed=i if i % 2 else None)
         large.submit(request.sequence)
         want.append(request.text())
     large.stop()
     small = small_engine(400)
-    requests = [
-        Steered(ids, 150, GRAMMARS.steering(DIGITS), seed=i if i % 2 else None) for i, ids in enumerate(prompts)
-    ]
+    requests = [Steered(ids, 150, GRAMMARS.compile(DIGITS), seed=i if i % 2 else None) for i, ids in enumerate(prompts)]
     for request in requests:
         small.submit(request.sequence)
     assert [request.text() for request in requests] == want
@@ -77,13 +75,15 @@ def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
         tokenizer = hf.from_tokenizer(TOKENIZER, 4097)
         source = LLMatcher.grammar_from_regex("(.*a.{40}){9}")
         limits = LLParserLimits(step_lexer_fuel=2, precompute_large_lexemes=False)
-        bad = Steered(prompt(9, 30), 12, Steering(LLMatcher(tokenizer, source, log_level=0, limits=limits), threads))
+        bad = Steered(
+            prompt(9, 30), 12, GrammarState(LLMatcher(tokenizer, source, log_level=0, limits=limits), threads)
+        )
         engine.submit(bad.sequence)
         beside = [Request(prompt(i, 30), 12, seed=i) for i in range(3)]
         for request in beside:
             engine.submit(request.sequence)
         assert bad.ended.wait(60)
-        assert bad.outputs[-1].finish is Finish.FAILED
+        assert bad.outputs[-1].finish is FinishReason.FAILED
         assert isinstance(bad.outputs[-1].error, GenerationFailed)
         assert "the grammar could not be kept to" in str(bad.outputs[-1].error)
         assert [request.tokens() for request in beside] == want
@@ -94,13 +94,13 @@ def test_a_grammar_that_fails_fails_its_sequence_alone() -> None:
 
 def test_masks_touch_no_other_row() -> None:
     logits = torch.randn(4, 4096, generator=torch.Generator().manual_seed(0))
-    digit = GRAMMARS.steering(pb.Grammar(regex="[0-9]{3}"))
-    both = [Sampler(SamplingParams(temperature=0.0), 3, (), s) for s in (None, digit, None)]
-    drawn = draw(logits, [*both, Sampler(SamplingParams(seed=1))])
-    alone = draw(logits[[0, 2]], [both[0], both[2]])
+    digit = GRAMMARS.compile(pb.Grammar(regex="[0-9]{3}"))
+    both = [SamplingState(SamplingParams(temperature=0.0), 3, (), s) for s in (None, digit, None)]
+    drawn = sample(logits, [*both, SamplingState(SamplingParams(seed=1))])
+    alone = sample(logits[[0, 2]], [both[0], both[2]])
     assert [drawn[0], drawn[2]] == alone
     steered = drawn[1]
-    assert isinstance(steered, Drawn)
+    assert isinstance(steered, SampledToken)
     assert TOKENIZER.decode([steered.token]).isdigit()
     assert all(TOKENIZER.decode([token]).isdigit() for token, _ in steered.top)
 
@@ -123,12 +123,12 @@ def test_a_mask_is_there_when_it_is_asked_for_and_computed_once() -> None:
             return super().submit(run)
 
     with Slow(1) as threads:
-        steering = Steering(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
-        steering.look_ahead()
+        steering = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
+        steering.start_mask()
         assert began.wait(30)
         go_on.set()
         first = steering.mask()
-        steering.look_ahead()
+        steering.start_mask()
         assert np.array_equal(first, steering.mask())
         assert threads.submitted == 1
 
@@ -145,26 +145,26 @@ def test_a_panic_in_the_compiled_code_is_the_answers_own_failure() -> None:
             return super().submit(panic)
 
     with Panicking(1) as threads:
-        steering = Steering(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
+        steering = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
         with pytest.raises(GenerationFailed, match="Panic"):
             steering.mask()
 
 
 def test_an_answer_is_complete_only_when_nothing_may_follow() -> None:
-    steering = GRAMMARS.steering(pb.Grammar(regex="ab?"))
+    steering = GRAMMARS.compile(pb.Grammar(regex="ab?"))
     (a,), (b,) = (TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in "ab")
     steering.accept(a)
     assert not steering.complete, "it may end here, and may go on"
     assert set(np.flatnonzero(np.unpackbits(steering.mask(), bitorder="little"))) == {b, *END}
     steering.accept(b)
     assert steering.complete
-    other = GRAMMARS.steering(pb.Grammar(regex="ab?"))
+    other = GRAMMARS.compile(pb.Grammar(regex="ab?"))
     with pytest.raises(GenerationFailed, match="the grammar could not be kept to"):
         other.accept(b)
 
 
 def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
-    one, other = (GRAMMARS.steering(pb.Grammar(choice=pb.Choices(texts=["xy", "xz"]))) for _ in range(2))
+    one, other = (GRAMMARS.compile(pb.Grammar(choice=pb.Choices(texts=["xy", "xz"]))) for _ in range(2))
     before = other.mask().copy()
     one.accept(TOKENIZER("x", add_special_tokens=False)["input_ids"][0])
     assert np.array_equal(other.mask(), before)
@@ -204,6 +204,6 @@ def test_the_same_grammar_is_compiled_once_and_shares_no_state() -> None:
 )  # fmt: skip
 def test_what_cannot_be_compiled_says_why_in_a_line(grammar: pb.Grammar, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said) as caught:
-        GRAMMARS.steering(grammar)
+        GRAMMARS.compile(grammar)
     assert caught.value.param == "grammar"
     assert "\n" not in str(caught.value)

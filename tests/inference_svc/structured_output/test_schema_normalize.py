@@ -9,11 +9,11 @@ import jsonschema
 import pytest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.walking import walk
 
-GRAMMARS = Grammars(TOKENIZER, 4096, END)
+GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
 NAME = {"type": "string", "minLength": 1, "maxLength": 8}
 SCHEMAS: dict[str, Any] = {
     "a person, as pydantic writes it": {
@@ -102,7 +102,7 @@ def test_whatever_is_drawn_is_valid(name: str, spaced: bool) -> None:
     schema = SCHEMAS[name]
     grammar = pb.Grammar(json_schema=json.dumps(schema), json_whitespace=None if spaced else "")
     for seed in range(5):
-        tokens = walk(GRAMMARS.steering(grammar), seed)
+        tokens = walk(GRAMMARS.compile(grammar), seed)
         text = TOKENIZER.decode([token for token in tokens if token not in END])
         jsonschema.validate(json.loads(text), schema)
         assert spaced or "\n" not in text

@@ -16,12 +16,12 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from referencing import Registry
 
-from inference_svc.structured_output.grammar_compiler import Grammars
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.structured_output.schema_normalize import plain
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 
-GRAMMARS = Grammars(TOKENIZER, 4096, END)
+GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
 WILD = [json.loads(line) for line in (Path(__file__).parent / "schemas" / "wild.jsonl").read_text().splitlines()]
 # Of the 602; ``schemas/README.md`` has the same numbers.
 SERVED = 516
@@ -33,11 +33,11 @@ _ENDING = np.array([text[:1] in ('"', "}", "]") for text in _TEXTS])
 _STOPS = sorted(END)
 
 
-def steering_of(schema: Any) -> Steering:
-    return GRAMMARS.steering(pb.Grammar(json_schema=json.dumps(schema)))
+def steering_of(schema: Any) -> GrammarState:
+    return GRAMMARS.compile(pb.Grammar(json_schema=json.dumps(schema)))
 
 
-def written(steering: Steering, seed: int, most: int = 4000) -> str:
+def written(steering: GrammarState, seed: int, most: int = 4000) -> str:
     """One answer's text."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:

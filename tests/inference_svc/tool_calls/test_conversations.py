@@ -14,9 +14,9 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_prompt, to_request
 
-from inference_svc.structured_output.grammar_compiler import Grammars
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.tool_call_format import dialect_of
+from inference_svc.tool_calls.tool_call_format import format_of
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.walking import walk
 
@@ -58,7 +58,7 @@ def conversations(dialect: str, special: str = "") -> Conversations:
     own.chat_template = TEMPLATES[dialect]
     if special:
         own.add_special_tokens({"extra_special_tokens": [special]})
-    return Conversations("a model", own, Grammars(own, 4096, END))
+    return Conversations("a model", own, GrammarCompiler(own, 4096, END))
 
 
 def chat(*messages: dict[str, Any], tools: list[Any] | None = None) -> pb.Chat:
@@ -67,8 +67,8 @@ def chat(*messages: dict[str, Any], tools: list[Any] | None = None) -> pb.Chat:
 
 def test_a_templates_text_says_its_dialect() -> None:
     for dialect, template in TEMPLATES.items():
-        assert dialect_of(template) == dialect
-    assert dialect_of(None) == "json"
+        assert format_of(template) == dialect
+    assert format_of(None) == "json"
 
 
 def test_calls_and_results_are_written_by_the_template() -> None:
@@ -121,7 +121,7 @@ def test_a_template_that_knows_no_system_gets_them_from_the_user() -> None:
 
 def answer(made: Conversations, request: pb.GenerateRequest, seed: int) -> str:
     """The text of an answer of a model that draws any token that it may."""
-    steering = made.steering(request)
+    steering = made.grammar_state(request)
     assert steering is not None
     tokens = [token for token in walk(steering, seed) if token not in END]
     return str(made._tokenizer.decode(tokens, skip_special_tokens=not made.shows_special(request)))
@@ -182,7 +182,7 @@ def test_half_a_character_in_a_call_that_comes_back_is_refused() -> None:
 
 
 def test_a_tokenizer_that_grammars_cannot_read_is_said_to_who_sends_one() -> None:
-    grammars = Grammars(object(), 4096, END)  # type: ignore[arg-type]
-    grammars.prepare()
+    grammars = GrammarCompiler(object(), 4096, END)  # type: ignore[arg-type]
+    grammars.warm_up()
     with pytest.raises(UnsupportedOption, match="grammars"):
-        grammars.steering(pb.Grammar(regex="a"))
+        grammars.compile(pb.Grammar(regex="a"))

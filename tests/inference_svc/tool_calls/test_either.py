@@ -13,9 +13,9 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.tool_calls.test_conversations import HISTORY, SCHEMA, TOOLS, conversations
 from tests.inference_svc.tool_calls.test_tool_call_parser import FUNCTIONS
@@ -46,7 +46,7 @@ def read(made: Conversations, request: pb.GenerateRequest, text: str) -> tuple[s
     return "".join(d.text for d in deltas), found
 
 
-def lazy(made: Conversations, steering: Steering, seed: int) -> str | None:
+def lazy(made: Conversations, steering: GrammarState, seed: int) -> str | None:
     """An answer of a model that would rather repeat itself; None where it did not end in time."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:
@@ -67,7 +67,7 @@ def test_an_answer_is_valid_by_its_schema_or_calls(dialect: str, special: str, s
     request = to_request(HISTORY[:1], tools=SETS, json_schema=schema)
     ended = 0
     for seed in range(8):
-        steering = made.steering(request)
+        steering = made.grammar_state(request)
         assert steering is not None
         if (text := lazy(made, steering, seed)) is None:
             continue
@@ -94,7 +94,7 @@ def test_calls_and_answers_are_both_still_there(dialect: str, special: str) -> N
     }[dialect]
     request = to_request(HISTORY[:1], tools=TOOLS, json_schema=DAYS)
     for text, wanted in ((call, ("", [("now", "{}")])), ('["tue", "wed", "mon"]', ('["tue", "wed", "mon"]', []))):
-        steering = made.steering(request)
+        steering = made.grammar_state(request)
         assert steering is not None
         for token in made._tokenizer(text, add_special_tokens=False)["input_ids"]:
             steering.accept(token)
@@ -104,9 +104,9 @@ def test_calls_and_answers_are_both_still_there(dialect: str, special: str) -> N
 
 def test_where_one_ends_and_the_other_goes_on_both_may_be() -> None:
     made = conversations("hermes")
-    short, long = (made._grammars.steering(pb.Grammar(regex=regex)) for regex in ("ab", "abc"))
+    short, long = (made._grammars.compile(pb.Grammar(regex=regex)) for regex in ("ab", "abc"))
     a, b, c = (made._tokenizer(text, add_special_tokens=False)["input_ids"] for text in "abc")
-    either = short.either(long)
+    either = short.union(long)
     for token in (*a, *b):
         assert not either.complete
         either.accept(token)
@@ -125,7 +125,7 @@ def test_grammars_of_every_kind_go_with_tools() -> None:
     ):
         request = to_request(HISTORY[:1], tools=TOOLS[1:], **asked)  # type: ignore[arg-type]
         for seed in range(4):
-            steering = made.steering(request)
+            steering = made.grammar_state(request)
             assert steering is not None
             tokens = [token for token in walk(steering, seed) if token not in END]
             text, calls = read(made, request, str(made._tokenizer.decode(tokens)))
@@ -140,7 +140,7 @@ def test_what_cannot_be_served_is_said_of_what_it_is() -> None:
         ([{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], DAYS, "of these tools", "tools"),
     ):
         with pytest.raises(InvalidRequest, match=said) as caught:
-            made.steering(to_request(HISTORY[:1], tools=tools, json_schema=schema))
+            made.grammar_state(to_request(HISTORY[:1], tools=tools, json_schema=schema))
         assert caught.value.param == param
 
 
@@ -160,6 +160,6 @@ def test_an_answer_that_quotes_a_call_is_none(dialect: str, quoted: str) -> None
     assert read(made, request, text) == (text, [])
     if "'" not in quoted:
         assert read(made, request, f"\n{quoted}")[1], "at the beginning it is one"
-    parser = CallParser(dialect, FUNCTIONS, whole=True)
+    parser = ToolCallParser(dialect, FUNCTIONS, whole=True)
     deltas = [delta for character in text for delta in parser.feed(character)] + parser.finish()
     assert "".join(delta.text for delta in deltas) == text

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kvsidecar.requests import to_request
 
-from inference_svc.tool_calls.qwen3_coder import kinds_of
+from inference_svc.tool_calls.qwen3_coder import json_types
 from tests.inference_svc.tool_calls.test_conversations import HISTORY, conversations
 from tests.inference_svc.tool_calls.test_strict import decoded, go_on, spell
 
@@ -34,7 +34,7 @@ def test_text_that_looks_like_an_argument_is_text() -> None:
         f"{call}\n</parameter>\n<parameter=days>\n[1, 1]\n</parameter>\n</function>\nand\n<parameter=days>\n[1, 1, "
         f"or\n{given}\nand\n<parameter=days>\n[1, 1, x\n{given}"
     )
-    steering, parser = made.steering(request), made.parser(request)
+    steering, parser = made.grammar_state(request), made.parser(request)
     assert steering is not None
     assert parser is not None
     tokens = spell(made, steering, text)
@@ -69,7 +69,7 @@ def test_what_may_be_written_is_read_as_it_was_written(key: str, value: str, end
     schema = {"type": "object", "properties": {key: VALUES[key]}, "required": [key]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
     request = to_request(HISTORY[:1], tools=tools)
-    steering, parser = made.steering(request), made.parser(request)
+    steering, parser = made.grammar_state(request), made.parser(request)
     assert steering is not None
     assert parser is not None
     text = f"<function=f>\n<parameter={key}>\n{value}{end}\n</function>"
@@ -106,7 +106,7 @@ def test_strings_between_tags_are_as_their_schema_has_them() -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     request = to_request(HISTORY[:1], tools=tools, tool_choice="required", parallel_tool_calls=False)
     for seed in range(4):
-        steering, parser = made.steering(request), made.parser(request)
+        steering, parser = made.grammar_state(request), made.parser(request)
         assert steering is not None
         assert parser is not None
         text = go_on(made, steering, [], "</tool_call>", seed)
@@ -117,4 +117,4 @@ def test_strings_between_tags_are_as_their_schema_has_them() -> None:
 def test_types_that_refer_to_each_other_are_asked_once() -> None:
     several = [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}] * 20
     named = {"a": {"anyOf": several}, "b": {"anyOf": [*several, {"type": "string"}]}}
-    assert kinds_of({"$ref": "#/$defs/a"}, {"$defs": named}) == {"string"}
+    assert json_types({"$ref": "#/$defs/a"}, {"$defs": named}) == {"string"}

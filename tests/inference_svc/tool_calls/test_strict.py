@@ -15,11 +15,11 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
-from inference_svc.structured_output.grammar_state import Steering
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.structured_output.schema_normalize import plain
 from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.qwen3_coder import rules_of_parameters
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.qwen3_coder import parameter_rules
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.tool_calls.test_conversations import HISTORY, SCHEMA, TOOLS, conversations
 
@@ -40,14 +40,14 @@ CASES = [
 ENDING = np.array([i for i in range(len(TOKENIZER)) if TOKENIZER.decode([i])[:1] in ("}", "]", '"', "<", "\n")])
 
 
-def asked(made: Conversations, single: bool = False) -> tuple[pb.GenerateRequest, Steering]:
+def asked(made: Conversations, single: bool = False) -> tuple[pb.GenerateRequest, GrammarState]:
     request = to_request(HISTORY[:1], tools=STRICT, parallel_tool_calls=not single)
-    steering = made.steering(request)
+    steering = made.grammar_state(request)
     assert steering is not None
     return request, steering
 
 
-def spell(made: Conversations, steering: Steering, text: str) -> list[int]:
+def spell(made: Conversations, steering: GrammarState, text: str) -> list[int]:
     """The tokens of a text, which are all allowed."""
     tokens: list[int] = made._tokenizer(text, add_special_tokens=False)["input_ids"]
     for token in tokens:
@@ -59,7 +59,7 @@ def decoded(made: Conversations, tokens: list[int]) -> str:
     return str(made._tokenizer.decode([token for token in tokens if token not in END]))
 
 
-def go_on(made: Conversations, steering: Steering, tokens: list[int], end: str, seed: int) -> str:
+def go_on(made: Conversations, steering: GrammarState, tokens: list[int], end: str, seed: int) -> str:
     """What a model writes that draws any token that it may, until a text stands at the end."""
     chance, text = random.Random(seed), decoded(made, tokens)
     while not text.endswith(end) and not steering.complete:
@@ -123,11 +123,11 @@ def test_after_a_call_there_may_be_another_and_text() -> None:
 
 def test_only_strict_functions_steer_and_what_they_cannot_keep_to_is_named() -> None:
     made = conversations("hermes")
-    assert made.steering(to_request(HISTORY[:1], tools=TOOLS)) is None
-    assert made.steering(to_request(HISTORY[:1], tools=STRICT, tool_choice="none")) is None
+    assert made.grammar_state(to_request(HISTORY[:1], tools=TOOLS)) is None
+    assert made.grammar_state(to_request(HISTORY[:1], tools=STRICT, tool_choice="none")) is None
     bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
     with pytest.raises(InvalidRequest, match="'not'") as caught:
-        made.steering(to_request(HISTORY[:1], tools=bad))
+        made.grammar_state(to_request(HISTORY[:1], tools=bad))
     assert caught.value.param == "tools"
 
 
@@ -149,7 +149,7 @@ def test_what_text_between_tags_cannot_keep_to_is_named(parameters: dict[str, ob
     made = conversations("qwen3_coder")
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(InvalidRequest, match=said):
-        made.steering(to_request(HISTORY[:1], tools=tools, tool_choice="required"))
+        made.grammar_state(to_request(HISTORY[:1], tools=tools, tool_choice="required"))
 
 
 KEYWORDS = "type properties required enum const anyOf allOf $ref format pattern minLength maxLength $defs items".split()
@@ -182,8 +182,8 @@ def test_no_schema_is_more_than_refused(properties: object, shared: object) -> N
     schema = {"type": "object", "properties": properties, "$defs": shared}
     plain(schema)
     with contextlib.suppress(InvalidRequest):
-        rules_of_parameters(0, "f", schema)
-    parser = CallParser("qwen3_coder", {"f": schema})
+        parameter_rules(0, "f", schema)
+    parser = ToolCallParser("qwen3_coder", {"f": schema})
     text = "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>"
     arguments = "".join(delta.arguments for delta in [*parser.feed(text), *parser.finish()])
     assert json.loads(arguments)["a"] in (1, "1")
@@ -208,5 +208,5 @@ def test_arguments_with_unique_items_are_refused_by_name(dialect: str, must: boo
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]
     more = {"tool_choice": "required"} if must else {}
     with pytest.raises(InvalidRequest, match="the JSON schema keyword 'uniqueItems' is not supported") as caught:
-        made.steering(to_request(HISTORY[:1], tools=tools, **more))  # type: ignore[arg-type]
+        made.grammar_state(to_request(HISTORY[:1], tools=tools, **more))  # type: ignore[arg-type]
     assert caught.value.param == "tools"

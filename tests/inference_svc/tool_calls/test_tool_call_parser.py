@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.tool_calls.qwen3_coder import kinds_of
-from inference_svc.tool_calls.tool_call_parser import CallParser
+from inference_svc.tool_calls.qwen3_coder import json_types
+from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 KINDS = {"a": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": ["object", "null"]}}
 KINDS |= {"b": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}, "r": {"$ref": "#/$defs/list"}}
@@ -25,7 +25,7 @@ Read = tuple[str, list[tuple[str, str]]]
 
 def read(dialect: str, pieces: list[str], single: bool = False) -> Read:
     """The text, and names and arguments of the calls."""
-    parser = CallParser(dialect, FUNCTIONS, single)
+    parser = ToolCallParser(dialect, FUNCTIONS, single)
     deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
     calls: list[list[str]] = []
     for delta in deltas:
@@ -142,17 +142,17 @@ def test_one_call_only_where_only_one_is_wanted() -> None:
 
 
 def test_arguments_are_passed_on_as_they_are_written_and_text_at_once() -> None:
-    parser = CallParser("hermes", FUNCTIONS)
+    parser = ToolCallParser("hermes", FUNCTIONS)
     assert [d.text for d in parser.feed("Well")] == ["Well"]
     parser.feed('<tool_call>{"name": "f", "arguments": ')
     assert [d.arguments for d in parser.feed('{"x": 1')] == ['{"x": 1']
-    plain = CallParser("json", FUNCTIONS)
+    plain = ToolCallParser("json", FUNCTIONS)
     assert [d.text for d in plain.feed('{"title": 1')] == ['{"title": 1'], "no call begins so: nothing is held back"
 
 
 def test_ids_differ_and_mistrals_are_as_its_templates_want_them() -> None:
     text = '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "f", "arguments": {}}]'
-    ids = [delta.id for delta in CallParser("mistral", FUNCTIONS).feed(text) if delta.id]
+    ids = [delta.id for delta in ToolCallParser("mistral", FUNCTIONS).feed(text) if delta.id]
     assert len(set(ids)) == 2
     assert all(len(name) == 9 and name.isalnum() for name in ids)
 
@@ -235,7 +235,7 @@ def test_schemas_that_refer_on_and_on_are_read() -> None:
     for _ in range(900):
         nested = {"anyOf": [nested]}
     schema = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": {**named, "3000": nested}}
-    assert kinds_of(schema["properties"]["a"], schema) == {"integer"}
+    assert json_types(schema["properties"]["a"], schema) == {"integer"}
 
 
 PARTS = [

@@ -40,12 +40,12 @@ def computed(loaded: LoadedModel, decoder: Decoder | None = None) -> list[Tensor
     found, at = [], 0
     for count in (64, 30, 6):
         spans = [
-            forward_batch.Span(IDS[at : at + count], at, tables[0], at + count == len(IDS)),
-            forward_batch.Span(IDS[at // 8 : at // 8 + 3], at // 8, tables[1], True),
+            forward_batch.SequenceSlice(IDS[at : at + count], at, tables[0], at + count == len(IDS)),
+            forward_batch.SequenceSlice(IDS[at // 8 : at // 8 + 3], at // 8, tables[1], True),
         ]
-        found.append(decoder(forward_batch.build(spans, pool, torch.device("cpu"))))
+        found.append(decoder(forward_batch.build_batch(spans, pool, torch.device("cpu"))))
         at += count
     for step in range(3):
-        span = forward_batch.Span([int(found[-1][0].argmax())], len(IDS) + step, tables[0], True)
-        found.append(decoder(forward_batch.build([span], pool, torch.device("cpu"))))
+        span = forward_batch.SequenceSlice([int(found[-1][0].argmax())], len(IDS) + step, tables[0], True)
+        found.append(decoder(forward_batch.build_batch([span], pool, torch.device("cpu"))))
     return [*found, pool.keys.clone()]

@@ -63,7 +63,7 @@ def test_every_mode_gives_the_bits_of_the_resident_model(home: Path, dtype: str,
 
 
 def test_layers_that_compute_by_their_own_modules_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layers, "fits", lambda layer, config: False)
+    monkeypatch.setattr(fused_layers, "can_fuse", lambda layer, config: False)
     for dtype, bits in (("float32", 16), ("bfloat16", 16)):
         want = computed(load("demo", device="cpu", dtype=dtype))
         monkeypatch.setenv("XDG_DATA_HOME", str(home.parent / f"own-{dtype}"))

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config
 
 from benchmarks.node import Node
-from inference_svc.model_runner.attention import ATTENTION, register
+from inference_svc.model_runner.attention import ATTENTION_NAME, register
 from inference_svc.models.layer_streaming.layer_file import WEIGHTS
 from inference_svc.models.loader import DEMO_MODEL
 from inference_svc.models.meta_model import build_meta_model
@@ -26,10 +26,10 @@ MIB = 1 << 20
 LAYERS = 12
 CHILD = """
     import ctypes, gc, sys
-    from inference_svc.freed_memory import keep_freed_memory
+    from kvsidecar.process.malloc_tuning import keep_freed_memory
     from inference_svc.models.loader import load
-    from inference_svc.models.layer_streaming.residency_plan import Asked
-    from tests.inference_svc.streaming.conftest import computed
+    from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
+    from tests.inference_svc.models.layer_streaming.conftest import computed
 
     def most():
         return 1024 * next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
@@ -43,7 +43,8 @@ CHILD = """
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak is that of now: the demo's garbage must not hide what streaming takes
     before = most()
-    loaded = load(sys.argv[1], device="cpu", dtype="float32", weights=sys.argv[2], stream=Asked("full_stream", slots=2))
+    streaming = StreamingOptions("full_stream", slots=2)
+    loaded = load(sys.argv[1], device="cpu", dtype="float32", weights=sys.argv[2], stream=streaming)
     computed(loaded)
     streamed = most() - before
     loaded.streamed.close()
@@ -72,7 +73,7 @@ def write_shards(folder: Path) -> int:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
     register()
-    model, _ = build_meta_model(config, torch.bfloat16, ATTENTION)
+    model, _ = build_meta_model(config, torch.bfloat16, ATTENTION_NAME)
     shards: dict[str, dict[str, torch.Tensor]] = {}
     size = 0
     for name, parameter in model.named_parameters():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NoCache
+from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
@@ -46,8 +46,8 @@ def logits(model: LoadedModel) -> list[Tensor]:
     assert table is not None
 
     def forward(tokens: list[int], at: int) -> None:
-        spans = [forward_batch.Span([token], at + i, table, True) for i, token in enumerate(tokens)]
-        found.append(decoder(forward_batch.build(spans, pool, model.device)))
+        spans = [forward_batch.SequenceSlice([token], at + i, table, True) for i, token in enumerate(tokens)]
+        found.append(decoder(forward_batch.build_batch(spans, pool, model.device)))
 
     for at in range(0, len(ids), 100):
         forward(ids[at : at + 100], at)
@@ -59,7 +59,7 @@ def logits(model: LoadedModel) -> list[Tensor]:
 def answers(model: LoadedModel) -> tuple[list[list[int]], int]:
     """Of two long prompts at once, and the most pages that they held."""
     pool = KVPool(model.layers, model.kv_heads, model.head_dim, 2048, model.dtype, model.device, model.windows)
-    engine = Windowed(Engine(model, pool, NoCache(), EngineLimits(**LIMITS)), None)
+    engine = Windowed(Engine(model, pool, NullKVConnector(), EngineLimits(**LIMITS)), None)
     requests = [engine.request(prompt(2 + i, 700), 24) for i in range(2)]
     found = [request.tokens() for request in requests]
     engine.close()
