@@ -25,7 +25,7 @@ from inference_svc.model_runner.lora_batch import LoraRows
 
 if TYPE_CHECKING:
     from kvkernels.cpu.cpu_attention import Attention
-    from kvkernels.cuda.cuda_attention import Rows
+    from kvkernels.cuda.cuda_attention import AttentionRows
 
 # Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
 ROW_MULTIPLE = 4
@@ -137,7 +137,7 @@ class Segment:
 class CudaIndex:
     """Where a batch's rows and keys are, on a CUDA device; the same for all layers."""
 
-    rows: Rows
+    rows: AttentionRows
     first_slot: Tensor | None
     pages: Tensor | None
 

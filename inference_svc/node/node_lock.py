@@ -1,4 +1,4 @@
-"""The lock that makes a node the only one in its runtime folder."""
+"""File lock that allows one node per runtime folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvsidecar.process.runtime_dir import ensure_private_dir
 
 
 class NodeLock:
-    """A locked file in the runtime folder, with a description of the node. A context manager that takes it.
+    """Context manager that holds a locked file in the runtime folder, with a description of the node.
 
-    The kernel gives the lock back with the process; the file stays. Raises ConfigurationError where another node runs
+    The kernel releases the lock when the process ends; the file stays. Raises ConfigurationError if another node runs
     in the folder, or the folder cannot be used.
     """
 
@@ -33,13 +33,13 @@ class NodeLock:
             self._file.close()
 
     def describe(self, node: Supervised) -> None:
-        """Writes into the file what ``status`` and ``stop`` read."""
+        """Write the description that ``status`` and ``stop`` read."""
         assert self._file is not None
         self._node = node
         tell(self._file, node)
 
     def restore(self) -> bool:
-        """Makes folder and file again where they were deleted; whether they were. Raises ConfigurationError."""
+        """Recreate folder and file if they were deleted; True if they were. Raises ConfigurationError."""
         if self._path.exists():
             return False
         gone, self._file = self._file, self._acquire()

@@ -16,7 +16,7 @@ from kvsidecar.net.addresses import TcpAddress
 from kvsidecar.net.channel import aio_channel
 from kvsidecar.net.grpc_server import Door, listening_at
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from cache_daemon.auth.authenticator import RefusalLog
 from cache_daemon.auth.interceptor import AuthInterceptor, InterceptorTimeouts
 from cache_daemon.auth.principal import GUEST, Principal
@@ -127,7 +127,7 @@ def test_refusals_are_logged_once_a_second_with_their_number() -> None:
 
 
 async def test_neither_logs_nor_stderr_hold_secrets(
-    tls: Running, authority: Authority, tenants_file: Path, capfd: pytest.CaptureFixture[str]
+    tls: Running, authority: CertificateAuthority, tenants_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with structlog.testing.capture_logs() as lines:
         await refused(tls.call("Whoami", token="a-secret-that-is-wrong", ca=authority.ca), Unauthenticated)
@@ -147,7 +147,7 @@ async def test_neither_logs_nor_stderr_hold_secrets(
 
 
 async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_out(
-    tls: Running, authority: Authority
+    tls: Running, authority: CertificateAuthority
 ) -> None:
     silent_channel = await tls.channel(token=ALICE, ca=authority.ca)
     silent = [
@@ -175,7 +175,7 @@ async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> 
         assert "did not arrive within 0.3 s" in str(from_rpc(caught.value))
 
 
-async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, authority: Authority) -> None:
+async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, authority: CertificateAuthority) -> None:
     channel = await tls.channel(ca=authority.ca)
     stub = health_pb2_grpc.HealthStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:

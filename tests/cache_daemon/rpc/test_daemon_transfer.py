@@ -12,7 +12,7 @@ from kvsidecar.bulk_transfer import Carried, Tenant, carry
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import InvalidRequest, Unavailable
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
 from tests.cache_daemon.conftest import Peer, descriptor
 from tests.cache_daemon.operators import cache
@@ -46,7 +46,7 @@ def test_what_was_pushed_is_there_and_is_not_pushed_again(start: Start) -> None:
 
 
 def test_a_tenant_is_pulled_over_tls_by_a_certificate(start: Start, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     server, carrier = authority.issue("server", hosts=("127.0.0.1",)), authority.issue("carrier")
     tenants = tmp_path / "tenants.toml"
     tenants.write_text('[tenant.carrier]\noperator = true\ncertificates = ["carrier"]\n')

@@ -16,7 +16,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.net.channel import channel
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
 from tests import seeds
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
@@ -41,7 +41,7 @@ def fetched(stub: Any, key: bytes, salt: bytes) -> bytes:
 @pytest.fixture
 def node(start: Callable[..., Node], tmp_path: Path) -> Node:
     """Run a daemon with TLS and two tenants that have tokens, one of them with a certificate as well."""
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     server = authority.issue("server", hosts=("localhost",))
     table = tmp_path / "tenants.toml"
     table.write_text(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kvkernels import pack_chunk, paged_gather
-from kvkernels.cpu.cpu_library import Found, found
+from kvkernels.cpu.cpu_library import LoadedLibrary, loaded_library
 from kvsidecar.chunk_layout import layout_of, new_header
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
@@ -23,9 +23,9 @@ SLOTS = slots_of([3, 1], BLOCK_TOKENS)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both implementations of the copies."""
     if request.param == "torch":
-        monkeypatch.setattr(paged_gather, "found", lambda: Found(None, "not here"))
-    elif found().library is None:
-        pytest.skip(found().why)
+        monkeypatch.setattr(paged_gather, "loaded_library", lambda: LoadedLibrary(None, "not here"))
+    elif loaded_library().library is None:
+        pytest.skip(loaded_library().why)
 
 
 def packed_by_reference(keys: Tensor, values: Tensor, bits: int, cache: PagedKVCache) -> bytes:

@@ -30,7 +30,7 @@ from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import Address
 from kvsidecar.payload_wire import decoded_piece, encoded_piece
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
 from benchmarks.proxy import Proxy
 from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
@@ -50,7 +50,7 @@ class Remote:
     """A daemon with an mTLS door, and a network in front of it that fails on command."""
 
     def __init__(self, folder: Path, stack: ExitStack, **flags: Any) -> None:
-        self.authority, port = Authority(folder), free_port()
+        self.authority, port = CertificateAuthority(folder), free_port()
         server = self.authority.issue("server", hosts=("127.0.0.1",))
         self.worker = self.authority.issue("worker")
         flags |= {"heartbeat_ms": 300, "tcp": f"127.0.0.1:{port}", "tls_cert": server.certificate}

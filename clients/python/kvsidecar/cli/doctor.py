@@ -106,7 +106,7 @@ def _kernels() -> list[Finding]:
     try:
         torch: Any = importlib.import_module("torch")
         kernels: Any = importlib.import_module("kvkernels")
-        cpu: Any = importlib.import_module("kvkernels.cpu.cpu_library").found()
+        cpu: Any = importlib.import_module("kvkernels.cpu.cpu_library").loaded_library()
         native = importlib.import_module("kvkernels.cpu.cpu_features").native_bfloat16()
     except ImportError as error:
         return [Finding("kernels", _BAD, str(error), "install KVSidecar again: pip install . in its folder")]

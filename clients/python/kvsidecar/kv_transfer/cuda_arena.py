@@ -32,7 +32,7 @@ class CudaArena:
             self._memory = _imported(welcome, device)
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
-        device_visible_memory.adopt(self._memory.address, len(self))
+        device_visible_memory.register_range(self._memory.address, len(self))
 
     def __len__(self) -> int:
         return self._memory.size_bytes
@@ -43,7 +43,7 @@ class CudaArena:
 
     def close(self) -> None:
         """Lets go of the memory, once no kernel uses it. Idempotent."""
-        device_visible_memory.give_up(self._memory.address, self._memory.close)
+        device_visible_memory.unregister_range(self._memory.address, self._memory.close)
 
 
 def _imported(welcome: Welcome, device: int) -> SharedDeviceMemory:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from kvkernels.cpu.thread_pool import spread
+from kvkernels.cpu.thread_pool import clear_thread_affinity
 
 from kvsidecar import keys
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
@@ -79,8 +79,8 @@ class WorkerConnector:
         self._reader = ChunkReader(copier, g, settings.timeout)
         chunk_tokens = BlockChunking.of_blocks(settings.chunk_tokens, block_tokens).chunk_tokens
         self._writer = ChunkWriter(BlockCopier(cache), g, chunk_tokens, settings.timeout)
-        self._loads = ThreadPoolExecutor(1, "kvsidecar-load", spread)
-        self._stores = ThreadPoolExecutor(1, "kvsidecar-store", spread)
+        self._loads = ThreadPoolExecutor(1, "kvsidecar-load", clear_thread_affinity)
+        self._stores = ThreadPoolExecutor(1, "kvsidecar-store", clear_thread_affinity)
         self._loading: dict[str, Future[set[int]]] = {}
         self._storing: dict[str, list[tuple[_ActiveStore, Future[None]]]] = defaultdict(list)
         self._finished_requests: set[str] = set()

@@ -1,0 +1,188 @@
+"""Selective recompute: prefill of a prompt with relocated chunks.
+
+Their stored keys and values are in the pool already. If the selector needs measurements, the lowest layers are first
+computed for all approximate tokens: exactly, since they start from the embeddings. Then the selected and the uncached
+tokens are computed in the other layers; each sees every earlier key, recomputed or stored. The work is done in pieces,
+so that other sequences run meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
+from inference_svc.context_reuse.selectors import SelectionSignals, TokenSelector
+from inference_svc.kv_pool.block_table import BlockTable
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.lora.lora_adapter import LoraAdapter
+from inference_svc.model_runner import forward_batch
+from inference_svc.model_runner.decoder import Decoder
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
+
+# The last tokens of the question are enough to measure its attention.
+_QUESTION_TOKENS = 64
+
+
+@dataclass
+class AttentionMass:
+    """Collects how hard the rows of a batch look at each key, ``mass [keys]``: see ``Signals.attention``."""
+
+    mass: Tensor
+
+    def see(self, strongest: Tensor) -> None:
+        """``strongest [heads, keys]``: the strongest probability that any row gives each key."""
+        # Squares: what one head looks at hard is not outvoted by those that look around.
+        mass = strongest[:, : len(self.mass)].square().sum(0)
+        self.mass[: len(mass)] += mass
+
+
+class KVDeviation:
+    """How far keys and values moved from what was stored: see ``Signals.deviation``."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
+
+    def add(self, before: list[Tensor], after: list[Tensor]) -> None:
+        """Rows that were computed, a tensor ``[kv_heads, rows, head_dim]`` for keys and values of each layer."""
+        moved = torch.stack([(b.float() - a.float()).square().sum((0, 2)) for a, b in zip(before, after, strict=True)])
+        size = torch.stack([b.float().square().sum((0, 2)) for b in after])
+        self._parts.append((moved.cpu().numpy(), size.cpu().numpy()))
+
+    def relative(self) -> NDArray[np.float32]:
+        """``[rows]`` in the order in which they were added."""
+        moved, size = (np.concatenate(p, axis=1) for p in zip(*self._parts, strict=True))
+        found: NDArray[np.float32] = np.sqrt((moved / np.maximum(size.mean(1, keepdims=True), 1e-12)).sum(0))
+        return found
+
+
+class SelectiveRecompute:
+    """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end,
+    ``chosen`` the positions of the approximate tokens that were computed again, ``row_layers`` the work: rows times
+    the layers that each went through."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: KVPool,
+        tokens: list[int],
+        table: BlockTable,
+        plan: ReusePlan,
+        strategy: TokenSelector,
+        ratio: float,
+        *,
+        piece_rows: Callable[[], int] = lambda: 512,
+        logits_at: Positions | None = None,
+        gate: LayerReadyEvent | None = None,
+        adapter: LoraAdapter | None = None,
+    ) -> None:
+        self._decoder, self._pool, self._table = decoder, pool, table
+        self._tokens = np.asarray(tokens)
+        self._plan, self._strategy, self._ratio = plan, strategy, ratio
+        self._piece_rows, self._gate, self._adapter = piece_rows, gate, adapter
+        self._logits_at = np.asarray([plan.tokens - 1]) if logits_at is None else logits_at
+        self._device = pool.keys.device
+        self.chosen: Positions = np.empty(0, np.int64)
+        self.row_layers = 0
+        self.logits: list[Tensor] = []
+
+    def steps(self) -> Iterator[int]:
+        """Yields the rows of each piece, weighted by the share of layers they ran through."""
+        depth, fresh = min(self._strategy.depth, self._decoder.layers - 1), self._plan.uncached_positions
+        if not depth:
+            chosen = self._choose(SelectionSignals())
+            yield from self._finish(np.union1d(chosen, fresh), None, 0)
+            return
+        positions = np.union1d(self._plan.approximate_positions, fresh)
+        changed = KVDeviation()
+        parts = []
+        for piece in _pieces(positions, self._piece_rows):
+            parts.append(self._measure(piece, depth, changed if self._strategy.needs_deviation else None))
+            yield len(piece) * (depth + 1) // self._decoder.layers
+        hidden = torch.cat(parts)
+        is_approximate = np.isin(positions, self._plan.approximate_positions)
+        deviation = changed.relative()[is_approximate] if self._strategy.needs_deviation else None
+        attention = self._look() if self._strategy.attention_depth else None
+        chosen = self._choose(SelectionSignals(deviation, attention))
+        go_on = np.union1d(chosen, fresh)
+        yield from self._finish(go_on, hidden[np.searchsorted(positions, go_on)], depth)
+
+    def _choose(self, signals: SelectionSignals) -> Positions:
+        self.chosen = self._strategy.select(self._plan, self._ratio, signals)
+        return self.chosen
+
+    def _batch(self, positions: Positions, logits: bool = False) -> forward_batch.ForwardBatch:
+        tokens = self._tokens[positions].tolist()
+        span = forward_batch.SequenceSlice(tokens, 0, self._table, False, positions, self._gate, adapter=self._adapter)
+        batch = forward_batch.build_batch([span], self._pool, self._device)
+        wanted = np.flatnonzero(np.isin(positions, self._logits_at)) if logits else np.empty(0, np.int64)
+        if len(wanted):
+            padded = np.concatenate((wanted, np.zeros(-len(wanted) % forward_batch.ROW_MULTIPLE, np.int64)))
+            batch = replace(batch, logit_rows=torch.from_numpy(padded).to(self._device), wanted=len(wanted))
+        return batch
+
+    def _measure(self, positions: Positions, depth: int, changed: KVDeviation | None) -> Tensor:
+        """Runs the lowest layers, with keys and values of layer ``depth``. Returns the states ``[rows, width]``, and
+        adds the rows to ``changed``."""
+        batch = self._batch(positions)
+        batch.pass_layer(depth)
+        self.row_layers += batch.real * depth
+        slots, layers = batch.slots[: batch.real], range(1, depth + 1)
+        before = self._read(slots, layers) if changed is not None else []
+        hidden = self._decoder.advance(self._decoder.embed(batch), batch, 0, depth)
+        self._decoder.project(hidden.clone(), batch, depth)
+        if changed is not None:
+            changed.add(before, self._read(slots, layers))
+        return hidden[: batch.real]
+
+    def _read(self, slots: Tensor, layers: range) -> list[Tensor]:
+        """Keys and values of some layers at ``slots``, each ``[kv_heads, slots, head_dim]``, copied."""
+        return [t[i].index_select(1, slots) for i in layers for t in (self._pool.keys, self._pool.values)]
+
+    def _look(self) -> NDArray[np.float32]:
+        """Reads the question over the stored keys: its attention, ``[approximate tokens]``."""
+        question = self._plan.uncached_positions[-_QUESTION_TOKENS:]
+        observer = AttentionMass(torch.zeros(self._plan.tokens, device=self._device))
+        batch = replace(self._batch(question), observer=observer)
+        layers = max(1, int(self._decoder.layers * self._strategy.attention_depth))
+        self._decoder.advance(self._decoder.embed(batch), batch, 0, layers)
+        self.row_layers += batch.real * layers
+        return observer.mass.cpu().numpy()[self._plan.approximate_positions]
+
+    def _finish(self, positions: Positions, hidden: Tensor | None, depth: int) -> Iterator[int]:
+        at = 0
+        for piece in _pieces(positions, self._piece_rows):
+            batch = self._batch(piece, logits=True)
+            if hidden is None:
+                states = self._decoder.embed(batch)
+            else:
+                states = _padded(hidden[at : at + len(piece)], len(batch.tokens))
+            logits = self._decoder.resume(states, batch, depth)
+            self.row_layers += len(piece) * (self._decoder.layers - depth)
+            at += len(piece)
+            if batch.wanted:
+                self.logits.append(logits)
+            yield len(piece)
+
+
+def _padded(states: Tensor, rows_: int) -> Tensor:
+    out = states.new_zeros(rows_, states.shape[1])
+    out[: len(states)] = states
+    return out
+
+
+def _pieces(positions: Positions, most: Callable[[], int]) -> Iterator[Positions]:
+    """Split positions into pieces of nearly equal size, at most ``most()`` each, and at least one piece.
+
+    A small last piece would cost more than its share. ``most`` is called before each piece.
+    """
+    first = True
+    while first or len(positions):
+        take = -(-len(positions) // max(1, -(-len(positions) // most())))
+        yield positions[:take]
+        positions, first = positions[take:], False
