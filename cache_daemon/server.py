@@ -42,7 +42,8 @@ from cache_daemon.observability.otel import Telemetry, telemetry
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.observability.traffic_trace import record_traffic
 from cache_daemon.prefork_supervisor import mark_serving, unblock_reload_signal
-from cache_daemon.remote.address import credentials_of, new_backend, parse_remote
+from cache_daemon.remote.address import credentials_of, parse_remote
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
@@ -52,6 +53,7 @@ from cache_daemon.rpc.request_decoder import add_to_server
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 
 GRACE_SECONDS = 3.0
@@ -104,16 +106,18 @@ async def _store(
     store = ChunkStore(
         _arena(config),
         tier,
-        config.store_bytes if tier is not None else 0,
-        POLICIES[config.eviction],
-        staging_bytes=config.staging_bytes,
+        StoreConfig(
+            POLICIES[config.eviction],
+            durable_budget_bytes=config.store_bytes if tier is not None else 0,
+            staging_bytes=config.staging_bytes,
+            span=otel.work_span,
+        ),
         accounts=TenantAccounts(
             lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)
         ),
         remote=_remote(config),
         # Without a summary workers ask for every prompt, which is what a trace is of.
         bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
-        span=otel.work_span,
     )
     try:
         await store.start()
@@ -192,7 +196,7 @@ async def _serve(
     summary: SharedMemory,
     stop: asyncio.Event,
 ) -> None:
-    store, remote = shared.store, shared.store.remote
+    store = shared.store
     memory_socket = config.socket.with_name(f"{config.socket.name}.memory").absolute()
 
     def add(server: grpc.aio.Server, principal_of: PrincipalResolver, at: Path | None) -> None:
@@ -220,8 +224,8 @@ async def _serve(
             health,
         ),
         report_health(OVERALL, lambda: shared.calls.failing, set_overall, grace_seconds=0.0),
-        report_health(DURABLE, None if store.tiers.writer is None else lambda: store.failing, health.set),
-        report_health(REMOTE, None if remote is None else lambda: remote.failing, health.set),
+        report_health(DURABLE, (lambda: store.failing) if store.has_durable_tier else None, health.set),
+        report_health(REMOTE, (lambda: store.remote_failing) if store.has_remote_tier else None, health.set),
     ):
         stats = store.stats()
         log.info(

@@ -32,6 +32,7 @@ from cache_daemon.rpc.call_wrapper import CallMetrics
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.store_config import StoreConfig
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.operators import daemon_that_ends
@@ -68,8 +69,8 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
     async with sdk_providers(otel.SERVICE_NAME, SimpleSpanProcessor(exporter), reader) as providers:
         telling = otel.telemetry_for(providers)
         store = ChunkStore(
-            MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
-            clock=FakeClock(), span=telling.work_span,
+            MemoryArena(4 << 20), MemoryTier(),
+            StoreConfig(POLICIES[DEFAULT], 1 << 20, 1 << 20, clock=FakeClock(), span=telling.work_span),
         )  # fmt: skip
         await store.start()
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
