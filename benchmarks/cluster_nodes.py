@@ -18,7 +18,13 @@ from benchmarks.cluster_traces import Arrival
 from benchmarks.eviction_replay import Tier
 from benchmarks.eviction_traces import BLOCK_TOKENS, Block, Request
 from cache_daemon.eviction import DEFAULT, POLICIES
-from inference_svc.gateway.fleet.fleet_router import Beginnings, Ring, Standing, candidates, choose
+from inference_svc.gateway.fleet.fleet_router import (
+    HashRing,
+    PromptPrefixHashes,
+    RouteCandidate,
+    choose_node,
+    nodes_to_query,
+)
 
 Routing = Literal["random", "load", "owner", "prefix"]
 RemoteWrite = Literal["second-use", "all", "never"]
@@ -102,9 +108,9 @@ class Fleet:
         self._costs, self._remote, self._routing = costs, remote, routing
         self._tiers = [Tier(POLICIES[DEFAULT](), capacity_blocks) for _ in range(nodes)]
         self._free_at = [0.0] * nodes
-        self._standings = [Standing(str(i), 0.0) for i in range(nodes)]
+        self._standings = [RouteCandidate(str(i), 0.0) for i in range(nodes)]
         self._ends: list[tuple[float, int]] = []  # current requests of a node
-        self._ring = Ring(standing.name for standing in self._standings)
+        self._ring = HashRing(standing.name for standing in self._standings)
         self._random, self._outcome = random.Random(seed), SimulationResult()
 
     def run(self, arrivals: Sequence[Arrival], pace: float) -> SimulationResult:
@@ -121,19 +127,19 @@ class Fleet:
         return found
 
     def _busier(self, node: int, by: int) -> None:
-        self._standings[node] = Standing(str(node), self._standings[node].load + by)
+        self._standings[node] = RouteCandidate(str(node), self._standings[node].load + by)
 
     def _place(self, request: Request) -> int:
         if self._routing == "random":
             return self._random.randrange(len(self._tiers))
         prompt = _beginnings(request)
         if self._routing == "load":
-            return int(choose(self._standings, prompt, 0).name)
-        near = candidates(self._ring, self._standings, prompt)
+            return int(choose_node(self._standings, prompt, 0).name)
+        near = nodes_to_query(self._ring, self._standings, prompt)
         self._outcome.asked += len(near) if len(self._tiers) > 1 else 0
         spill = self._routing == "prefix"
-        asked = [Standing(one.name, one.load * spill, self._held(int(one.name), request)) for one in near]
-        return int(choose(asked, prompt, request.tokens).name)
+        asked = [RouteCandidate(one.name, one.load * spill, self._held(int(one.name), request)) for one in near]
+        return int(choose_node(asked, prompt, request.tokens).name)
 
     def _held(self, node: int, request: Request) -> int:
         return min(request.tokens, self._tiers[node].leading(request) * BLOCK_TOKENS)
@@ -166,8 +172,8 @@ class Fleet:
         found.ends = max(found.ends, begin + seconds)
 
 
-def _beginnings(request: Request) -> Beginnings:
+def _beginnings(request: Request) -> PromptPrefixHashes:
     """Return prefix hashes as the gateway computes them: at doubling lengths; the second block identifies a chat."""
     path = request.path
     doubling = [path[i].key for i in (2**n - 1 for n in range(len(path).bit_length())) if i < len(path)]
-    return Beginnings(tuple(doubling), path[min(1, len(path) - 1)].key, request.tokens)
+    return PromptPrefixHashes(tuple(doubling), path[min(1, len(path) - 1)].key, request.tokens)

@@ -37,9 +37,9 @@ class Load:
     """Clients that ask either engine, one thread each."""
 
     def __init__(
-        self, engines: list[Engine], expected: dict[int, list[int]], prompts: list[list[int]], patience: float
+        self, engines: list[Engine], expected: dict[int, list[int]], prompts: list[list[int]], hang_seconds: float
     ) -> None:
-        self._engines, self._expected, self._prompts, self._patience = engines, expected, prompts, patience
+        self._engines, self._expected, self._prompts, self._hang_seconds = engines, expected, prompts, hang_seconds
         self._over, self._lock = threading.Event(), threading.Lock()
         self.down: set[Engine] = set()  # killed on purpose
         self.counts: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class Load:
                 continue
             engine, n = draw.choice(up), draw.choice(list(self._expected))
             try:
-                found = engine.ask(self._prompts[n], _ANSWER_TOKENS, seconds=self._patience)
+                found = engine.ask(self._prompts[n], _ANSWER_TOKENS, seconds=self._hang_seconds)
                 self._count("answered" if found.ids == self._expected[n] else "wrong_answers")
                 self._count("reused_tokens", found.cached)
             except EngineDied as error:
@@ -75,7 +75,7 @@ class Load:
             except RequestFailed as error:
                 self._count("failed_requests", why=str(error))
             except TimeoutError:
-                self._count("hung_requests", why=f"no answer in {self._patience:g} s")
+                self._count("hung_requests", why=f"no answer in {self._hang_seconds:g} s")
 
     def _count(self, what: str, by: int = 1, why: str = "") -> None:
         with self._lock:
@@ -143,7 +143,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         except EngineNotInstalled as why:
             report.console.print(f"[yellow]{why}[/yellow]")
             return report.write(options, "engine_faults", [], {"missing": str(why)})
-        load = Load(scene.engines, scene.expected, scene.prompts, options.patience)
+        load = Load(scene.engines, scene.expected, scene.prompts, options.hang_seconds)
         load.start(options.clients, options.seed)
         began = time.monotonic()
         progress.update(task, description="killing")
@@ -186,7 +186,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--kv-bytes", type=int, default=16 << 20, help="vLLM's own KV cache, per engine")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a request counts as hung")
+    parser.add_argument(
+        "--hang-seconds", "--patience", type=float, default=60.0, help="seconds after which a request counts as hung"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -22,7 +22,7 @@ from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.peer import descriptor
 from benchmarks.remote_shape import CHUNK_TOKENS, GEOMETRY, NAME
@@ -50,7 +50,7 @@ def receive_all(address: str, context: ssl.SSLContext | None) -> tuple[int, floa
 class Worker:
     """Session of the daemon."""
 
-    def __init__(self, address: Address, tokens: int) -> None:
+    def __init__(self, address: ServiceAddress, tokens: int) -> None:
         self._link = DaemonConnection(address, "far", descriptor(NAME, GEOMETRY))
         if not self._link.wait(10):
             raise TimeoutError("the daemon does not answer")
@@ -100,7 +100,7 @@ def main() -> None:
     daemon, plain, encrypted, ca, certificate, key, tokens = sys.argv[1:]
     context = ssl.create_default_context(cafile=ca)
     context.load_cert_chain(certificate, key)
-    worker = Worker(Address.remote(daemon, None, Path(ca), Path(certificate), Path(key)), int(tokens))
+    worker = Worker(ServiceAddress.remote(daemon, None, Path(ca), Path(certificate), Path(key)), int(tokens))
     with closing(worker):
         transfers: dict[str, Callable[[], tuple[int, float]]] = {
             "socket": lambda: receive_all(plain, None),

@@ -140,8 +140,8 @@ def measure(engine: Engine, asks: list[SampledPrompt], arm: str, length: int) ->
     found = engine.generate_many([(ask.prompt, ask.options | options) for ask in asks])
     after, costs = speculator.stats, speculator.costs
     passes = sum(count * costs.seconds(rows, arm != "plain") for rows, count in (after.rows - before.rows).items())
-    guessing = after.draft_seconds - before.draft_seconds
-    return BatchResult(found, passes + guessing, after.branched_tokens - before.branched_tokens)
+    drafting = after.draft_seconds - before.draft_seconds
+    return BatchResult(found, passes + drafting, after.branched_tokens - before.branched_tokens)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ mode's answers. ``identical`` compares greedy answers, of one sequence and of se
 resident, without a limit.
 
 With ``speculation`` the same is asked twice more, so that a past answer provides the draft tokens (``ngram``),
-``--guesses`` per step. Acceptance on other text is not the question here, but whether a step that verifies several
+``--draft-tokens`` per step. Acceptance on other text is not the question here, but whether a step that verifies several
 tokens takes as long as one that does not: the bound is that of one token, times ``accepted_per_pass``.
 """
 
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from kvsidecar.byte_sizes import format_size, parse_size
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 
 from benchmarks import report
 from benchmarks.memory_limit import MemoryLimit, MemoryLimitUnavailable
@@ -79,7 +79,7 @@ class Disk:
 def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, Any]:
     """Return a worker's flags for a mode."""
     flags: dict[str, Any] = {"cache_socket": "none", "weights": options.weights, "stream_slots": options.slots}
-    flags |= {"speculate": "ngram", "num_speculative_tokens": options.guesses}
+    flags |= {"speculate": "ngram", "num_speculative_tokens": options.draft_tokens}
     if options.dtype:
         flags["dtype"] = options.dtype
     if mode == _RESIDENT:  # from the file, which has the layout in memory
@@ -175,7 +175,7 @@ def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
                 time.sleep(0.1)
         finally:
             node.__exit__()
-    (found,) = (Library().root / "converted").glob(f"[!.]*/{WEIGHTS}")
+    (found,) = (ModelLibrary().root / "converted").glob(f"[!.]*/{WEIGHTS}")
     return found, limit.kind
 
 
@@ -237,7 +237,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--answer-tokens", type=int, default=12)
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--guesses", type=int, default=4, help="draft tokens per step, with speculation")
+    parser.add_argument(
+        "--draft-tokens", "--guesses", type=int, default=4, help="draft tokens per step, with speculation"
+    )
     parser.add_argument("--disk-bytes", type=parse_size, default=1 << 30, help="bytes read to measure the disk")
     parser.add_argument("--folder", type=Path, help="keep the model's file here for the next run")
     parser.add_argument(

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.network_links import Link
@@ -32,8 +32,8 @@ class TlsListener:
         }
 
     @property
-    def address(self) -> Address:
-        return Address.remote(self.at, None, self._ca, self._worker.certificate, self._worker.key)
+    def address(self) -> ServiceAddress:
+        return ServiceAddress.remote(self.at, None, self._ca, self._worker.certificate, self._worker.key)
 
     @property
     def worker_flags(self) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class TrainingRun:
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * warm * decay
         source = RowGenerator(self.tokenizer, self.train_stream, progress.step, options.task_share)
-        if progress.stage == "mix" and source.rng.random() < options.elsewhere_share:
+        if progress.stage == "mix" and source.rng.random() < options.relocated_share:
             loss = self._relocated_loss(source)
         else:
             loss = self._loss(rows_for(progress, source, options.batch))
@@ -206,7 +206,7 @@ class TrainingRun:
             states, tokens, learned = relocated_documents.tails(self.model, rows, source.rng)
             target = tokens[learned]
             logits = self.model.lm_head(states[:, :-1][learned[:, 1:]])
-        self._count("latest elsewhere", logits.argmax(-1) == target)
+        self._count("latest relocated", logits.argmax(-1) == target)
         return F.cross_entropy(logits.float(), target)
 
     def _account(self, rows: list[TrainingRow], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
@@ -260,7 +260,11 @@ def main() -> None:
     parser.add_argument("--grow-at", type=int, default=8000, help="step at which the model gets its full depth")
     parser.add_argument("--task-share", type=float, default=0.6, help="share of the last stage's steps that are tasks")
     parser.add_argument(
-        "--elsewhere-share", type=float, default=0.25, help="share of the last stage's steps with moved documents"
+        "--relocated-share",
+        "--elsewhere-share",
+        type=float,
+        default=0.25,
+        help="share of the last stage's steps with relocated documents",
     )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)

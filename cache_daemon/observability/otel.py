@@ -14,7 +14,7 @@ from typing import Any
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.errors import Context
-from kvsidecar.telemetry.otlp_export import Providers, sending
+from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from cache_daemon.observability.spans import NOOP_SPAN, CallSpan, Span, WorkSpan, noop_work_span
@@ -42,13 +42,13 @@ class Telemetry:
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
     """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without one.
 
-    ``telemetry.otlp_export.sending`` has the rules. Raises ConfigurationError without the packages.
+    ``telemetry.otlp_export.otlp_providers`` has the rules. Raises ConfigurationError without the packages.
     """
-    async with sending(SERVICE_NAME, endpoint) as providers:
+    async with otlp_providers(SERVICE_NAME, endpoint) as providers:
         yield Telemetry() if providers is None else telemetry_for(providers)
 
 
-def telemetry_for(providers: Providers) -> Telemetry:
+def telemetry_for(providers: OtelProviders) -> Telemetry:
     """Return the hooks for the providers of the SDK."""
     spans, meter = _Spans(providers.traces.get_tracer("cache_daemon")), providers.meters.get_meter("cache_daemon")
     return Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))

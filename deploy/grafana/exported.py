@@ -5,10 +5,10 @@ from __future__ import annotations
 import httpx
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
-from inference_svc.gateway.fleet.discovery import Members
+from inference_svc.gateway.fleet.discovery import NodeDiscovery
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
-from inference_svc.gateway.gateway_metrics import Metrics
-from inference_svc.gateway.worker_router import Router
+from inference_svc.gateway.gateway_metrics import GatewayMetrics
+from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.server import worker_metrics as worker
 
 # In addition to the fields of the daemon's statistics (cache_daemon/observability/store_collector.py).
@@ -31,8 +31,8 @@ def exported() -> dict[str, str]:
     found |= {f"kvsidecar_worker_{name}_total": "counter" for name in worker._COUNTERS}
     found |= {f"kvsidecar_worker_{name}": kind for name, kind in _WORKER_EXTRA.items()}
     of_fleet = FleetMetrics()
-    of_fleet.watch(Members([], httpx.AsyncClient(), 1.0))
-    for registry in (Metrics(Router([])).registry, of_fleet.registry):
+    of_fleet.watch(NodeDiscovery([], httpx.AsyncClient(), 1.0))
+    for registry in (GatewayMetrics(WorkerRouter([])).registry, of_fleet.registry):
         for family in registry.collect():
             found[family.name + ("_total" if family.type == "counter" else "")] = family.type
     return found

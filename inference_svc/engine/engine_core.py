@@ -30,6 +30,7 @@ from inference_svc.engine.engine_events import (
 from inference_svc.engine.engine_lost import check_device
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
 from inference_svc.engine.kv_connector import KVConnector, LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.engine.recompute_queue import RecomputeQueue
 from inference_svc.engine.request_lifecycle import RequestFinisher, append_token
 from inference_svc.engine.sequence import Sequence, SequenceState
 from inference_svc.kv_pool.block_table import BlockTable
@@ -40,7 +41,6 @@ from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_graphs import CudaGraphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerLoadFailed
-from inference_svc.model_runner.selective_recompute import RecomputeQueue
 from inference_svc.sampling.prompt_logprobs import collect
 from inference_svc.sampling.sampler import LogitsNotFinite, SampleResult, sample
 from inference_svc.scheduling import scheduler

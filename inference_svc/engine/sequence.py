@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.telemetry.tracing import NOT_TRACED, Span
+from kvsidecar.telemetry.tracing import NOOP_SPAN, Span
 from numpy.typing import NDArray
 
 from inference_svc.context_reuse.chunking import DocumentMarks
@@ -150,7 +150,7 @@ class Sequence:
     parts: tuple[ProvenanceSpan, ...] = ()  # how the prompt came about, once the first token is there
     stored: StoredPrefix = field(default_factory=StoredPrefix)
     timings: RequestTimings = field(default_factory=RequestTimings)
-    trace: Span = NOT_TRACED  # of the request
+    trace: Span = NOOP_SPAN  # of the request
     cancelled: threading.Event = field(default_factory=threading.Event)
     refused: KVSidecarError | None = None  # why it ends as soon as no other thread has its pages
     queued_at: float = 0.0  # when it last began to wait

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts, against what the processes export."""
+"""Dashboard and alerts against the exported metrics."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from kvsidecar.integrations.vllm.step_metadata import StepJobs
 from kvsidecar.integrations.vllm.worker_connector import WorkerConnector
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -73,14 +73,16 @@ class Vllm:
         chunk_tokens: int = BLOCK_TOKENS,
         **roles: bool,
     ) -> None:
-        settings = ConnectorSettings(str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, least_tokens=1)
+        settings = ConnectorSettings(
+            str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, min_load_tokens=1
+        )
         self.scheduler = SchedulerConnector(settings, BLOCK_TOKENS, BLOCKS, **roles)
         self.caches, self.workers, self.writes = [], list[WorkerConnector](), []
         for rank in range(ranks):
             cache, write = apart("bhct") if transposed else packed()
             described = descriptor(name, geometry(torch.bfloat16))
             described.tensor_parallel_rank, described.tensor_parallel_size = rank, ranks
-            link = DaemonConnection(Address(node.cache_socket), f"{name}-{rank}", described)
+            link = DaemonConnection(ServiceAddress(node.cache_socket), f"{name}-{rank}", described)
             assert link.wait(10)
             self.caches.append(cache)
             self.writes.append(write)

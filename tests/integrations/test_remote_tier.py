@@ -17,7 +17,7 @@ from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.block_copier import slots_of
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisServer, why_no_valkey
@@ -120,7 +120,7 @@ def test_behind_a_turn_that_ended_within_a_chunk_prompts_are_cut_as_anywhere(nod
 
 def sglang(stack: ExitStack, node: Node, pool: MHATokenToKVPoolHost) -> PageStore:
     cache = host_pool_cache(pool, 16)
-    link = DaemonConnection(Address(node.cache_socket), "pages", descriptor("pages", cache.geometry))
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "pages", descriptor("pages", cache.geometry))
     stack.callback(link.close)
     assert link.wait(10)
     return PageStore(cache, link, timeout=5.0)
@@ -144,7 +144,9 @@ def test_pages_that_an_sglang_of_another_node_stored_are_found(nodes: Nodes, eng
 
 def test_objects_that_an_lmcache_of_another_node_stored_are_found_and_deleted(nodes: Nodes, engines: ExitStack) -> None:
     both = (nodes.one, nodes.two)
-    links = [DaemonConnection(Address(node.cache_socket), "objects", descriptor("objects", GEOMETRY)) for node in both]
+    links = [
+        DaemonConnection(ServiceAddress(node.cache_socket), "objects", descriptor("objects", GEOMETRY)) for node in both
+    ]
     for link in links:
         engines.callback(link.close)
         assert link.wait(10)

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.net.channel import aio_channel
-from kvsidecar.net.grpc_server import Limits, listening_at
+from kvsidecar.net.grpc_server import ListenerLimits, serve_listeners
 from kvsidecar.tenants_file import hash_token
 
 from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
@@ -93,11 +93,13 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """Serves the echo as the daemon's settings say; ends with the test."""
     async with AsyncExitStack() as stack:
 
-        async def launch(limits: Limits | None = None, **settings: Any) -> Running:
+        async def launch(limits: ListenerLimits | None = None, **settings: Any) -> Running:
             config = DaemonConfig(socket=tmp_path / "cache.sock", **settings)
             tenants = ReloadableTenantsTable(config.tenants, tenant_id)
             addresses = await stack.enter_async_context(
-                listening_at(SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0, limits or Limits())
+                serve_listeners(
+                    SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0, limits or ListenerLimits()
+                )
             )
             return Running(addresses, tenants, config, stack)
 

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.errors import Context, DeadlineExceeded, Unauthenticated, from_rpc
 from kvsidecar.net.addresses import TcpAddress
 from kvsidecar.net.channel import aio_channel
-from kvsidecar.net.grpc_server import Door, listening_at
+from kvsidecar.net.grpc_server import Listener, serve_listeners
 
 from benchmarks.certificate_authority import CertificateAuthority
 from cache_daemon.auth.authenticator import RefusalLog
@@ -42,8 +42,8 @@ class Behind:
 
     async def open(self) -> Behind:
         guard = AuthInterceptor(knows_friends, InterceptorTimeouts(call_seconds=STALL, stall_seconds=STALL))
-        door = Door(TcpAddress("127.0.0.1", 0), self.echo.add_to, interceptors=(guard,))
-        addresses = await self._stack.enter_async_context(listening_at(SERVICE, [door], lambda: 0.0))
+        door = Listener(TcpAddress("127.0.0.1", 0), self.echo.add_to, interceptors=(guard,))
+        addresses = await self._stack.enter_async_context(serve_listeners(SERVICE, [door], lambda: 0.0))
         self.channel = await self._stack.enter_async_context(
             aio_channel(addresses[0], options=[("grpc.use_local_subchannel_pool", 1)])
         )
@@ -168,8 +168,8 @@ async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_ou
 
 async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> None:
     guard = AuthInterceptor(knows_friends, InterceptorTimeouts(request_seconds=STALL))
-    door = Door(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
-    async with listening_at(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
+    door = Listener(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
+    async with serve_listeners(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
         assert "did not arrive within 0.3 s" in str(from_rpc(caught.value))
@@ -186,7 +186,7 @@ async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, autho
 
 async def test_a_door_of_health_alone_takes_no_long_question() -> None:
     async with (
-        listening_at(SERVICE, [Door(TcpAddress("127.0.0.1", 0), None)], lambda: 0.0) as addresses,
+        serve_listeners(SERVICE, [Listener(TcpAddress("127.0.0.1", 0), None)], lambda: 0.0) as addresses,
         aio_channel(addresses[0]) as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)

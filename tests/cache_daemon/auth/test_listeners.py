@@ -14,8 +14,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.errors import ConfigurationError, PermissionDenied, Unauthenticated, Unavailable
-from kvsidecar.net.channel import explain
-from kvsidecar.net.grpc_server import Limits
+from kvsidecar.net.channel import explain_unavailable
+from kvsidecar.net.grpc_server import ListenerLimits
 
 from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
 from tests.cache_daemon.auth.conftest import ADMIN, ALICE, BOB, Running, refused
@@ -243,25 +243,25 @@ async def test_who_forgot_tls_is_told_so_where_certificates_are_asked_for(mtls: 
 
 async def forgets_tls(running: Running) -> None:
     address, closed = running.addresses[TCP], Unavailable("Socket closed")
-    told = await asyncio.to_thread(explain, closed, address, encrypted=False)
+    told = await asyncio.to_thread(explain_unavailable, closed, address, encrypted=False)
     assert f"{address} speaks TLS and was called without" in str(told)
-    assert explain(closed, address, encrypted=True) is closed
+    assert explain_unavailable(closed, address, encrypted=True) is closed
 
 
 async def test_another_failure_is_not_blamed_on_tls(start: Callable[..., Any]) -> None:
     running = await start(tcp="127.0.0.1:0", tcp_insecure=True)
     failed = Unavailable("Socket closed")
     for target in (running.addresses[TCP], running.addresses[PRIVATE], "127.0.0.1:1"):
-        assert await asyncio.to_thread(explain, failed, target, encrypted=False) is failed
+        assert await asyncio.to_thread(explain_unavailable, failed, target, encrypted=False) is failed
     other = Unauthenticated("no")
-    assert explain(other, running.addresses[TCP], encrypted=False) is other
+    assert explain_unavailable(other, running.addresses[TCP], encrypted=False) is other
 
 
 async def test_who_says_nothing_is_shown_out(
     start: Callable[..., Any], server_files: IssuedCertificate, tenants_file: Path
 ) -> None:
     running = await start(
-        Limits(handshake_seconds=0.3),
+        ListenerLimits(handshake_seconds=0.3),
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file,
     )  # fmt: skip
     port = int(running.addresses[TCP].rpartition(":")[2])
@@ -275,7 +275,7 @@ async def test_connections_beyond_the_limit_are_closed(
     start: Callable[..., Any], authority: CertificateAuthority, server_files: IssuedCertificate, tenants_file: Path
 ) -> None:
     running = await start(
-        Limits(connections=4),
+        ListenerLimits(connections=4),
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file,
     )  # fmt: skip
     port = int(running.addresses[TCP].rpartition(":")[2])

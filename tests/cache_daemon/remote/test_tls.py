@@ -1,4 +1,4 @@
-"""Engines over TLS: a real server with a certificate of an authority, believed by that one and by no other."""
+"""Backends over TLS: a server certificate is trusted by its authority, and by no other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import free_port
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
 from cache_daemon.durable.encryption import NullCipher
-from cache_daemon.remote.address import Credentials, credentials_of, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, credentials_of, parse_remote
 from cache_daemon.remote.backend import RemoteFailed
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
@@ -33,7 +34,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> CertificateAuthority:
 
 @pytest.fixture(scope="module")
 def port(authority: CertificateAuthority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server that speaks TLS and nothing else."""
+    """Port of a server that speaks TLS and nothing else."""
     issued, found = authority.issue("server", hosts=("localhost", "127.0.0.1")), free_port()
     # The last --port counts.
     flags = ("--port", "0", "--tls-port", str(found), "--tls-auth-clients", "no", "--requirepass", PASSWORD)

@@ -1,4 +1,4 @@
-"""Tenants of a real daemon: what each sees, at each door."""
+"""Isolation of tenants of a real daemon, at each listener."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fetched(stub: Any, key: bytes, salt: bytes) -> bytes:
 
 @pytest.fixture
 def node(start: Callable[..., Node], tmp_path: Path) -> Node:
-    """A daemon with TLS and two tenants that have tokens, one of them with a certificate as well."""
+    """Run a daemon with TLS and two tenants that have tokens, one of them with a certificate as well."""
     authority = CertificateAuthority(tmp_path)
     server = authority.issue("server", hosts=("localhost",))
     table = tmp_path / "tenants.toml"
@@ -181,7 +181,7 @@ THEIRS, NOBODYS = list(range(1000, 1300)), list(range(2000, 2300))
 
 
 def deviations(peer: Peer, planted_seconds: float = 0.0) -> float:
-    """By how many standard deviations of a fair coin one kind of miss is slower in more blocks than the other one."""
+    """Return by how many standard deviations of a fair coin one kind of miss is slower in more blocks."""
     draw, slower = random.Random(seeds.chosen()), 0.0
 
     def once(ids: list[int]) -> float:

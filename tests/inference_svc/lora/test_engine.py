@@ -12,6 +12,7 @@ import torch
 from kvkernels.cpu import quantized_gemm
 
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
+from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
@@ -19,7 +20,6 @@ from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.engine.sequence import CacheParams, CacheScope, FinishReason
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import load
 from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 from inference_svc.spec_decode.ngram_proposer import AnswerHistory

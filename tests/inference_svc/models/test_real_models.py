@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kvsidecar.errors import Unavailable
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from kvsidecar.models.model_pull import pull
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -31,7 +31,7 @@ PROMPTS = [question.format(thing) for question in QUESTIONS for thing in THINGS]
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The GGUF file: the user's own if it was pulled, else fetched for these tests."""
-    if Library().find("smollm2") is not None:
+    if ModelLibrary().find("smollm2") is not None:
         yield resolve("smollm2")
         return
     with pytest.MonkeyPatch.context() as patch:

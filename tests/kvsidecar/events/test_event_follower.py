@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from kvsidecar import keys
 from kvsidecar.cli.cache.daemon_target import connected
-from kvsidecar.events.block_hashes import DEFAULT_SEED, block_hash, external, seed_hash
-from kvsidecar.events.block_ledger import ARENA, DISK, Ledger
-from kvsidecar.events.event_follower import Follower
-from kvsidecar.events.event_publisher import Endpoints, Publisher
+from kvsidecar.events.block_hashes import DEFAULT_SEED, block_hash, external_hash, seed_hash
+from kvsidecar.events.block_ledger import ARENA, DISK, BlockLedger
+from kvsidecar.events.event_follower import EventFollower
+from kvsidecar.events.event_publisher import EventPublisher, PublisherEndpoints
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer, descriptor
@@ -33,7 +33,7 @@ def names(tokens: list[int], salt: str = "") -> set[int]:
     last, out = seed_hash(), set()
     for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         last = block_hash(last, tokens[at : at + BLOCK_TOKENS], "" if at else salt)
-        out.add(external(last))
+        out.add(external_hash(last))
     return out
 
 
@@ -53,8 +53,10 @@ def published(node: Node, folder: Path, salt: bytes = b"", kept: int = 10_000) -
     name = salt.decode() or "common"
     at = f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay"
     scope = {"namespace": NAMESPACE, "tenant_salt": salt}
-    follower = Follower(partial(connected, str(node.cache_socket)), scope, Ledger(BLOCK_TOKENS, salt, DEFAULT_SEED))
-    publisher = Publisher(Endpoints(*at), follower.tell_again, kept)
+    follower = EventFollower(
+        partial(connected, str(node.cache_socket)), scope, BlockLedger(BLOCK_TOKENS, salt, DEFAULT_SEED)
+    )
+    publisher = EventPublisher(PublisherEndpoints(*at), follower.resend_all, kept)
     thread = threading.Thread(target=follower.run, args=(publisher.publish,))
     thread.start()
     try:

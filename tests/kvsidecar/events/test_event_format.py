@@ -6,7 +6,7 @@ import json
 
 import pytest
 from kvsidecar.events import vllm_events
-from kvsidecar.events.block_hashes import block_hash, external, seed_hash
+from kvsidecar.events.block_hashes import block_hash, external_hash, seed_hash
 
 from tests.kvsidecar.events.golden import BATCHES, BLOCK_TOKENS, FILE, RANK, SALT, TOKENS, TS, events
 
@@ -27,4 +27,4 @@ def test_blocks_have_vllms_hashes(salt: str, name: str) -> None:
         last = block_hash(last, TOKENS[at : at + BLOCK_TOKENS], "" if at else salt)
         found.append(last.hex())
     assert found == GOLDEN[name]
-    assert external(last) == int(found[-1][-16:], 16)
+    assert external_hash(last) == int(found[-1][-16:], 16)

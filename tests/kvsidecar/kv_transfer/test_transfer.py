@@ -20,7 +20,7 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -40,13 +40,15 @@ def node() -> Iterator[Node]:
 class Engine:
     """One attached engine, to a node of this host or to a daemon's address."""
 
-    def __init__(self, at: Node | Address, name: str, bits: int = 16, *, transposed: bool = False) -> None:
+    def __init__(self, at: Node | ServiceAddress, name: str, bits: int = 16, *, transposed: bool = False) -> None:
         dtype = torch.bfloat16
         self.cache, self.write = apart("bhct", dtype, bits) if transposed else packed(dtype, bits)
         described = descriptor(name, geometry(dtype, bits))
         described.quantizer_version = 0 if bits == 16 else keys.QUANTIZER_VERSION
         self.descriptor: NamespaceDescriptor = described
-        self.link = DaemonConnection(at if isinstance(at, Address) else Address(at.cache_socket), name, described)
+        self.link = DaemonConnection(
+            at if isinstance(at, ServiceAddress) else ServiceAddress(at.cache_socket), name, described
+        )
         assert self.link.wait(10)
         self.reader = ChunkReader(BlockCopier(self.cache), self.cache.geometry, 5.0)
         self.writer = ChunkWriter(BlockCopier(self.cache), self.cache.geometry, CHUNK, 5.0)

@@ -1,4 +1,4 @@
-"""The daemon's GPU memory in this process: imported, read by kernels."""
+"""The daemon's GPU arena, imported into this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvsidecar.kv_transfer.mapped_memory import ARENA, receive_descriptor, recei
 
 
 class CudaArena:
-    """An imported arena, on the device that torch computes on.
+    """An imported arena on the device that torch computes on; kernels read it in place.
 
     Raises OSError when the driver or the daemon refuses, ValueError when the arena is another device's.
     """
@@ -38,11 +38,11 @@ class CudaArena:
         return self._memory.size_bytes
 
     def part(self, offset: int, size_bytes: int) -> DeviceBytes:
-        """A slot's bytes."""
+        """Return a slot's bytes."""
         return DeviceBytes(self._memory.address + offset, size_bytes)
 
     def close(self) -> None:
-        """Lets go of the memory, once no kernel uses it. Idempotent."""
+        """Release the memory once no kernel uses it. Idempotent."""
         device_visible_memory.unregister_range(self._memory.address, self._memory.close)
 
 

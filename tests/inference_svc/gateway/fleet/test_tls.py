@@ -51,7 +51,7 @@ async def test_a_node_has_the_names_certificate_and_asks_for_the_gateways(
         node.listening(),
         fleet_of(nodes=f"dns+https://nodes.test:{node.port}", **settings) as (client, fleet),
     ):
-        assert len(fleet.members.alive) == up
+        assert len(fleet.discovery.alive) == up
         assert (await client.get("/health")).status_code == (200 if up else 503)
 
 
@@ -79,7 +79,7 @@ async def test_what_tls_refuses_behind_the_handshake_is_no_end_of_asking(
         node.listening(),
         fleet_of(nodes=f"dns+https://nodes.test:{node.port}", node_ca=authority.ca) as (client, fleet),
     ):
-        (seen,) = fleet.members.all
+        (seen,) = fleet.discovery.all
         assert not seen.alive
         assert "SSL" in seen.why
         assert (await client.get("/health")).status_code == 503

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from kvsidecar.net import kept_socket
+from kvsidecar.net import socket_watcher
 from kvsidecar.net.channel import aio_channel
-from kvsidecar.net.grpc_server import Door, listening_at
+from kvsidecar.net.grpc_server import Listener, serve_listeners
 
 from tests.kvsidecar.test_grpc_server import NAME, naming
 
@@ -20,7 +20,7 @@ LOOK_SECONDS, DEADLINE_SECONDS = 0.05, 30.0
 
 @pytest.fixture(autouse=True)
 def looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_socket, "_LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr(socket_watcher, "_LOOK_SECONDS", LOOK_SECONDS)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def test_a_service_is_reached_again_after_its_folder_was_deleted_and_older
     folder: Path,
 ) -> None:
     path = folder / "s"
-    async with listening_at(NAME, [Door(path, naming(b"me"))], lambda: 0.0) as (address,):
+    async with serve_listeners(NAME, [Listener(path, naming(b"me"))], lambda: 0.0) as (address,):
         before = named_by(address)
         assert await before() == b"me"
         for _ in range(2):
@@ -65,7 +65,7 @@ async def test_a_service_is_reached_again_after_its_folder_was_deleted_and_older
 
 async def test_what_another_process_has_bound_at_the_path_stays(folder: Path) -> None:
     path = folder / "s"
-    async with listening_at(NAME, [Door(path, naming(b"me"))], lambda: 0.0):
+    async with serve_listeners(NAME, [Listener(path, naming(b"me"))], lambda: 0.0):
         with socket.socket(socket.AF_UNIX) as other:
             other.bind(str(folder / "other"))
             (folder / "other").rename(path)
@@ -76,7 +76,7 @@ async def test_what_another_process_has_bound_at_the_path_stays(folder: Path) ->
 
 async def test_a_folder_that_cannot_be_used_is_waited_for(folder: Path) -> None:
     path = folder / "s"
-    async with listening_at(NAME, [Door(path, naming(b"me"))], lambda: 0.0) as (address,):
+    async with serve_listeners(NAME, [Listener(path, naming(b"me"))], lambda: 0.0) as (address,):
         folder.chmod(0o755)
         path.unlink()
         await asyncio.sleep(5 * LOOK_SECONDS)

@@ -1,9 +1,9 @@
-"""Prefill of a prompt of which parts were read in another context.
+"""Selective recompute: prefill of a prompt with relocated chunks.
 
-Their stored keys and values lie in the pool already. First, if the strategy measures, the lowest layers are computed
-for all approximate tokens: exactly, since they start from the embeddings. Then the strategy chooses, and the chosen
-and the fresh tokens go on through the other layers; each sees every earlier key, computed again or stored. Work is
-done in pieces, so that other sequences go on meanwhile.
+Their stored keys and values are in the pool already. If the selector needs measurements, the lowest layers are first
+computed for all approximate tokens: exactly, since they start from the embeddings. Then the selected and the uncached
+tokens are computed in the other layers; each sees every earlier key, recomputed or stored. The work is done in pieces,
+so that other sequences run meanwhile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 from inference_svc.context_reuse.selectors import SelectionSignals, TokenSelector
-from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
@@ -26,7 +25,7 @@ from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 
-# The question's last tokens are enough to see where it looks.
+# The last tokens of the question are enough to measure its attention.
 _QUESTION_TOKENS = 64
 
 
@@ -178,71 +177,12 @@ def _padded(states: Tensor, rows_: int) -> Tensor:
 
 
 def _pieces(positions: Positions, most: Callable[[], int]) -> Iterator[Positions]:
-    """Pieces of ``most()`` positions at most, asked before each, and of nearly the same size: a small last one would
-    cost more than its share. One at least."""
+    """Split positions into pieces of nearly equal size, at most ``most()`` each, and at least one piece.
+
+    A small last piece would cost more than its share. ``most`` is called before each piece.
+    """
     first = True
     while first or len(positions):
         take = -(-len(positions) // max(1, -(-len(positions) // most())))
         yield positions[:take]
         positions, first = positions[take:], False
-
-
-class RecomputeQueue:
-    """The repairs of running sequences, one piece at a time, of ``piece_rows()`` rows at most. Only the engine's thread
-    uses it."""
-
-    def __init__(self, decoder: Decoder, pool: KVPool, piece_rows: Callable[[], int]) -> None:
-        self._decoder, self._pool, self._piece_rows = decoder, pool, piece_rows
-        self._going: dict[Sequence, tuple[SelectiveRecompute, Iterator[int]]] = {}
-        self._turn = False
-
-    def __len__(self) -> int:
-        return len(self._going)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._going
-
-    def begin(self, sequence: Sequence) -> None:
-        """Takes up a sequence with a plan."""
-        assert sequence.plan is not None
-        assert sequence.table is not None
-        assert sequence.repair is not None, "a plan without a repair"
-        work = SelectiveRecompute(
-            self._decoder,
-            self._pool,
-            sequence.tokens,
-            sequence.table,
-            sequence.plan,
-            sequence.repair.selector,
-            sequence.repair.ratio,
-            piece_rows=self._piece_rows,
-            gate=sequence.gate,
-            adapter=sequence.adapter,
-        )
-        self._going[sequence] = work, work.steps()
-
-    def drop(self, sequence: Sequence) -> None:
-        """Gives a repair up. Without effect when there is none."""
-        self._going.pop(sequence, None)
-
-    def next(self, running: list[Sequence]) -> Sequence | None:
-        """Whose repair goes on in this step: one after the other, and in turns with what prompts there are, so that a
-        step has no more rows than a batch may have, and what decodes."""
-        ready = [s for s in self._going if not s.gated] or list(self._going)
-        prompts = any(s.missing > 1 and s not in self._going for s in running)
-        self._turn = not (prompts and self._turn)
-        if not ready or not self._turn:
-            return None
-        self._going[ready[0]] = self._going.pop(ready[0])
-        return ready[0]
-
-    def piece(self, sequence: Sequence) -> Tensor | None:
-        """One piece of a repair; at its end the logits ``[1, vocabulary]`` of the first token. Raises RestoreFailed."""
-        work, steps = self._going[sequence]
-        if next(steps, None) is not None:
-            return None
-        del self._going[sequence]
-        if not sequence.first_token_at:
-            sequence.recomputed_tokens, sequence.repaired = len(work.chosen), work.chosen
-        sequence.computed = len(sequence.tokens)
-        return work.logits[-1][-1:]

@@ -1,4 +1,4 @@
-"""A Unix socket that comes back where its path is deleted."""
+"""Watches a bound Unix socket's path, and binds it again after a deletion."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvsidecar.process.runtime_dir import ensure_private_dir
 _LOOK_SECONDS = 1.0
 
 
-class KeptSocket:
-    """A watch over the path of a socket that is bound.
+class SocketWatcher:
+    """Watcher of a bound socket's path.
 
-    While the context is open, ``bind_again`` is called within about a second of the path's end, with a private folder
-    made again before where the socket is this user's alone. What another process has bound at the path is left there.
-    Runs on the event loop; failures are logged and tried again.
+    While the context is open, calls ``bind_again`` within about a second after the path was deleted; for a private
+    socket it first creates the private folder again. Leaves a path alone that another process has bound. Runs on the
+    event loop; logs failures and tries again.
     """
 
     def __init__(self, path: Path, bind_again: Callable[[], Awaitable[None]], private: bool = True) -> None:
@@ -37,7 +37,7 @@ class KeptSocket:
                 await self._watch
 
     async def _keep(self) -> None:
-        import structlog  # here: clients import this module, and do not log
+        import structlog  # lazy: clients import this module, and do not log
 
         log, said = structlog.get_logger("kvsidecar"), ""
         name = str(self._path)
