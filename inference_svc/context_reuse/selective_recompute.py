@@ -31,40 +31,42 @@ _QUESTION_TOKENS = 64
 
 @dataclass
 class AttentionMass:
-    """Collects how hard the rows of a batch look at each key, ``mass [keys]``: see ``Signals.attention``."""
+    """Attention of a batch's rows to each key, ``mass [keys]``: see ``SelectionSignals.attention``."""
 
     mass: Tensor
 
     def see(self, strongest: Tensor) -> None:
-        """``strongest [heads, keys]``: the strongest probability that any row gives each key."""
-        # Squares: what one head looks at hard is not outvoted by those that look around.
+        """Add ``strongest [heads, keys]``, the largest probability that any row gives each key."""
+        # Squared, so that one head with strong attention is not outvoted by heads with diffuse attention.
         mass = strongest[:, : len(self.mass)].square().sum(0)
         self.mass[: len(mass)] += mass
 
 
 class KVDeviation:
-    """How far keys and values moved from what was stored: see ``Signals.deviation``."""
+    """Distance of computed keys and values from the stored ones: see ``SelectionSignals.deviation``."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
 
     def add(self, before: list[Tensor], after: list[Tensor]) -> None:
-        """Rows that were computed, a tensor ``[kv_heads, rows, head_dim]`` for keys and values of each layer."""
+        """Add computed rows, a tensor ``[kv_heads, rows, head_dim]`` for keys and values of each layer."""
         moved = torch.stack([(b.float() - a.float()).square().sum((0, 2)) for a, b in zip(before, after, strict=True)])
         size = torch.stack([b.float().square().sum((0, 2)) for b in after])
         self._parts.append((moved.cpu().numpy(), size.cpu().numpy()))
 
     def relative(self) -> NDArray[np.float32]:
-        """``[rows]`` in the order in which they were added."""
+        """Deviations ``[rows]``, in the order in which the rows were added."""
         moved, size = (np.concatenate(p, axis=1) for p in zip(*self._parts, strict=True))
         found: NDArray[np.float32] = np.sqrt((moved / np.maximum(size.mean(1, keepdims=True), 1e-12)).sum(0))
         return found
 
 
 class SelectiveRecompute:
-    """One prompt's repair. ``steps`` yields after every piece of work; ``logits`` holds the wanted rows' at the end,
-    ``chosen`` the positions of the approximate tokens that were computed again, ``row_layers`` the work: rows times
-    the layers that each went through."""
+    """Selective recompute of one prompt.
+
+    ``steps`` yields after every piece of work. Afterwards ``logits`` holds those of the wanted rows, ``chosen`` the
+    positions of the recomputed approximate tokens, and ``row_layers`` the work in rows times layers.
+    """
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class SelectiveRecompute:
         self.logits: list[Tensor] = []
 
     def steps(self) -> Iterator[int]:
-        """Yields the rows of each piece, weighted by the share of layers they ran through."""
+        """Yield the rows of each piece, weighted by the share of layers that computed them."""
         depth, fresh = min(self._strategy.depth, self._decoder.layers - 1), self._plan.uncached_positions
         if not depth:
             chosen = self._choose(SelectionSignals())
@@ -127,8 +129,10 @@ class SelectiveRecompute:
         return batch
 
     def _measure(self, positions: Positions, depth: int, changed: KVDeviation | None) -> Tensor:
-        """Runs the lowest layers, with keys and values of layer ``depth``. Returns the states ``[rows, width]``, and
-        adds the rows to ``changed``."""
+        """Compute the lowest layers, and keys and values of layer ``depth``.
+
+        Returns the hidden states ``[rows, width]``, and adds the rows to ``changed``.
+        """
         batch = self._batch(positions)
         batch.pass_layer(depth)
         self.row_layers += batch.real * depth
@@ -141,11 +145,11 @@ class SelectiveRecompute:
         return hidden[: batch.real]
 
     def _read(self, slots: Tensor, layers: range) -> list[Tensor]:
-        """Keys and values of some layers at ``slots``, each ``[kv_heads, slots, head_dim]``, copied."""
+        """Copy keys and values of some layers at ``slots``, each ``[kv_heads, slots, head_dim]``."""
         return [t[i].index_select(1, slots) for i in layers for t in (self._pool.keys, self._pool.values)]
 
     def _look(self) -> NDArray[np.float32]:
-        """Reads the question over the stored keys: its attention, ``[approximate tokens]``."""
+        """Read the question over the stored keys, and return its attention ``[approximate tokens]``."""
         question = self._plan.uncached_positions[-_QUESTION_TOKENS:]
         observer = AttentionMass(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)

@@ -1,4 +1,4 @@
-"""Where a worker's cache daemon is: on this host, on another one, or nowhere."""
+"""Address of a worker's cache daemon, from its settings."""
 
 from __future__ import annotations
 

@@ -228,8 +228,11 @@ def _schema(grammar: pb.Grammar) -> dict[str, Any]:
 
 
 def for_compiler(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
-    """Return a schema as llguidance takes it. Between the parts of the JSON stands what the regular expression
-    ``pattern`` matches; empty for nothing. ``oneOf`` whose alternatives may overlap counts as ``anyOf``."""
+    """Return a schema with llguidance's options.
+
+    The regular expression ``pattern`` is the white space between parts of the JSON; empty for none. ``oneOf`` with
+    overlapping alternatives is treated as ``anyOf``.
+    """
     options: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
     return {**plain(schema), "x-guidance": {**options, "coerce_one_of": True}}
 

@@ -49,10 +49,11 @@ class ToolCallParser(CharReader):
         exact: bool = False,
         whole: bool = False,
     ) -> None:
-        """``functions`` are those that there are, with the JSON schemas of their arguments; ``single`` drops all calls
-        after the first. ``dialect`` is hermes, llama3_json, mistral, qwen3_coder or json. With ``exact`` a grammar
-        keeps calls to what was asked for. With ``whole`` an answer that begins with no call has none, whatever
-        its text quotes."""
+        """``functions`` maps names to the JSON schemas of their arguments; ``dialect`` is a ToolCallFormat.
+
+        ``single`` drops all calls after the first. ``exact``: a grammar constrains the calls. ``whole``: an answer that
+        does not start with a call contains none, even if its text quotes one.
+        """
         super().__init__()
         self.calls = 0
         self._functions, self._single, self._dialect = functions, single, dialect

@@ -30,7 +30,7 @@ class StreamingOptions:
     sequences: int = 0  # maximum batch size; 0: unknown
     beside_bytes: int = 0  # memory of adapters and of a draft copy of the model
     copy_bits: int = 0  # width of a draft copy whose bytes are not yet in ``beside_bytes``; 0: none
-    poison_freed_slots: bool = False  # slots are overwritten as soon as nobody uses them; for tests
+    poison_freed_slots: bool = False  # overwrite released slots; for tests
 
 
 OFF = StreamingOptions()

@@ -80,8 +80,10 @@ class StreamedModel:
 def load_streamed(
     recipe: LayerFileRecipe, identity: bytes, asked: StreamingOptions, models: ModelLibrary | None = None
 ) -> tuple[Any, StreamedModel]:
-    """The model of a recipe, whose weights ``identity`` names. Its file is written first if it is not there, and again
-    if it is damaged. Raises ModelUnsupported, ConfigurationError."""
+    """Load a recipe's model, whose weights have the fingerprint ``identity``.
+
+    Builds the layer file if it is missing, and again if it is corrupt. Raises ModelUnsupported, ConfigurationError.
+    """
     models, asked = models or ModelLibrary(), with_copy(recipe, asked)
     check_streamable(recipe)
     target = _place(recipe, identity, models.root / "converted")
@@ -151,11 +153,13 @@ def with_copy(recipe: LayerFileRecipe, asked: StreamingOptions) -> StreamingOpti
 
 
 def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOptions) -> bool:
-    """Whether loading the model into memory, its weights at ``width`` bits, would take more than there is. Where
-    streaming would not help, a model whose weights fit is loaded: the pool's pages are taken as they are used. Raises
-    ConfigurationError when they do not either, before anything is written."""
+    """True if the model with weights at ``width`` bits does not fit into memory, and streaming helps.
+
+    If streaming would not help, a model whose weights fit is loaded: the system commits the pool as it is used. Raises
+    ConfigurationError if they do not fit either, before any file is written.
+    """
     found, asked = estimate_sizes(recipe), with_copy(recipe, asked)
-    # Weights that are quantized here are all there first.
+    # Weights that are quantized at loading are all in memory unquantized first.
     most = max(found.kept, found.dense if recipe.bits == width else 0)
     free = free_bytes(asked.memory_bytes)
     if most + reserved_bytes(asked) <= free:
