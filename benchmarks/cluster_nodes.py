@@ -17,7 +17,7 @@ from typing import Literal
 
 from benchmarks.cluster_traces import Arrival
 from benchmarks.eviction_replay import Tier
-from benchmarks.eviction_traces import BLOCK_TOKENS, Block, Request
+from benchmarks.eviction_traces import PAGE_TOKENS, Block, Request
 from cache_daemon.eviction import DEFAULT, POLICIES
 from inference_svc.gateway.fleet.fleet_router import Beginnings, Ring, Standing, candidates, choose
 
@@ -131,16 +131,16 @@ class Fleet:
         return int(choose(asked, prompt, request.tokens).name)
 
     def _held(self, node: int, request: Request) -> int:
-        return min(request.tokens, self._tiers[node].leading(request) * BLOCK_TOKENS)
+        return min(request.tokens, self._tiers[node].leading(request) * PAGE_TOKENS)
 
     def _serve(self, node: int, request: Request, now: float) -> None:
         costs, found, path = self._costs, self._outcome, request.path
         hits = self._tiers[node].serve(request)
-        local = min(request.tokens, hits * BLOCK_TOKENS)
+        local = min(request.tokens, hits * PAGE_TOKENS)
         fetched, seconds = 0, costs.load_seconds * local
         if self._remote is not None:
             more = self._remote.behind(path, hits)
-            fetched = min(request.tokens, (hits + more) * BLOCK_TOKENS) - local
+            fetched = min(request.tokens, (hits + more) * PAGE_TOKENS) - local
             if fetched and costs.fetch(fetched) < costs.compute(local, fetched):
                 seconds += costs.fetch(fetched)
                 hits += more

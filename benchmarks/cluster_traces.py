@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks.eviction_traces import BLOCK_TOKENS, KINDS, Line, Request, of_lines, read
+from benchmarks.eviction_traces import KINDS, PAGE_TOKENS, Line, Request, of_lines, read
 
 # A user reads, thinks and writes; who has not gone on by then does not.
 _MOST_PAUSE_SECONDS, _MOST_NEW_TOKENS = 600.0, 512
@@ -77,8 +77,8 @@ def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
         near = [talk for talk in talks if 0 < tokens - talk.tokens <= _MOST_NEW_TOKENS]
         talk = min(near, key=lambda one: tokens - one.tokens, default=None)
         # What was read whole is the same; the block that the earlier prompt ended in goes on differently.
-        ids = talk.ids[: talk.read // BLOCK_TOKENS] if talk is not None else []
-        ids = ids + [next(numbers) for _ in range(-(-tokens // BLOCK_TOKENS) - len(ids))]
+        ids = talk.ids[: talk.read // PAGE_TOKENS] if talk is not None else []
+        ids = ids + [next(numbers) for _ in range(-(-tokens // PAGE_TOKENS) - len(ids))]
         if talk is not None:
             talks.remove(talk)
         talks.append(_Talk(at, tokens, tokens + answered, ids))

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
-from benchmarks.eviction_traces import BLOCK_TOKENS, Block, Request
+from benchmarks.eviction_traces import PAGE_TOKENS, Block, Request
 from cache_daemon.eviction import EvictionPolicy
 
 _NEVER = 1 << 60
@@ -23,7 +23,7 @@ class _Tier:
         """Counts the request and returns how many of its leading blocks are here."""
         found = self.leading(request)
         self.asked_tokens += request.tokens
-        self.hit_tokens += min(request.tokens, found * BLOCK_TOKENS)
+        self.hit_tokens += min(request.tokens, found * PAGE_TOKENS)
         return found
 
     def leading(self, request: Request) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-BLOCK_TOKENS = 512
+PAGE_TOKENS = 512
 
 
 class Block:
@@ -23,7 +23,7 @@ class Block:
     def __init__(self, number: int, parent: Block | None, start_position: int, tokens: int) -> None:
         self.key = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
         self.parent, self.start_position, self.tokens = parent, start_position, tokens
-        self.size_bytes = BLOCK_TOKENS  # a tier of so many blocks has room for partial ones as for whole ones
+        self.size_bytes = PAGE_TOKENS  # a tier of so many blocks has room for partial ones as for whole ones
         self.prefill_seconds = float(tokens)
 
 
@@ -65,9 +65,9 @@ def of_lines(lines: Iterable[Line]) -> list[Request]:
         for i, number in enumerate(ids):
             block = blocks.get(number)
             if block is None:
-                at = i * BLOCK_TOKENS
+                at = i * PAGE_TOKENS
                 parent = path[-1] if path else None
-                block = blocks[number] = Block(number, parent, at, min(BLOCK_TOKENS, tokens - at))
+                block = blocks[number] = Block(number, parent, at, min(PAGE_TOKENS, tokens - at))
             path.append(block)
         out.append(Request(tokens, tuple(path)))
     return out
@@ -194,8 +194,8 @@ def _line(prompt: Prompt, numbers: dict[tuple[int, tuple[tuple[int, int], ...]],
     ids: list[int] = []
     at, end, pieces = 0, 0, iter(prompt)
     reach: list[tuple[int, int]] = []
-    for start in range(0, total, BLOCK_TOKENS):
-        stop = min(start + BLOCK_TOKENS, total)
+    for start in range(0, total, PAGE_TOKENS):
+        stop = min(start + PAGE_TOKENS, total)
         inside = [r for r in reach if end > start][-1:]
         while end < stop:
             text, tokens = next(pieces)

@@ -30,7 +30,7 @@ from kvsidecar.errors import KVSidecarError
 from benchmarks import report
 from benchmarks.engines import QUESTION_TOKENS, Draw
 from benchmarks.node import Node
-from benchmarks.systems.arms import BLOCK_TOKENS, Arm, of_engine, of_node, of_vllm
+from benchmarks.systems.arms import PAGE_TOKENS, Arm, of_engine, of_node, of_vllm
 from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write_gguf
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
@@ -54,7 +54,7 @@ class Bench:
         options.context_tokens = lengths_of(self._model, options.context_tokens, options.answer_tokens + _SPARE_TOKENS)
         self._dtype = dtype_of(options.model, options.dtype)
         self._context = max(options.context_tokens) + options.answer_tokens + _SPARE_TOKENS
-        room = (self._context + BLOCK_TOKENS) * (options.repeats + 1)
+        room = (self._context + PAGE_TOKENS) * (options.repeats + 1)
         self._room = room * model_shape(str(self._model)).token_bytes
         self._threads = len(os.sched_getaffinity(0))
 

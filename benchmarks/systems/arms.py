@@ -14,7 +14,7 @@ from benchmarks.systems.environments import Missing
 from benchmarks.systems.vllm_engines import Recipe, environment
 from inference_svc.models.loader import model_shape
 
-BLOCK_TOKENS = 128  # the longest that vLLM has: caches are as much larger for every sequence
+PAGE_TOKENS = 128  # the longest that vLLM has: caches are as much larger for every sequence
 _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32
 
 
@@ -72,7 +72,7 @@ def arms_of(
 ) -> tuple[list[Arm], list[str]]:
     """The arms that ``options.arms`` names, started, and why others are missing. ``longest`` is the most tokens of a
     prompt with its answer. ``nocache`` shares the node of ``ours``: it neither reads nor writes the cache."""
-    room = (longest + BLOCK_TOKENS) * options.clients * model_shape(str(model)).token_bytes
+    room = (longest + PAGE_TOKENS) * options.clients * model_shape(str(model)).token_bytes
     flags = {"dtype": dtype}
     found: list[Arm] = []
     shared: Node | None = None

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from inference_svc.context_reuse.reuse_plan import Positions, RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.rope_shift import key_rotation_of
+from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
 from inference_svc.context_reuse.selectors import TokenSelector
 from inference_svc.kv_pool.block_table import KEY_BLOCK, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import LoadedModel
 
 # Bits that nobody should store: what a benchmark with power must see failing.

@@ -15,12 +15,13 @@ from kvsidecar.kv_transfer.session import Session
 from kvsidecar.kv_transfer.transport import Fill
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_client.cache_stats import CacheStats
 from inference_svc.kv_client.chunk_loader import document_marks
 from inference_svc.kv_client.load_cost_model import LoadCostModel
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -39,9 +40,12 @@ class PartialSave:
     def snapshot(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> PartialSave:
         """As the engine's thread sees it now."""
         fresh, seconds = _prefill(sequence)
-        if not sequence.first_token_at:
-            fresh, seconds = sequence.computed - sequence.cached_tokens, time.perf_counter() - sequence.started_at
-        return cls(pool, table, tokens, sequence.stored, list(sequence.tokens), (fresh, seconds))
+        if not sequence.timestamps.first_token_at:
+            fresh, seconds = (
+                sequence.kv.num_computed - sequence.usage.num_cached,
+                time.perf_counter() - sequence.timestamps.started_at,
+            )
+        return cls(pool, table, tokens, sequence.kv.stored, list(sequence.tokens), (fresh, seconds))
 
 
 @dataclass(frozen=True)
@@ -73,10 +77,10 @@ class ChunkSaver:
         self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, give_way: Callable[[], None]
     ) -> StoredPrefix:
         """Stores what of a finished sequence is not stored yet. Returns what is stored then."""
-        assert sequence.table is not None
-        known = sequence.tokens[: sequence.reusable]
-        job = _Job(session, root, sequence, pool, sequence.table, known, len(known), _prefill(sequence), give_way)
-        return self._save(job, sequence.stored)
+        assert sequence.kv.table is not None
+        known = sequence.tokens[: sequence.kv.num_exact]
+        job = _Job(session, root, sequence, pool, sequence.kv.table, known, len(known), _prefill(sequence), give_way)
+        return self._save(job, sequence.kv.stored)
 
     def save_part(
         self, session: Session, root: bytes, sequence: Sequence, part: PartialSave, give_way: Callable[[], None]
@@ -84,7 +88,7 @@ class ChunkSaver:
         """Stores the chunks of a running sequence that end within a part of it. Returns what is stored then; None for
         values that are not finite, of which no answer has told yet."""
         table, pool = part.table, part.pool
-        if part.stored.tokens < table.since:  # nobody could find it without what comes before
+        if part.stored.tokens < table.first_valid_token:  # nobody could find it without what comes before
             return part.stored
         slots = torch.from_numpy(table.slots(part.stored.tokens, part.tokens))
         if not pool.values[-1].index_select(1, slots.to(pool.values.device)).isfinite().all():
@@ -93,8 +97,10 @@ class ChunkSaver:
         return self._save(job, part.stored)
 
     def _save(self, job: _Job, before: StoredPrefix) -> StoredPrefix:
-        stored = self._save_from(job, before) if job.table.since <= before.tokens else before
-        if stored is None and not job.table.since:  # the parent is gone meanwhile: the pool still has it all
+        stored = self._save_from(job, before) if job.table.first_valid_token <= before.tokens else before
+        if (
+            stored is None and not job.table.first_valid_token
+        ):  # the parent is gone meanwhile: the pool still has it all
             stored = self._save_from(job, StoredPrefix())
         return stored or StoredPrefix()
 
@@ -105,7 +111,7 @@ class ChunkSaver:
         for group, hashes in linked_groups(session, headers, prefix.prefix_hash, root):
             job.yield_to_loads()
             filler = _filler(job, group)
-            cache = sequence.cache
+            cache = sequence.request.cache
             written = write(session, cache.tenant_salt, group, filler, self._timeout, cache.ttl_seconds)
             if first and written.parent_missing:
                 return None
@@ -149,7 +155,7 @@ def _filler(job: _Job, headers: list[ChunkHeader]) -> Fill:
 
 def _prefill(sequence: Sequence) -> tuple[int, float]:
     """How many tokens of its prompt were computed, in how many seconds."""
-    return sequence.prompt_tokens - sequence.cached_tokens, sequence.timings.prefill_ms / 1e3
+    return sequence.request.num_prompt_tokens - sequence.usage.num_cached, sequence.timings.prefill_ms / 1e3
 
 
 def _without_tail(before: StoredPrefix, group: list[ChunkHeader], hashes: list[bytes]) -> StoredPrefix:

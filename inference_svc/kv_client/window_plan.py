@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from kvkernels import Piece, unpack_chunks
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.disk_overflow import runs_of
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.ranges import runs_of
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,22 @@ def plan_window(
     """``found`` leading tokens are stored, of which the first ``passed`` cannot be loaded; of ``computed`` ones,
     ``table``'s pages have what is seen from behind them. What comes after ``goes_on`` tokens is stored later, unless
     that is None, and should be there for it. The table stays as it is."""
-    if found <= computed or not pool.reach:
+    if found <= computed or not pool.max_window:
         return WindowPlan(found, computed, table)
     if found > table.tokens:
         # Pages for as much as a window needs: those behind what is computed are moved to where they are needed.
-        at = -(-computed // BLOCK_TOKENS) * BLOCK_TOKENS
-        seen = pool.first_seen(found)
-        for start in (min(seen, pool.first_whole(seen if save_from is None else save_from)), seen):
+        at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
+        seen = pool.first_visible(found)
+        for start in (min(seen, pool.round_to_step(seen if save_from is None else save_from)), seen):
             if start >= at and found - start <= table.tokens - at:
-                return WindowPlan(found, start, table.spread(at, start))
+                return WindowPlan(found, start, table.shift(at, start))
         found = table.tokens
-    start = pool.first_seen(found) if save_from is None else min(pool.first_seen(found), save_from)
+    start = pool.first_visible(found) if save_from is None else min(pool.first_visible(found), save_from)
     if max(start, computed) < unloadable:
         return WindowPlan(computed, computed, table)
     if start <= computed:
         return WindowPlan(found, computed, table)
-    return WindowPlan(found, start, BlockTable(list(table.ranges), since=start, apart=table.apart))
+    return WindowPlan(found, start, BlockTable(list(table.ranges), since=start, apart=table.in_overflow))
 
 
 def load_layers(

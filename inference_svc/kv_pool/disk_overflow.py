@@ -20,6 +20,8 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 import structlog
@@ -27,8 +29,7 @@ import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, KEY_BLOCK
-from inference_svc.kv_pool.ranges import runs_of
+from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
 
 log = structlog.get_logger("engine")
 
@@ -56,22 +57,22 @@ class DiskOverflow:
     ) -> None:
         """Creates the file, of no size on disk, in ``folder``. Raises ConfigurationError, also where the file system
         cannot promise blocks."""
-        self.folder, self._page_bytes = folder, BLOCK_TOKENS * head_dim * dtype.itemsize
+        self.folder, self._page_bytes = folder, PAGE_TOKENS * head_dim * dtype.itemsize
         self._file = self._opened(folder)
         # Of pages so small that a block has several, so many get one together.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
         self._refused = False  # to give blocks back, which is said once
         self._users: dict[int, set[int]] = {}  # the groups with blocks, each with its pages that are in use
-        self.memory_pages = max(1, memory_tokens // BLOCK_TOKENS)
-        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // BLOCK_TOKENS)
-        self.pages = self._whole(-(-tokens // BLOCK_TOKENS))
+        self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
+        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
+        self.pages = self._whole(-(-tokens // PAGE_TOKENS))
         self._head_bytes = (self.first_page + self.pages) * self._page_bytes
         self._file_bytes = self.pages * self._page_bytes  # of each strip
         self._strips = 2 * layers * kv_heads
         try:
             os.ftruncate(self._file, self._strips * self._file_bytes)
             self._try_out()
-            shape = (layers, kv_heads, (self.first_page + self.pages) * BLOCK_TOKENS, head_dim)
+            shape = (layers, kv_heads, (self.first_page + self.pages) * PAGE_TOKENS, head_dim)
             half = self._strips // 2
             self._ranges = [self._mapped(0, half), self._mapped(half, half)]
         except OSError as error:
@@ -93,7 +94,7 @@ class DiskOverflow:
         """Pages that have room on disk now."""
         return len(self._users) * self._group
 
-    def back(self, page: int, pages: int) -> None:
+    def reserve_disk(self, page: int, pages: int) -> None:
         """Makes room on disk for pages that are about to be written. Raises OverflowFailed, with nothing changed."""
         used = range(page - self.first_page, page - self.first_page + pages)
         fresh = [g for g in range(used[0] // self._group, used[-1] // self._group + 1) if g not in self._users]
@@ -113,7 +114,7 @@ class DiskOverflow:
         for p in used:
             self._users.setdefault(p // self._group, set()).add(p)
 
-    def give_back(self, page: int, pages: int) -> None:
+    def release(self, page: int, pages: int) -> None:
         """Gives the room on disk back of pages that nobody holds any more; they are zeros then."""
         first, gone = page - self.first_page, list[int]()
         for p in range(first, first + pages):
@@ -201,6 +202,12 @@ def _fallocate(handle: int, mode: int, at: int, size: int) -> None:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def runs_of(rising: Iterable[int]) -> list[range]:
+    """Groups rising numbers into as few ranges as possible."""
+    found = (list(run) for _, run in groupby(enumerate(rising), lambda one: one[1] - one[0]))
+    return [range(run[0][1], run[-1][1] + 1) for run in found]
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -16,15 +16,14 @@ from kvkernels.cpu.cpu_graph import Chain
 from kvkernels.cpu.cpu_library import Call
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import UNMAPPED
+from inference_svc.kv_pool.block_table import MAX_BRANCHES, UNMAPPED
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention
-from inference_svc.model_runner.decoder_layer import FusedLayerWeights, LayerWidths, LinearFn
 from inference_svc.model_runner.forward_batch import ForwardBatch
+from inference_svc.models.fused_layer_weights import FusedLayerWeights, LayerWidths, LinearFn
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
-from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES
 
 # A pass is made for up to so many rows; with more, there is enough to do in each kernel.
 CAPACITIES = (12, 32)

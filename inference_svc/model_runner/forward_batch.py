@@ -22,13 +22,12 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.model_runner.lora_batch import LoraRows
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
 if TYPE_CHECKING:
     from kvkernels.cpu.cpu_attention import Attention
     from kvkernels.cuda.cuda_attention import Rows
 
-# Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
-ROW_MULTIPLE = 4
 # Rows that attend in one call: fewer calls against fewer keys that are read only to be masked.
 SEGMENT_ROWS = 128
 
@@ -72,9 +71,9 @@ class SequenceSlice:
     wants_logits: bool
     positions: NDArray[np.int64] | None = None
     gate: LayerReadyEvent | None = None  # when keys and values of earlier positions are still being loaded
-    drafted: int = 0
+    num_drafted: int = 0
     adapter: LoraAdapter | None = None  # what is added to the model's own products
-    scored: int = 0
+    num_scored: int = 0
     branches: tuple[Branch, ...] = ()
 
     @property
@@ -83,15 +82,15 @@ class SequenceSlice:
         return self.start + len(self.tokens) if self.positions is None else int(self.positions[-1]) + 1
 
     @property
-    def guessed(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Guesses, those of branches too."""
-        return self.drafted + sum(len(branch.tokens) for branch in self.branches)
+        return self.num_drafted + sum(len(branch.tokens) for branch in self.branches)
 
     def following(self, row: int) -> dict[int, int]:
         """What is guessed behind one of the rows that are drawn from, and the row of each such token."""
         found: dict[int, int] = {}
-        if row < self.drafted:
-            found[self.tokens[len(self.tokens) - self.drafted + row]] = row + 1
+        if row < self.num_drafted:
+            found[self.tokens[len(self.tokens) - self.num_drafted + row]] = row + 1
         for branch in self.branches:
             if branch.behind == row:
                 found[branch.tokens[0]] = branch.first
@@ -103,8 +102,8 @@ class SequenceSlice:
         """The branch that a row belongs to; None for the span's own guesses."""
         return next((branch for branch in self.branches if branch.first <= row < branch.end), None)
 
-    def without_guesses(self) -> SequenceSlice:
-        return replace(self, tokens=self.tokens[: len(self.tokens) - self.drafted], drafted=0, branches=())
+    def without_drafts(self) -> SequenceSlice:
+        return replace(self, tokens=self.tokens[: len(self.tokens) - self.num_drafted], num_drafted=0, branches=())
 
     def all_positions(self) -> NDArray[np.int64]:
         return np.arange(self.start, self.end) if self.positions is None else self.positions
@@ -201,10 +200,10 @@ def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) 
         segments.extend(_segments(span, len(tokens), pool, device))
         slots.append(span.slots())
         positions.append(span.all_positions())
-        logit_rows.extend(range(len(tokens), len(tokens) + span.scored))
+        logit_rows.extend(range(len(tokens), len(tokens) + span.num_scored))
         tokens.extend(span.tokens)
         if span.wants_logits:
-            drawn_from = len(tokens) - 1 - span.drafted
+            drawn_from = len(tokens) - 1 - span.num_drafted
             for branch in span.branches:
                 part = SequenceSlice(branch.tokens, branch.start, branch.table, True, adapter=branch.adapter)
                 segments.extend(_segments(part, len(tokens), pool, device))
@@ -315,6 +314,6 @@ def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.d
             there[there == UNMAPPED] = pool.padding_slot
             slots = torch.from_numpy(np.concatenate((there, padding))).to(device)
         positions = None if part is None else torch.from_numpy(part).to(device)
-        row, start, left = first_row + at, span.start + at, span.table.left
+        row, start, left = first_row + at, span.start + at, span.table.num_released
         out.append(Segment(row, count, start, positions, keys, padded, first, slots, left, span.adapter))
     return out

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvsidecar.errors import KVSidecarError
 
-from inference_svc.engine.engine_lost import EngineLost
+from inference_svc.model_runner.engine_lost import EngineLost
 
 # A copy from memory that takes longer than this hangs. Its thread may write to the pages at any time, so that nobody
 # can have them any more.

@@ -1,22 +1,40 @@
-"""How far the layers of a model look back."""
+"""Attention of a model's layers: the name of the implementation, and sliding windows."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from transformers import AttentionInterface
+
+# Name of the worker's attention in ``transformers.AttentionInterface``; ``model_runner.attention`` implements it.
+ATTENTION_NAME = "kvsidecar_rows"
+
 # Their attention reads the window from the configuration, all others' from the module.
 _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention", "Phi3Attention")
 
 
+def reserve_attention_name() -> None:
+    """Registers ATTENTION_NAME, so that models can be built with it. Idempotent.
+
+    ``model_runner.attention.register`` puts the implementation in its place when a decoder is made.
+    """
+    if ATTENTION_NAME not in AttentionInterface():
+        AttentionInterface.register(ATTENTION_NAME, _attend_without_decoder)
+
+
+def _attend_without_decoder(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("this model runs by inference_svc.model_runner.decoder.Decoder only")
+
+
 def window_of(attention: Any) -> int | None:
-    """How many of the last keys a row sees in a layer's attention, its own included; None for all of them."""
+    """Returns a layer's window in keys, the row's own included; None for all keys."""
     by_configuration = type(attention).__name__ in _WINDOW_IN_CONFIG
     found: int | None = getattr(attention.config if by_configuration else attention, "sliding_window", None)
     return found
 
 
 def windows_of(model: Any) -> tuple[int | None, ...]:
-    """The same of all layers; empty for a model whose attention is not where others have it, which may see all."""
+    """Returns the windows of all layers; empty for a model of unknown structure."""
     layers = list(getattr(getattr(model, "model", None), "layers", ()))
     known = all(hasattr(layer, "self_attn") for layer in layers)
     return tuple(window_of(layer.self_attn) for layer in layers) if known else ()

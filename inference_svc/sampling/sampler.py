@@ -89,7 +89,7 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
     _apply_penalties(scores, samplers)
-    if not all(s.as_they_are for s in samplers):
+    if not all(s.is_unmodified for s in samplers):
         best = scores.amax(-1)
     able = torch.isfinite(best).tolist()
     cold = [i for i, s in enumerate(samplers) if s.params.greedy]
@@ -128,9 +128,9 @@ def _apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int)
     device, lost = scores.device, {}
     steered, masks = [], []
     for i, s in enumerate(samplers):
-        if s.steering is not None:
+        if s.grammar is not None:
             try:
-                masks.append(s.steering.mask())
+                masks.append(s.grammar.mask())
                 steered.append(i)
             except GenerationFailed as error:
                 scores[i].fill_(_LEAST)

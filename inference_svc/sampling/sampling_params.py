@@ -155,26 +155,26 @@ class SamplingState:
         params: SamplingParams,
         logprobs: int | None = None,
         prompt: Iterable[int] = (),
-        steering: GrammarState | None = None,
+        grammar: GrammarState | None = None,
         stops: Iterable[int] = (),
     ) -> None:
         """``stops`` are the tokens that end the answer."""
-        self.params, self.logprobs, self.steering = params, logprobs, steering
+        self.params, self.logprobs, self.grammar = params, logprobs, grammar
         self.drawn = 0
         self._stops = sorted(stops) if params.min_tokens else []
         self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
         self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
 
     @property
-    def as_they_are(self) -> bool:
+    def is_unmodified(self) -> bool:
         """Nothing is masked, added to or taken from the logits."""
-        kept = self.counts is None and self.steering is None and not self.too_early
+        kept = self.counts is None and self.grammar is None and not self.too_early
         return kept and not self.params.logit_bias and self.params.allowed_tokens is None
 
     @property
     def plain_greedy(self) -> bool:
         """The likeliest token of the logits as they are is all that is wanted."""
-        return self.logprobs is None and self.params.greedy and self.as_they_are
+        return self.logprobs is None and self.params.greedy and self.is_unmodified
 
     @property
     def too_early(self) -> list[int]:
@@ -190,20 +190,20 @@ class SamplingState:
     @property
     def complete(self) -> bool:
         """The answer is what its grammar wants, and nothing may follow."""
-        return self.steering is not None and self.steering.complete
+        return self.grammar is not None and self.grammar.complete
 
     def ahead(self) -> SamplingState:
         """Another one that goes on from here, without the grammar: what it draws is a guess."""
         other = copy(self)
-        other.logprobs, other.steering = None, None
+        other.request.num_logprobs, other.grammar = None, None
         other.counts = None if self.counts is None else self.counts.copy()
         return other
 
     def accept(self, token: int) -> None:
         """The token is part of the answer. Raises GenerationFailed when its grammar cannot go on."""
         self.drawn += 1
-        if self.steering is not None:
-            self.steering.accept(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
         if self.counts is not None:
             self.counts.add(token)
 

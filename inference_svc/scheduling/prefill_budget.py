@@ -41,7 +41,7 @@ class PrefillBudget:
         """The same of a step's spans; of one in which no layer was waited for."""
         spans = list(spans)
         if all(span.gate is None for span in spans):
-            self.learn(sum(len(span.tokens) for span in spans if len(span.tokens) > 1 + span.drafted), seconds)
+            self.learn(sum(len(span.tokens) for span in spans if len(span.tokens) > 1 + span.num_drafted), seconds)
 
     def seconds(self, rows: int) -> float | None:
         """Seconds of a step with so many rows of prompts; None as long as nothing is known."""

@@ -30,13 +30,13 @@ from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.reuse_report import Report, Thresholds
 from inference_svc.context_reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
-from inference_svc.engine.sequence import FinishReason, SequenceOutput
-from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.kv_client.verdict_report import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.logprobs_output import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import prompt_parts
 from inference_svc.request.request_builder import RequestBuilder
+from inference_svc.sequence.sequence import FinishReason, SequenceOutput
+from inference_svc.sequence.sequence import Sequence as EngineSequence
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tool_calls.call_response import FINISH, read_calls
@@ -245,7 +245,7 @@ class Engine:
         engine, cache = self._runtime.engine, self._runtime.cache
         found: dict[str, Any] = dict(vars(engine.stats))
         found["speculation"] = dict(vars(engine.speculator.stats))
-        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.reusing_tokens)
+        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.cacheable_tokens)
         if cache is not None:
             found |= {"attached": cache.attached, "cache_failures": cache.stats.failures}
             found["daemon"] = self._daemon_stats()
@@ -299,10 +299,10 @@ def _chunks(call: _Call) -> Iterator[Chunk]:
             raise output.error
         finish = output.finish
         part = pb.GenerateStreamResponse(text=output.text)
-        if output.drawn is not None:
-            part.token_ids.append(output.drawn.token)
-            if output.drawn.logprob is not None:
-                logprobs.append(token_logprob(output.drawn, call.decode))
+        if output.token is not None:
+            part.token_ids.append(output.token.token)
+            if output.token.logprob is not None:
+                logprobs.append(token_logprob(output.token, call.decode))
         if finish is not None:
             part.finish_reason = FINISH[finish]
             set_stop_reason(s, finish, part)

@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from inference_svc.engine.sequence import CacheScope, Sequence
+from inference_svc.kv_pool.prefix_cache import CacheScope
+from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.ngram_index import MAX_MATCHED, SHORT_NGRAM, NgramIndex, NgramMatch
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 
@@ -68,15 +69,15 @@ class NgramProposer:
         self._own: dict[Sequence, NgramIndex] = {}
         self._past = AnswerHistory()
 
-    def propose(self, wishes: abc.Sequence[DraftRequest]) -> list[Draft]:
-        return [self._guess(wish.sequence, wish.most, wish.width) for wish in wishes]
+    def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
+        return [self._guess(request.sequence, request.max_tokens, request.max_branches) for request in requests]
 
     def _guess(self, sequence: Sequence, most: int, width: int) -> Draft:
         own = self._own.get(sequence)
         tokens = len(sequence.tokens)
         if own is None or own.capacity < tokens:
             # Twice what is there, and again when that is full: many answers may be as long as the context, and few are.
-            longest = sequence.prompt_tokens + sequence.max_tokens
+            longest = sequence.request.num_prompt_tokens + sequence.request.max_tokens
             own = self._own[sequence] = NgramIndex(max(tokens, min(longest, _ROOM * -(-2 * tokens // _ROOM))))
         own.add(sequence.tokens[own.length :])
         tail, tree = sequence.tokens[-MAX_MATCHED:], _DraftBuilder(most)
@@ -93,8 +94,8 @@ class NgramProposer:
     def _find(self, sequence: Sequence, own: NgramIndex, tail: list[int], most: int) -> list[_Continuation]:
         """What followed the longest matches of a text's end, each beginning with another token; the longest first."""
         found = [_Continuation(own, match, 0) for match in own.find_many(tail, most)]
-        if sequence.cache.read and (not found or found[0].match.length < MAX_MATCHED):
-            past = self._past.find(sequence.realm, tail, most)
+        if sequence.reads_cache and (not found or found[0].match.length < MAX_MATCHED):
+            past = self._past.find(sequence.cache_scope, tail, most)
             found += [_Continuation(chains, match, len(_SIGNS)) for chains, match in past]
         if not found:
             return found
@@ -109,9 +110,9 @@ class NgramProposer:
         """The sequence itself says it all."""
 
     def finish(self, sequence: Sequence) -> None:
-        if sequence.cache.write and sequence.generated > SHORT_NGRAM:
-            start = max(0, sequence.prompt_tokens - _CONTEXT)
-            self._past.add(sequence.realm, sequence.tokens[start:])
+        if sequence.request.cache.write and sequence.num_generated > SHORT_NGRAM:
+            start = max(0, sequence.request.num_prompt_tokens - _CONTEXT)
+            self._past.add(sequence.cache_scope, sequence.tokens[start:])
 
     def forget(self, sequence: Sequence) -> None:
         self._own.pop(sequence, None)
@@ -130,7 +131,7 @@ class _Continuation:
         found = self.chains.follow(self.match.place, most)
         return found[: found.index(_END)] if _END in found else found
 
-    def signs(self, count: int) -> list[int]:
+    def buckets(self, count: int) -> list[int]:
         """Once a token is right, the match is one longer."""
         lengths = (min(self.match.length + i, MAX_MATCHED) for i in range(count))
         return [self.first_sign + bisect_right(_SIGNS, length) - 1 for length in lengths]
@@ -141,7 +142,7 @@ class _DraftBuilder:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.tokens, self._parents, self._signs = list[int](), list[int](), list[int]()
+        self.tokens, self._parents, self._buckets = list[int](), list[int](), list[int]()
         self.first = 0  # tokens of the first path
 
     def add(self, parent: int, continuation: _Continuation) -> None:
@@ -150,15 +151,15 @@ class _DraftBuilder:
         found = continuation.tokens(min(depth, _MAX_BRANCH_TOKENS) if self.first else depth)
         if not found:
             return
-        signs, at = continuation.signs(len(found)), len(self.tokens)
+        buckets, at = continuation.buckets(len(found)), len(self.tokens)
         if self.first:
-            signs[0] = 2 * len(_SIGNS) + signs[0] % len(_SIGNS)
+            buckets[0] = 2 * len(_SIGNS) + buckets[0] % len(_SIGNS)
         else:
             self.first = len(found)
         self.tokens += found
         self._parents += [parent, *range(at, at + len(found) - 1)]
-        self._signs += signs
+        self._buckets += buckets
 
     @property
     def draft(self) -> Draft:
-        return Draft(tuple(self.tokens), tuple(self._parents), tuple(self._signs))
+        return Draft(tuple(self.tokens), tuple(self._parents), tuple(self._buckets))

@@ -6,7 +6,7 @@ import collections.abc as abc
 from dataclasses import dataclass
 from typing import Protocol
 
-from inference_svc.engine.sequence import Sequence
+from inference_svc.sequence.sequence import Sequence
 
 ROOT = -1
 
@@ -14,19 +14,19 @@ ROOT = -1
 @dataclass(frozen=True)
 class Draft:
     """A tree of tokens that may follow a sequence. ``parents[i] < i`` is the place of the token before ``tokens[i]``,
-    ROOT for the sequence's last one; ``signs[i]``, below the proposer's number of signs, says how sure it is.
+    ROOT for the sequence's last one; ``signs[i]``, below the proposer's number of buckets, says how sure it is.
 
     The likeliest child comes first.
     """
 
     tokens: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    signs: tuple[int, ...] = ()
+    buckets: tuple[int, ...] = ()
 
     @classmethod
-    def chain(cls, tokens: abc.Sequence[int], signs: abc.Sequence[int]) -> Draft:
+    def chain(cls, tokens: abc.Sequence[int], buckets: abc.Sequence[int]) -> Draft:
         """A tree without branches."""
-        return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)), tuple(signs))
+        return cls(tuple(tokens), tuple(range(ROOT, len(tokens) - 1)), tuple(buckets))
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -64,7 +64,7 @@ class Draft:
             found.append(at)
         return found[::-1]
 
-    def followed(self, tokens: abc.Sequence[int]) -> list[int]:
+    def accepted_path(self, tokens: abc.Sequence[int]) -> list[int]:
         """The places of those of the first ``tokens`` that were guessed, one behind the other."""
         found, at = list[int](), ROOT
         for token in tokens:
@@ -74,13 +74,13 @@ class Draft:
             found.append(at)
         return found
 
-    def chosen(self, places: abc.Sequence[int]) -> Draft:
+    def select(self, places: abc.Sequence[int]) -> Draft:
         """Of these places alone, in this order; each comes later than what it goes on from."""
         new = {ROOT: ROOT} | {place: i for i, place in enumerate(places)}
         return Draft(
             tuple(self.tokens[i] for i in places),
             tuple(new[self.parents[i]] for i in places),
-            tuple(self.signs[i] for i in places),
+            tuple(self.buckets[i] for i in places),
         )
 
 
@@ -89,8 +89,8 @@ class DraftRequest:
     """A sequence that tokens are guessed for, one behind the other ``most`` of them, in ``width`` branches at most."""
 
     sequence: Sequence
-    most: int
-    width: int = 1
+    max_tokens: int
+    max_branches: int = 1
 
 
 class Proposer(Protocol):
@@ -107,7 +107,7 @@ class Proposer(Protocol):
         """What one guess more for all that are asked for takes; 0 for next to nothing, and while it is not known."""
         ...
 
-    def propose(self, wishes: abc.Sequence[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
         """A guess for each, empty for none."""
         ...
 

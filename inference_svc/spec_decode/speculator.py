@@ -19,12 +19,16 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from inference_svc.engine.engine_stats import SpeculationStats, VerificationResult
-from inference_svc.engine.sequence import Sequence
-from inference_svc.spec_decode.acceptance_stats import AcceptanceCounts, AcceptanceStats
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.sequence import Sequence
+from inference_svc.spec_decode.acceptance_stats import (
+    AcceptanceCounts,
+    AcceptanceStats,
+    SpeculationStats,
+    VerificationResult,
+)
 from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest, Proposer
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.step_cost_model import StepCostModel
 
 log = structlog.get_logger("engine")
@@ -74,7 +78,7 @@ class Speculator:
         self._proposers, self._most, self._branches = dict(proposers), most, branches
         self._acceptance = {p: AcceptanceStats(p.priors) for p in proposers.values()}
         self._own: dict[Sequence, _SequenceState] = {}
-        self._guesses: dict[Sequence, _ProposedDraft] = {}
+        self._drafts: dict[Sequence, _ProposedDraft] = {}
         # For one sequence, by whether other branches are asked for as well.
         self._asking_seconds = {False: 0.0, True: 0.0}
         self._pause, self._left = _PAUSE, _PAUSE
@@ -83,33 +87,33 @@ class Speculator:
     def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
         """What to verify behind those of ``decoding`` sequences, in a pass that has so many ``rows`` without them.
         Answers end by ``longest`` tokens, prompt included."""
-        self._guesses.clear()
+        self._drafts.clear()
         self._prepare(decoding, rows, longest)
-        return {s: guess.draft.chosen(guess.drafted) for s, guess in self._guesses.items() if guess.drafted}
+        return {s: proposed.draft.select(proposed.drafted) for s, proposed in self._drafts.items() if proposed.drafted}
 
-    def passed(self, rows: int, drafted: int, seconds: float) -> None:
+    def record_step(self, rows: int, drafted: int, seconds: float) -> None:
         """A pass of decoding sequences alone took so long; ``rows`` of which ``drafted`` were guesses."""
         self.costs.learn(rows, drafted > 0, seconds)
         self.stats.rows[rows] += 1
         if drafted:
             self.stats.verify_seconds += seconds
 
-    def forked(self, branches: int, seconds: float) -> None:
+    def record_branching(self, branches: int, seconds: float) -> None:
         """So many branches got pages of their own in so long."""
         if branches:
             self.costs.learn_branches(branches, seconds)
 
-    def judge(self, sequence: Sequence, verified: VerificationResult, drawn: abc.Sequence[int]) -> None:
+    def record_result(self, sequence: Sequence, verified: VerificationResult, drawn: abc.Sequence[int]) -> None:
         """``drawn`` became part of a sequence's answer."""
-        guess = self._guesses.pop(sequence, None)
-        if guess is None:
+        proposed = self._drafts.pop(sequence, None)
+        if proposed is None:
             return
-        own, draft = self._own.setdefault(sequence, _SequenceState()), guess.draft
-        tally, acceptance = self._tally(own, guess.proposer), self._acceptance[guess.proposer]
-        way = draft.followed(drawn)
+        own, draft = self._own.setdefault(sequence, _SequenceState()), proposed.draft
+        tally, acceptance = self._tally(own, proposed.proposer), self._acceptance[proposed.proposer]
+        way = draft.accepted_path(drawn)
         for at, true in zip([ROOT, *way], drawn, strict=False):
             for i in draft.children(at):
-                acceptance.learn(tally, draft.signs[i], draft.tokens[i] == true)
+                acceptance.learn(tally, draft.buckets[i], draft.tokens[i] == true)
         first = draft.paths()[0]
         along = next((i for i, (a, b) in enumerate(zip(way, first, strict=False)) if a != b), min(len(way), len(first)))
         own.gain += verified.accepted * (1 - _FADE)
@@ -117,12 +121,12 @@ class Speculator:
             own.branched += (len(way) - along) * (1 - _FADE)
         if verified.drafted:
             self.stats.count(verified)
-        drafted = sum(at in first for at in guess.drafted[: verified.drafted])
-        guess.proposer.observe(sequence, drafted, min(along, verified.accepted))
+        drafted = sum(at in first for at in proposed.drafted[: verified.drafted])
+        proposed.proposer.observe(sequence, drafted, min(along, verified.accepted))
 
     def finish(self, sequence: Sequence) -> None:
         """Its answer is complete. ``judge`` and ``forget`` may follow."""
-        if sequence.speculation is SpeculationMode.OFF:
+        if sequence.speculation.mode is SpeculationMode.OFF:
             return
         for proposer in self._proposers.values():
             try:
@@ -133,27 +137,31 @@ class Speculator:
     def forget(self, sequence: Sequence) -> None:
         """It is in the batch no longer."""
         self._own.pop(sequence, None)
-        self._guesses.pop(sequence, None)
+        self._drafts.pop(sequence, None)
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
     # ---- guessing -------------------------------------------------------------------------------------------
 
     def _prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> None:
-        wishes = [wish for s in decoding if (wish := self._wish(s, longest)) is not None]
-        if not wishes or not self._may_pay(len(decoding), rows):
+        requests = [request for s in decoding if (request := self._make_request(s, longest)) is not None]
+        if not requests or not self._may_pay(len(decoding), rows):
             return
         began = time.perf_counter()
-        self._ask(wishes, len(decoding), rows)
+        self._ask(requests, len(decoding), rows)
         self.stats.draft_seconds += time.perf_counter() - began
         self._choose(len(decoding), rows)
 
-    def _wish(self, sequence: Sequence, longest: int) -> DraftRequest | None:
+    def _make_request(self, sequence: Sequence, longest: int) -> DraftRequest | None:
         """With so many guesses right, one more token is drawn, and the answer may end there."""
-        if sequence.speculation is SpeculationMode.OFF:
+        if sequence.speculation.mode is SpeculationMode.OFF:
             return None
-        room = min(sequence.max_tokens - sequence.generated, longest - len(sequence.tokens)) - 1
-        width = self._branches if sequence.branches is None else min(sequence.branches, self._branches)
+        room = min(sequence.request.max_tokens - sequence.num_generated, longest - len(sequence.tokens)) - 1
+        width = (
+            self._branches
+            if sequence.request.max_branches is None
+            else min(sequence.request.max_branches, self._branches)
+        )
         return DraftRequest(sequence, min(room, self._most), width) if room > 0 else None
 
     def _may_pay(self, sequences: int, rows: int) -> bool:
@@ -166,30 +174,30 @@ class Speculator:
             more //= 2
         return False
 
-    def _ask(self, wishes: list[DraftRequest], sequences: int, rows: int) -> None:
+    def _ask(self, requests: list[DraftRequest], sequences: int, rows: int) -> None:
         lookup, model = (self._proposers.get(mode) for mode in (SpeculationMode.NGRAM, SpeculationMode.DRAFT))
         if lookup is not None:
-            asked = [w for w in wishes if w.sequence.speculation is not SpeculationMode.DRAFT]
+            asked = [w for w in requests if w.sequence.speculation.mode is not SpeculationMode.DRAFT]
             asked = [self._fitted(w, sequences, rows) for w in asked if self._pays(w.sequence, sequences, rows)]
             known = [w for w in asked if self._own[w.sequence].passes > 1]
             # The first time all of a prompt is entered, which tells nothing of the others.
             self._take(SpeculationMode.NGRAM, [w for w in asked if w not in known])
             for wide in (False, True):
-                self._look_up([w for w in known if (w.width > 1) is wide], wide)
+                self._look_up([w for w in known if (w.max_branches > 1) is wide], wide)
         if model is not None:
-            self._ask_model(model, wishes, sequences, rows)
+            self._ask_model(model, requests, sequences, rows)
 
-    def _ask_model(self, model: Proposer, wishes: list[DraftRequest], sequences: int, rows: int) -> None:
-        """Lets the model guess as far as pays, for those for whom nothing better was looked up."""
+    def _ask_model(self, model: Proposer, requests: list[DraftRequest], sequences: int, rows: int) -> None:
+        """Lets the model proposed as far as pays, for those for whom nothing better was looked up."""
         group = list[tuple[DraftRequest, float]]()
-        for wish in wishes:
-            own, guess = self._own.setdefault(wish.sequence, _SequenceState()), self._guesses.get(wish.sequence)
+        for request in requests:
+            own, proposed = self._own.setdefault(request.sequence, _SequenceState()), self._drafts.get(request.sequence)
             chance = self._acceptance[model].chance(self._tally(own, model), 0)
-            if wish.sequence.speculation is SpeculationMode.DRAFT or (
-                wish.sequence.speculation is SpeculationMode.AUTO
-                and (guess is None or self._first_chance(own, guess) < chance)
+            if request.sequence.speculation.mode is SpeculationMode.DRAFT or (
+                request.sequence.speculation.mode is SpeculationMode.AUTO
+                and (proposed is None or self._first_chance(own, proposed) < chance)
             ):
-                group.append((wish, chance))
+                group.append((request, chance))
         if not group:
             return
         best, depth = sequences / self.costs.seconds(rows, False) * _MARGIN, 0
@@ -207,14 +215,16 @@ class Speculator:
                 return
             self._model_pause = min(2 * self._model_pause, _MOST_MODEL_PAUSE)
             self._model_left, depth = self._model_pause, 1
-        self._take(SpeculationMode.DRAFT, [replace(wish, most=min(wish.most, depth)) for wish, _ in group])
+        self._take(
+            SpeculationMode.DRAFT, [replace(request, max_tokens=min(request.max_tokens, depth)) for request, _ in group]
+        )
 
-    def _look_up(self, wishes: list[DraftRequest], wide: bool) -> None:
+    def _look_up(self, requests: list[DraftRequest], wide: bool) -> None:
         """Looks up for those that are known, and notes how long that takes."""
-        if wishes:
+        if requests:
             began = time.perf_counter()
-            self._take(SpeculationMode.NGRAM, wishes)
-            each, before = (time.perf_counter() - began) / len(wishes), self._asking_seconds[wide]
+            self._take(SpeculationMode.NGRAM, requests)
+            each, before = (time.perf_counter() - began) / len(requests), self._asking_seconds[wide]
             self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
 
     def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
@@ -228,45 +238,49 @@ class Speculator:
             own.gain *= _FADE
         return pays
 
-    def _fitted(self, wish: DraftRequest, sequences: int, rows: int) -> DraftRequest:
+    def _fitted(self, request: DraftRequest, sequences: int, rows: int) -> DraftRequest:
         """Without other branches, where looking for them takes longer than they save, but for a turn in many."""
-        own = self._own[wish.sequence]
+        own = self._own[request.sequence]
         saved = own.branched * self.costs.seconds(rows, False) / sequences
         more = self._asking_seconds[True] - self._asking_seconds[False]
-        if wish.width == 1 or (saved < more and own.passes % _RARELY):
-            return replace(wish, width=1)
+        if request.max_branches == 1 or (saved < more and own.passes % _RARELY):
+            return replace(request, max_branches=1)
         own.branched *= _FADE
-        return wish
+        return request
 
-    def _take(self, mode: SpeculationMode, wishes: list[DraftRequest]) -> None:
+    def _take(self, mode: SpeculationMode, requests: list[DraftRequest]) -> None:
         proposer = self._proposers.get(mode)
-        if proposer is None or not wishes:
+        if proposer is None or not requests:
             return
         try:
-            drafts = proposer.propose(wishes)
+            drafts = proposer.propose(requests)
         except Exception:
             log.exception("guessing failed, and is off from now on; answers go on without", by=mode.value)
             for sequence in self._own:
                 proposer.forget(sequence)
             del self._proposers[mode]
             return
-        for wish, draft in zip(wishes, drafts, strict=True):
+        for request, draft in zip(requests, drafts, strict=True):
             if draft:
-                self._guesses[wish.sequence] = _ProposedDraft(proposer, draft, min(wish.width, len(draft.paths())))
+                self._drafts[request.sequence] = _ProposedDraft(
+                    proposer, draft, min(request.max_branches, len(draft.paths()))
+                )
 
-    def _first_chance(self, own: _SequenceState, guess: _ProposedDraft) -> float:
-        return self._acceptance[guess.proposer].chance(self._tally(own, guess.proposer), guess.draft.signs[0])
+    def _first_chance(self, own: _SequenceState, proposed: _ProposedDraft) -> float:
+        return self._acceptance[proposed.proposer].chance(
+            self._tally(own, proposed.proposer), proposed.draft.buckets[0]
+        )
 
     def _choose(self, sequences: int, rows: int) -> None:
         """Hands out those guesses that give the most tokens per second."""
-        nodes, asked = list[DraftNode](), list(self._guesses.items())
-        for number, (sequence, guess) in enumerate(asked):
-            nodes += self._nodes(number, sequence, guess)
+        nodes, asked = list[DraftNode](), list(self._drafts.items())
+        for number, (sequence, proposed) in enumerate(asked):
+            nodes += self._nodes(number, sequence, proposed)
         if not nodes:
             return
         plain = sequences / self.costs.seconds(rows, False)
         prices = StepCosts(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences)
-        choice = select_drafts(nodes, [guess.width for _, guess in asked], prices)
+        choice = select_drafts(nodes, [proposed.width for _, proposed in asked], prices)
         chosen = choice.nodes if choice.rate > plain * _MARGIN else ()
         if chosen:
             self._pause = self._left = _PAUSE
@@ -279,14 +293,14 @@ class Speculator:
         for node in chosen:
             asked[node.sequence][1].drafted.append(node.place)
 
-    def _nodes(self, number: int, sequence: Sequence, guess: _ProposedDraft) -> list[DraftNode]:
+    def _nodes(self, number: int, sequence: Sequence, proposed: _ProposedDraft) -> list[DraftNode]:
         """The guesses for a sequence, but for those that are too unlikely."""
-        tally = self._tally(self._own.setdefault(sequence, _SequenceState()), guess.proposer)
-        acceptance, draft = self._acceptance[guess.proposer], guess.draft
+        tally = self._tally(self._own.setdefault(sequence, _SequenceState()), proposed.proposer)
+        acceptance, draft = self._acceptance[proposed.proposer], proposed.draft
         chances, nodes = {ROOT: 1.0}, list[DraftNode]()
-        for place, (parent, sign) in enumerate(zip(draft.parents, draft.signs, strict=True)):
+        for place, (parent, bucket) in enumerate(zip(draft.parents, draft.buckets, strict=True)):
             before = chances.get(parent, 0.0)
-            chance = before * acceptance.chance(tally, sign) if before else 0.0
+            chance = before * acceptance.chance(tally, bucket) if before else 0.0
             if chance >= _LEAST_CHANCE:
                 chances[place] = chance
                 nodes.append(DraftNode(chance, number, place, parent))
@@ -295,5 +309,5 @@ class Speculator:
     def _tally(self, own: _SequenceState, proposer: Proposer) -> AcceptanceCounts:
         found = own.tallies.get(proposer)
         if found is None:
-            found = own.tallies[proposer] = self._acceptance[proposer].own()
+            found = own.tallies[proposer] = self._acceptance[proposer].new_counts()
         return found

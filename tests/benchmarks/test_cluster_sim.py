@@ -12,13 +12,13 @@ from benchmarks import cluster_sim
 from benchmarks.cluster_nodes import Costs, Fleet, Remote, RemoteWrite, Routing
 from benchmarks.cluster_traces import Arrival, arrivals
 from benchmarks.eviction_replay import replay
-from benchmarks.eviction_traces import BLOCK_TOKENS, of_lines
+from benchmarks.eviction_traces import PAGE_TOKENS, of_lines
 from cache_daemon.eviction import DEFAULT, POLICIES
 
 COSTS = Costs(
     token_seconds=0.01, pair_seconds=0.0, load_seconds=0.0, fetch_seconds=0.001, round_trip_seconds=1.0, token_bytes=10
 )
-WHOLE = [(BLOCK_TOKENS * 2, [1, 2]), (BLOCK_TOKENS * 3, [1, 2, 3]), (BLOCK_TOKENS * 2, [1, 2])]
+WHOLE = [(PAGE_TOKENS * 2, [1, 2]), (PAGE_TOKENS * 3, [1, 2, 3]), (PAGE_TOKENS * 2, [1, 2])]
 
 
 def spaced(seconds: float, lines: list[tuple[int, list[int]]] | None = None) -> list[Arrival]:
@@ -49,7 +49,7 @@ def test_time_is_waiting_loading_and_computing() -> None:
 
 
 def test_a_remote_tier_has_what_was_used_twice_or_all_or_nothing() -> None:
-    lines = [(BLOCK_TOKENS, [1])] * 3
+    lines = [(PAGE_TOKENS, [1])] * 3
 
     def elsewhere(write: RemoteWrite) -> tuple[int, int]:
         """Three nodes, each of which gets the prompt once."""
@@ -60,7 +60,7 @@ def test_a_remote_tier_has_what_was_used_twice_or_all_or_nothing() -> None:
         return tokens, remote.written_bytes
 
     assert elsewhere("never") == elsewhere("second-use") == (0, 0)
-    assert elsewhere("all") == (2 * BLOCK_TOKENS, BLOCK_TOKENS * COSTS.token_bytes)
+    assert elsewhere("all") == (2 * PAGE_TOKENS, PAGE_TOKENS * COSTS.token_bytes)
 
 
 def test_what_is_quicker_computed_is_not_fetched() -> None:
@@ -86,7 +86,7 @@ def test_routing_by_prefix_keeps_what_many_nodes_would_lose(nodes: int) -> None:
 
 
 def test_a_prompt_that_all_want_at_once_is_copied_instead_of_waited_for() -> None:
-    trace = spaced(0.001, [(BLOCK_TOKENS * 2, [1, 2])] * 40)
+    trace = spaced(0.001, [(PAGE_TOKENS * 2, [1, 2])] * 40)
     spread, _ = simulated(4, "prefix", trace=trace)
     waiting, _ = simulated(4, "owner", trace=trace)
     assert spread.copies > waiting.copies == 1.0

@@ -19,7 +19,7 @@ from kvsidecar.events.vllm_events import AllBlocksCleared, BlockRemoved, BlockSt
 from kvsidecar.net.channel import Address
 from smg_grpc_proto.generated import common_pb2 as common
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
 # Whoever falls further behind is sent away, and told everything when it comes back.
 _MAX_BEHIND = 4096
@@ -47,7 +47,7 @@ async def kv_event_batches(
                 raise from_rpc(error) from error
 
     scope = {"namespace": namespace, "tenant_salt": b""}
-    follower = Follower(reach, scope, Ledger(BLOCK_TOKENS, b"", DEFAULT_SEED))
+    follower = Follower(reach, scope, Ledger(PAGE_TOKENS, b"", DEFAULT_SEED))
 
     def follow() -> None:
         try:

@@ -21,11 +21,11 @@ from benchmarks.repair_strategies import STRATEGIES, FirstK
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
+from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.selective_recompute import SelectiveRecompute
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.supported_architectures import SUPPORTED
 from tests.inference_svc.models import test_architectures

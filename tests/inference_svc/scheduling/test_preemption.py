@@ -31,7 +31,7 @@ def want() -> list[list[int]]:
 
 
 def test_what_was_computed_is_loaded_again(daemon: Node, want: list[list[int]]) -> None:
-    engine = windowed(PLAIN, tokens=1504, node=daemon, residents=0)
+    engine = windowed(PLAIN, tokens=1504, node=daemon, prefix_cache_sequences=0)
     requests = [engine.request(ids, 200) for ids in PROMPTS]
     assert [r.tokens() for r in requests] == want
     idle(engine.engine)
@@ -45,10 +45,10 @@ def test_what_was_computed_is_loaded_again(daemon: Node, want: list[list[int]]) 
 
 def test_cancelled_while_it_is_stored_it_ends(want: list[list[int]]) -> None:
     slow = SlowCache()
-    engine = windowed(PLAIN, tokens=1504, slow=slow, residents=0)
+    engine = windowed(PLAIN, tokens=1504, slow=slow, prefix_cache_sequences=0)
     requests = [engine.request(ids, 200) for ids in PROMPTS]
     slow.wait()
-    leaving = engine.engine._loop.leaving.sequences
+    leaving = engine.engine._core.preemption_saver.sequences
     assert leaving
     for request in requests[1:]:
         engine.engine.cancel(request.sequence)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
+from inference_svc.sequence.generation_request import SpeculationMode
 from inference_svc.spec_decode.acceptance_stats import AcceptanceStats
 from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
 from inference_svc.spec_decode.proposer import ROOT, Draft
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.step_cost_model import StepCostModel
 from tests.inference_svc.spec_decode.chance import (
     VOCABULARY,
@@ -124,9 +124,9 @@ def test_a_draft_that_takes_too_long_is_tried_ever_more_rarely() -> None:
     class Slow:
         priors, step_seconds, asked = (0.5,), 10.0, 0
 
-        def propose(self, wishes: Sized) -> list[Draft]:
+        def propose(self, requests: Sized) -> list[Draft]:
             self.asked += 1
-            return [Draft.chain([0], [0])] * len(wishes)
+            return [Draft.chain([0], [0])] * len(requests)
 
         def observe(self, *_: object) -> None: ...
         def finish(self, *_: object) -> None: ...

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from inference_svc.engine.engine_core import EngineCore
-from inference_svc.engine.sequence import Sequence
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.spec_decode.chance import VOCABULARY, Table, answers, loop_of, prompt, sequence, table
 
 WAYS: list[dict[str, Any]] = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.engine.sequence import CacheParams
+from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.spec_decode.ngram_index import SHORT_NGRAM, NgramIndex
 from inference_svc.spec_decode.ngram_proposer import _GENERATION, _TENANTS, AnswerHistory, NgramProposer
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
@@ -95,8 +95,8 @@ def test_paths_go_on_along_first_children() -> None:
     assert tree.paths() == [[0, 2, 4], [1], [3]]
     assert tree.depth == 3
     assert tree.ancestors(4) == [ROOT, 0, 2]
-    assert tree.followed([5, 8, 7]) == [0, 3]
-    assert tree.chosen([1, 0, 3]) == Draft((6, 5, 8), (ROOT, ROOT, 1), (1, 0, 3))
+    assert tree.accepted_path([5, 8, 7]) == [0, 3]
+    assert tree.select([1, 0, 3]) == Draft((6, 5, 8), (ROOT, ROOT, 1), (1, 0, 3))
     assert Draft().paths() == []
     assert not Draft()
 
@@ -108,7 +108,7 @@ def test_other_branches_are_what_followed_elsewhere() -> None:
     assert chain.tokens == (6, 7, 9)
     (tree,) = NgramProposer().propose([DraftRequest(asking, 3, 2)])
     assert [[tree.tokens[i] for i in path] for path in tree.paths()[:2]] == [[6, 7, 9], [5, 9, 2]]
-    assert tree.signs[:3] == chain.signs
+    assert tree.buckets[:3] == chain.buckets
     assert all(parent < i for i, parent in enumerate(tree.parents))
     assert all(len({tree.tokens[i] for i in tree.children(at)}) == len(tree.children(at)) for at in range(-1, 6))
 

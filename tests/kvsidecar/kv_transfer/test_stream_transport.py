@@ -37,7 +37,7 @@ from cache_daemon.rpc.stream_rpc import STALL_SECONDS
 from tests.cache_daemon.auth.conftest import ALICE, TENANTS
 from tests.cache_daemon.conftest import code_of, descriptor, payload_of
 from tests.cache_daemon.rpc.test_cache_service import until
-from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, fill
+from tests.kvsidecar.kv_transfer.caches import PAGE_TOKENS, fill
 from tests.kvsidecar.kv_transfer.test_transfer import TOKENS, Engine
 
 # Chunks of 4 MiB: more than a connection holds on its way.
@@ -163,7 +163,7 @@ def test_another_layout_on_another_host_has_what_one_engine_stored(remote: Remot
         stack.callback(one.link.close)
         two = Engine(remote.address(), f"layouts-{bits}", bits, transposed=True)
         stack.callback(two.link.close)
-        fill(one.write, torch.from_numpy(slots_of([0, 1, 2, 3], BLOCK_TOKENS)), torch.bfloat16)
+        fill(one.write, torch.from_numpy(slots_of([0, 1, 2, 3], PAGE_TOKENS)), torch.bfloat16)
         assert one.store([2, 0, 3, 1], TOKENS).stored_chunks == 2
         assert two.load([4, 1, 0, 2], TOKENS) == len(TOKENS)
         if bits == 16:

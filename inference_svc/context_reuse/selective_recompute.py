@@ -18,7 +18,6 @@ from torch import Tensor
 
 from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 from inference_svc.context_reuse.selectors import SelectionSignals, TokenSelector
-from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
@@ -185,64 +184,3 @@ def _pieces(positions: Positions, most: Callable[[], int]) -> Iterator[Positions
         take = -(-len(positions) // max(1, -(-len(positions) // most())))
         yield positions[:take]
         positions, first = positions[take:], False
-
-
-class RecomputeQueue:
-    """The repairs of running sequences, one piece at a time, of ``piece_rows()`` rows at most. Only the engine's thread
-    uses it."""
-
-    def __init__(self, decoder: Decoder, pool: KVPool, piece_rows: Callable[[], int]) -> None:
-        self._decoder, self._pool, self._piece_rows = decoder, pool, piece_rows
-        self._going: dict[Sequence, tuple[SelectiveRecompute, Iterator[int]]] = {}
-        self._turn = False
-
-    def __len__(self) -> int:
-        return len(self._going)
-
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._going
-
-    def begin(self, sequence: Sequence) -> None:
-        """Takes up a sequence with a plan."""
-        assert sequence.plan is not None
-        assert sequence.table is not None
-        assert sequence.repair is not None, "a plan without a repair"
-        work = SelectiveRecompute(
-            self._decoder,
-            self._pool,
-            sequence.tokens,
-            sequence.table,
-            sequence.plan,
-            sequence.repair.selector,
-            sequence.repair.ratio,
-            piece_rows=self._piece_rows,
-            gate=sequence.gate,
-            adapter=sequence.adapter,
-        )
-        self._going[sequence] = work, work.steps()
-
-    def drop(self, sequence: Sequence) -> None:
-        """Gives a repair up. Without effect when there is none."""
-        self._going.pop(sequence, None)
-
-    def next(self, running: list[Sequence]) -> Sequence | None:
-        """Whose repair goes on in this step: one after the other, and in turns with what prompts there are, so that a
-        step has no more rows than a batch may have, and what decodes."""
-        ready = [s for s in self._going if not s.gated] or list(self._going)
-        prompts = any(s.missing > 1 and s not in self._going for s in running)
-        self._turn = not (prompts and self._turn)
-        if not ready or not self._turn:
-            return None
-        self._going[ready[0]] = self._going.pop(ready[0])
-        return ready[0]
-
-    def piece(self, sequence: Sequence) -> Tensor | None:
-        """One piece of a repair; at its end the logits ``[1, vocabulary]`` of the first token. Raises RestoreFailed."""
-        work, steps = self._going[sequence]
-        if next(steps, None) is not None:
-            return None
-        del self._going[sequence]
-        if not sequence.first_token_at:
-            sequence.recomputed_tokens, sequence.repaired = len(work.chosen), work.chosen
-        sequence.computed = len(sequence.tokens)
-        return work.logits[-1][-1:]
