@@ -333,7 +333,7 @@ class Engine:
         table = self.pool.allocate(count)
         if table is not None:
             logits = self._core.compute(
-                [forward_batch.SequenceSlice([0] * count, 0, table, True, num_num_drafted=drafted, adapter=adapter)]
+                [forward_batch.SequenceSlice([0] * count, 0, table, True, num_drafted=drafted, adapter=adapter)]
             )
             logits[0, 0].item()  # a device works on by itself
             self.pool.free(table)

@@ -281,7 +281,7 @@ class EngineCore:
         sequence.state, sequence.queue.steps_skipped = SequenceState.RUNNING, 0
         self.running.append(sequence)
         if sequence.grammar is not None:
-            sequence.grammar.look_ahead()  # computes the first mask during the prefill
+            sequence.grammar.start_mask()  # computes the first mask during the prefill
         if sequence.kv.plan is not None:
             try:
                 self._recompute.add(sequence)

@@ -71,7 +71,7 @@ def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> Fi
         timings.decode_ms = (now - timestamps.first_token_at) * 1e3
         sequence.trace.phase("decode", timestamps.first_token_at, now)
     elif sequence.grammar is not None:
-        sequence.grammar.look_ahead()  # computes the next mask while the next step runs
+        sequence.grammar.start_mask()  # computes the next mask while the next step runs
     sequence.sink(SequenceOutput(text, token, finish))
     return finish
 

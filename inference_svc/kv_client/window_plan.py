@@ -46,7 +46,9 @@ def plan_window(
         return WindowPlan(computed, computed, table)
     if start <= computed:
         return WindowPlan(found, computed, table)
-    return WindowPlan(found, start, BlockTable(list(table.ranges), since=start, apart=table.in_overflow))
+    return WindowPlan(
+        found, start, BlockTable(list(table.ranges), first_valid_token=start, in_overflow=table.in_overflow)
+    )
 
 
 def load_layers(

@@ -69,7 +69,10 @@ class BlockTable:
 
     def prefix(self, tokens: int) -> BlockTable:
         """The pages of the first ``tokens`` tokens, whole ones, in a table that counts as nobody's."""
-        pages, out = tokens // PAGE_TOKENS, BlockTable(first_valid_token=self.since, in_overflow=self.apart)
+        pages, out = (
+            tokens // PAGE_TOKENS,
+            BlockTable(first_valid_token=self.first_valid_token, in_overflow=self.in_overflow),
+        )
         for page, length in self.ranges:
             if pages > 0:
                 out.ranges.append((page, min(length, pages)))
@@ -79,7 +82,7 @@ class BlockTable:
     def shift(self, at: int, to: int) -> BlockTable:
         """The same pages, those of the tokens from ``at`` on for those from ``to`` on; both begin a page. Nothing is
         held in between."""
-        before, out = at // PAGE_TOKENS, BlockTable(first_valid_token=to, in_overflow=self.apart)
+        before, out = at // PAGE_TOKENS, BlockTable(first_valid_token=to, in_overflow=self.in_overflow)
         behind: list[tuple[int, int]] = []
         between = (to - at) // PAGE_TOKENS
         for page, pages in self.ranges:

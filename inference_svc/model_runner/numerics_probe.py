@@ -40,7 +40,7 @@ from inference_svc.model_runner.attention import attend_rows
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear.dense_linear import linear_for
 from inference_svc.models.linear.packed_linear import PackedLinear
-from inference_svc.models.linear.plain_linear import PlainLinear
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE, PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.numerics_identity import NumericsIdentity
@@ -52,7 +52,7 @@ _PREFILLED = range(480, 544)
 _POOL_TOKENS = 1344
 # How many positions of a model's context the angles are looked at.
 _ANGLES = 1024
-_ROWS = (forward_batch.ROW_MULTIPLE, len(_PREFILLED))
+_ROWS = (ROW_MULTIPLE, len(_PREFILLED))
 # Elements of a norm: one in 2^16 shows that a sum's last bit is another one.
 _ELEMENTS = 1 << 20
 _RANK, _OUTPUTS = 16, 64
@@ -186,7 +186,7 @@ class NumericsProbe:
 
     def _see_norm(self, see: See) -> None:
         width = int(self._loaded.config.hidden_size)
-        count = -(-_ELEMENTS // width // forward_batch.ROW_MULTIPLE) * forward_batch.ROW_MULTIPLE
+        count = -(-_ELEMENTS // width // ROW_MULTIPLE) * ROW_MULTIPLE
         see(self._decoder.normalize(self._values((count, width), 8)))
 
     def _values(self, shape: Sequence[int], seed: int) -> Tensor:

@@ -195,7 +195,7 @@ class SamplingState:
     def ahead(self) -> SamplingState:
         """Another one that goes on from here, without the grammar: what it draws is a guess."""
         other = copy(self)
-        other.request.num_logprobs, other.grammar = None, None
+        other.logprobs, other.grammar = None, None
         other.counts = None if self.counts is None else self.counts.copy()
         return other
 

@@ -57,7 +57,7 @@ def as_array(tokens: list[int]) -> TokenArray:
 class Admission:
     """Chooses among waiting sequences and allocates their pages.
 
-    ``piece``: tokens of a prompt that one step computes. ``longest``: limit of prompt and answer together.
+    ``piece``: tokens of a prompt that one step computes. ``max_tokens``: limit of prompt and answer together.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Admission:
         budget: PrefillBudget,
         cache: KVConnector,
     ) -> None:
-        self._pool, self._prefix_cache, self._piece, self._longest = pool, prefix_cache, piece, longest
+        self._pool, self._prefix_cache, self._piece, self._longest = pool, prefix_cache, piece, max_tokens
         self._budget, self._cache = budget, cache
         self.wake_at: float | None = None
         """Time at which the first held-back sequence may be admitted (time.perf_counter)."""
@@ -326,6 +326,6 @@ def _left(source: PrefixSource) -> int:
 
 
 def _table(source: PrefixSource) -> BlockTable:
-    table = source.cached.table if source.cached else source.running.table if source.running else None
+    table = source.cached.table if source.cached else source.running.kv.table if source.running else None
     assert table is not None, "a source without pages"
     return table

@@ -153,8 +153,8 @@ class InferenceService(InferenceServiceServicer):
         outputs: asyncio.Queue[SequenceOutput] = asyncio.Queue()
 
         def sink(output: SequenceOutput) -> None:
-            if not self._core.is_closed():
-                self._core.call_soon_threadsafe(outputs.put_nowait, output)
+            if not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(outputs.put_nowait, output)
 
         made = await self._tokenize_beside(request, lambda: self._requests.tokenize(request, sink, arrived))
         sequence = made(await self._grammar_state(request))
@@ -168,7 +168,7 @@ class InferenceService(InferenceServiceServicer):
         """Compiles what keeps the answer to a grammar, beside the event loop where there may be one."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
             return self._requests.grammar_state(request)
-        return await self._core.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
+        return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
 
     async def _tokenize_beside(self, request: Message, work: Callable[[], T]) -> T:
         """Does what takes as long as a request is large beside the event loop."""
@@ -180,7 +180,7 @@ class InferenceService(InferenceServiceServicer):
                 if request.ByteSize() > _LARGE_BYTES:
                     trim_freed_memory()
 
-        return await self._core.run_in_executor(self._tokenize_threads, read)
+        return await self._loop.run_in_executor(self._tokenize_threads, read)
 
     def _add_prompt_fields(
         self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse

@@ -282,7 +282,7 @@ def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
 
 def _prompt_counters(engine: Engine) -> ServedCounts:
     s = engine.stats
-    return ServedCounts(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
+    return ServedCounts(s.requests - s.bypassing_requests, s.cacheable_tokens, s.cached_tokens, s.pool_hit_tokens)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
