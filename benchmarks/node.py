@@ -287,7 +287,9 @@ class Node:
 def _wait_gone(handle: int, seconds: float) -> None:
     """Waits until a process that need not be this one's child has ended with all of its threads; closes its pidfd."""
     try:
-        if not select.select([handle], [], [], seconds)[0]:
+        waiting = select.poll()
+        waiting.register(handle, select.POLLIN)
+        if not waiting.poll(seconds * 1000):
             raise TimeoutError("a process does not end")
     finally:
         os.close(handle)

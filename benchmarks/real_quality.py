@@ -28,9 +28,9 @@ from benchmarks.kept import Kept
 from benchmarks.oracle import Truth, oracle
 from benchmarks.real_prompts import CONTROLS, TASKS, TEXTS, RealPrompt, RealSamples
 from benchmarks.tally import interval
-from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab, shuffled_order
+from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab
 from inference_svc.context_reuse.selectors import SELECTORS
-from inference_svc.context_reuse.verify import divergence
+from inference_svc.context_reuse.verify import divergence, shuffled_order
 from inference_svc.models.loader import load, quiet_transformers
 
 KINDS = (*TEXTS, *TASKS, *CONTROLS)

@@ -1,4 +1,5 @@
-"""The cache daemon: owns all cache memory, the index, the leases and the durable store.
+"""The cache daemon: owns cache memory, the index, the leases and the durable store.
 
-Imports ``kvsidecar`` (stubs, key and chunk formats) and nothing of the workers; never torch.
+``server`` assembles it from the packages below. Imports ``kvsidecar`` (stubs, key and chunk formats); never the
+workers, never torch.
 """

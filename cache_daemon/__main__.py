@@ -1,11 +1,11 @@
-"""``python -m cache_daemon``: the daemon's command line."""
+"""Command line of the daemon: ``python -m cache_daemon``."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Before numpy is imported: its threads have nothing to do here, and a process that forks should have none.
+# Set before numpy is imported: the daemon does no linear algebra, and a process that forks should have no threads.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from kvsidecar.process.fast_import import import_lean, importing
@@ -14,15 +14,15 @@ from kvsidecar.process.fast_import import import_lean, importing
 def main(arguments: list[str] | None = None) -> int:
     with importing():
         import_lean()
-        import uvloop  # noqa: F401 - imported once, before the guardian forks
+        import uvloop  # noqa: F401 - imported once, before the supervisor forks
         from kvsidecar.cli.service_settings import run_service
 
         from cache_daemon.config import DaemonConfig
-        from cache_daemon.prefork_supervisor import kept_running
+        from cache_daemon.prefork_supervisor import run_supervised
         from cache_daemon.server import serve
 
     given = sys.argv[1:] if arguments is None else arguments
-    return run_service("kvsidecar daemon", DaemonConfig, serve, given, kept_running)
+    return run_service("kvsidecar daemon", DaemonConfig, serve, given, run_supervised)
 
 
 if __name__ == "__main__":

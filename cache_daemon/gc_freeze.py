@@ -1,7 +1,7 @@
-"""Keeps Python's cycle collector from stopping the event loop.
+"""Periodic ``gc.freeze``: keeps garbage collection from stalling the event loop.
 
-A full collection looks at every object; with 100,000 chunks that takes longer than anybody should wait. So what has
-lived for a while is taken out of its sight (``gc.freeze``): then a collection looks at what is new.
+A full collection visits every object, which takes too long with 100,000 chunks. Freezing moves objects that survived
+out of the collector's reach, so that a collection visits only new ones.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import contextlib
 import gc
 from collections.abc import AsyncIterator
 
-_EVERY_SECONDS = 10.0
+_INTERVAL_SECONDS = 10.0
 
 
 @contextlib.asynccontextmanager
-async def short_collections() -> AsyncIterator[None]:
-    """Collects often and little while the block lasts."""
+async def periodic_gc_freeze() -> AsyncIterator[None]:
+    """Collect and freeze every 10 seconds while the block lasts."""
     gc.collect()
     gc.freeze()
-    task = asyncio.create_task(_keep_short())
+    task = asyncio.create_task(_freeze_periodically())
     try:
         yield
     finally:
@@ -29,8 +29,8 @@ async def short_collections() -> AsyncIterator[None]:
         gc.unfreeze()
 
 
-async def _keep_short() -> None:
+async def _freeze_periodically() -> None:
     while True:
-        await asyncio.sleep(_EVERY_SECONDS)
+        await asyncio.sleep(_INTERVAL_SECONDS)
         gc.collect()
         gc.freeze()

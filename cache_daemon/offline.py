@@ -23,8 +23,8 @@ from kvsidecar.process.runtime_dir import default_data_dir
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cache_daemon.durable.archive import Archived, export_archive, import_archive
-from cache_daemon.durable.durable_tier import NoRoom, TierFailed
+from cache_daemon.durable.archive import ArchiveSummary, export_archive, import_archive
+from cache_daemon.durable.durable_tier import OutOfSpace, TierFailed
 from cache_daemon.durable.encryption import key_from_environment, key_from_file
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
@@ -33,7 +33,7 @@ from cache_daemon.remote.archive_objects import SCHEME, downloaded_archive, uplo
 
 SOUND, DAMAGED, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
-_LEAST_BUDGET = 1 << 20
+_MIN_BUDGET_BYTES = 1 << 20
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,7 +42,7 @@ app = typer.Typer(
     help="Work on a store that no daemon holds.",
 )
 
-StoreFolder = Annotated[
+StoreDir = Annotated[
     Path | None,
     typer.Option(envvar="KVSIDECAR_CACHE_STORE", help="Folder of the store; the daemon's default when left out."),
 ]
@@ -72,13 +72,13 @@ Staging = Annotated[
         help="Folder in which an archive of S3 lies whole meanwhile; the system's temporary one when left out.",
     ),
 ]
-Heard = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 Carrying = Callable[[str, Callable[[], Credentials], Path | None], AbstractContextManager[Path]]
 
 
 @app.command()
 def verify(
-    store: StoreFolder = None,
+    store: StoreDir = None,
     repair: Annotated[
         bool, typer.Option("--repair", help="Remove what is damaged; a damaged file is kept aside.")
     ] = False,
@@ -117,7 +117,7 @@ def export(
     namespace: Annotated[str, typer.Option(help="A namespace (64 hex digits, `cache stats --json`).")] = "",
     salt: Annotated[str, typer.Option(help="A tenant's salt within the namespace, or @FILE to read it from.")] = "",
     root: Hashes = None,
-    store: StoreFolder = None,
+    store: StoreDir = None,
     key_file: KeyFile = None,
     secret_file: SecretFile = None,
     ca: Authority = None,
@@ -145,7 +145,7 @@ def export(
 @app.command("import")
 def import_(
     file: Annotated[str, typer.Argument(help="The archive: a file, or s3://[KEY_ID@]BUCKET/NAME.")],
-    store: StoreFolder = None,
+    store: StoreDir = None,
     store_bytes: Annotated[
         str, typer.Option(envvar="KVSIDECAR_CACHE_STORE_BYTES", help="Budget of the store, as the daemon has it.")
     ] = "8GiB",
@@ -225,7 +225,7 @@ def _hash(option: str, text: str) -> bytes:
 
 @contextmanager
 def _opened(folder: Path, budget_bytes: int, key_file: Path | None) -> Iterator[LmdbTier]:
-    tier = LmdbTier(folder, max(budget_bytes, _LEAST_BUDGET), strict=True, key=_key(key_file))
+    tier = LmdbTier(folder, max(budget_bytes, _MIN_BUDGET_BYTES), strict=True, key=_key(key_file))
     try:
         list(tier.load())
         yield tier
@@ -233,22 +233,22 @@ def _opened(folder: Path, budget_bytes: int, key_file: Path | None) -> Iterator[
         tier.close()
 
 
-def _translated(work: Callable[[], Archived]) -> Archived:
+def _translated(work: Callable[[], ArchiveSummary]) -> ArchiveSummary:
     try:
         return work()
-    except NoRoom as error:
+    except OutOfSpace as error:
         raise StoreUnavailable(f"{error}; give more with --store-bytes, or free disk space") from error
     except (TierFailed, OSError) as error:
         raise StoreUnavailable(str(error)) from error
 
 
-def _tell(done: str, found: Archived, where: str) -> None:
+def _tell(done: str, found: ArchiveSummary, where: str) -> None:
     skipped = f", {found.skipped} left out" if found.skipped else ""
     print(f"{done} {found.chunks} chunks ({format_size(found.payload_bytes)}) {where}{skipped}")
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Heard]:
+def _progress(what: str) -> Iterator[ProgressCallback]:
     """A bar on stderr, where that is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

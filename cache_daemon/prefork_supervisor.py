@@ -1,8 +1,8 @@
-"""Keeps the daemon running: a small parent that has everything imported, and starts the daemon again when it dies.
+"""Prefork supervisor: a parent process that restarts the daemon when it dies.
 
-A daemon that is killed for memory, or by a defect in native code, must be back before its users notice. Importing what
-it needs takes a second of CPU, a fork of a process that has imported it a few milliseconds. So the process that
-``kvsidecar daemon`` names only waits; its child serves. The child dies with it, whatever it dies of.
+A daemon that the kernel kills for memory, or that a defect in native code ends, must be back before its users notice.
+Importing its modules takes a second of CPU; forking a process that has imported them takes a few milliseconds. So the
+process started by ``kvsidecar daemon`` only waits, and its child serves. The child dies with the parent.
 """
 
 from __future__ import annotations
@@ -21,77 +21,83 @@ from dataclasses import dataclass
 import structlog
 from kvsidecar.process.runtime_dir import end_with_parent
 
-_ENDING = frozenset({signal.SIGTERM, signal.SIGINT})
-_PASSED_ON = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_WAITED_FOR = _PASSED_ON | {signal.SIGCHLD}
-_FIRST_PAUSE, _LAST_PAUSE, _STABLE_SECONDS = 0.05, 2.0, 5.0
-# A daemon that dies again and again before it serves is somebody else's to look at.
-_MOST_FAILED_STARTS = 5
-# Shared with the child: whether it has served.
+_STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
+_FORWARDED_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_AWAITED_SIGNALS = _FORWARDED_SIGNALS | {signal.SIGCHLD}
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.05, 2.0, 5.0
+# Give up on a daemon that keeps dying before it serves: restarting does not help.
+_MAX_FAILED_STARTS = 5
+# Shared with the child, which sets it when it serves.
 _served = mmap.mmap(-1, 1)
 
 log = structlog.get_logger("cache_daemon")
 
 
 @dataclass
-class _End:
-    """How the child ended: its exit code, or minus the signal that killed it, and whether it had been asked to."""
+class _ExitStatus:
+    """Exit status of the child.
+
+    ``code`` is its exit code, or minus the signal that killed it; ``requested`` says that a stop signal was forwarded.
+    """
 
     code: int
-    asked: bool
+    requested: bool
 
 
-def kept_running(run: Callable[[], int]) -> int:
-    """Calls ``run`` in a child process, and again whenever a signal kills it that did not come through here.
+def run_supervised(run: Callable[[], int]) -> int:
+    """Call ``run`` in a child process; fork again when a signal that was not forwarded kills it.
 
-    SIGTERM, SIGINT and SIGHUP are passed on. Returns what ``run`` returned, or 128 + N where signal N ended it. The
-    caller has no threads, no event loop and nothing open that the child should not have.
+    Forwards SIGTERM, SIGINT and SIGHUP. Returns the result of ``run``, or 128 + N when signal N ended it. The caller
+    must have no threads, no event loop and no open files that the child should not inherit.
     """
     gc.collect()
-    gc.freeze()  # what is shared with the children stays shared
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _WAITED_FOR)
+    gc.freeze()  # keeps pages that are shared with the children shared
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED_SIGNALS)
     try:
-        failed_starts, pause = 0, 0.0
+        failed_starts, backoff = 0, 0.0
         while True:
             began, _served[0] = time.monotonic(), 0
-            end = _waited_for(_forked(run, before))
+            end = _wait_for_child(_fork_child(run, before))
             if end.code >= 0:
                 return end.code
-            if end.asked:
+            if end.requested:
                 return 128 - end.code
             seconds = time.monotonic() - began
             failed_starts = 0 if _served[0] else failed_starts + 1
-            name = signal.strsignal(-end.code) or str(-end.code)  # also of those that have no name
-            if failed_starts == _MOST_FAILED_STARTS:
-                log.error("the daemon died too often before it served, giving up", signal=name, deaths=failed_starts)
+            name = signal.strsignal(-end.code) or str(-end.code)  # real-time signals have no name
+            if failed_starts == _MAX_FAILED_STARTS:
+                log.error("daemon died too often before it served, giving up", signal=name, deaths=failed_starts)
                 return 128 - end.code
-            # The first time at once; what dies again and again does not fill the machine with starts.
-            pause = 0.0 if seconds > _STABLE_SECONDS else pause
+            # The first restart is immediate; a daemon that keeps dying must not keep the machine busy with restarts.
+            backoff = 0.0 if seconds > _STABLE_SECONDS else backoff
             log.warning(
-                "the daemon died, starting it again",
+                "daemon died, restarting it",
                 signal=name,
                 after_seconds=round(seconds, 3),
-                pause_seconds=pause,
+                backoff_seconds=backoff,
             )
-            if _told_to_end(pause):
+            if _stop_requested(backoff):
                 return 0
-            pause = min(_LAST_PAUSE, max(_FIRST_PAUSE, pause * 2))
+            backoff = min(_MAX_BACKOFF_SECONDS, max(_MIN_BACKOFF_SECONDS, backoff * 2))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def hear_reloads() -> None:
-    """Called by the child once it handles SIGHUP: one that came before is delivered now. On the main thread."""
+def unblock_reload_signal() -> None:
+    """Unblock SIGHUP in the child once it has a handler; a pending one is delivered now.
+
+    Call it on the main thread.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})
 
 
-def note_serving() -> None:
-    """Called by what serves once it does: from then on its death is none of its start."""
+def mark_serving() -> None:
+    """Record that the child serves: its death no longer counts as a failed start."""
     _served[0] = 1
 
 
-def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
-    """The id of a child that calls ``run`` and ends with its result."""
+def _fork_child(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
+    """Fork a child that calls ``run`` and exits with its result. Returns its process id."""
     parent = os.getpid()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -100,7 +106,7 @@ def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
     code = 1
     try:
         end_with_parent(parent, signal.SIGKILL)
-        # SIGHUP stays blocked until the child has a handler (hear_reloads): it would end the child before.
+        # SIGHUP stays blocked until the child has a handler (unblock_reload_signal): without one it ends the child.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGHUP})
         code = run()
     except BaseException:
@@ -109,29 +115,29 @@ def _forked(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError):
                 stream.flush()
-        os._exit(code)  # nothing of the parent's is to be ended here
+        os._exit(code)  # skips the exit handlers, which are the parent's
 
 
-def _told_to_end(seconds: float) -> bool:
-    """Waits between two children; whether a signal to end came meanwhile."""
+def _stop_requested(seconds: float) -> bool:
+    """Wait between two children. Returns True when a stop signal arrives meanwhile."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
-        got = signal.sigtimedwait(_WAITED_FOR, left)
-        if got is not None and got.si_signo in _ENDING:
+        got = signal.sigtimedwait(_AWAITED_SIGNALS, left)
+        if got is not None and got.si_signo in _STOP_SIGNALS:
             return True
     return False
 
 
-def _waited_for(child: int) -> _End:
-    """Passes signals on until the child has ended. Also buries what else ends: in a container this is process 1."""
-    asked = False
+def _wait_for_child(child: int) -> _ExitStatus:
+    """Forward signals until the child ends. Reaps other processes too: in a container this is process 1."""
+    requested = False
     while True:
-        got = signal.sigwait(_WAITED_FOR)
-        if got in _PASSED_ON:
-            asked = asked or got != signal.SIGHUP
-            os.kill(child, got)  # not yet buried, so it is this child
+        got = signal.sigwait(_AWAITED_SIGNALS)
+        if got in _FORWARDED_SIGNALS:
+            requested = requested or got != signal.SIGHUP
+            os.kill(child, got)  # not reaped yet, so the id is still this child's
             continue
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == child:
-                    return _End(os.waitstatus_to_exitcode(ended[1]), asked)
+                    return _ExitStatus(os.waitstatus_to_exitcode(ended[1]), requested)

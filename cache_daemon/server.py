@@ -22,34 +22,34 @@ from kvsidecar.net.grpc_server import Limits, listening_at, refuse_second, stop_
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
-from cache_daemon.auth.authenticator import Resolver
-from cache_daemon.auth.listeners import doors
+from cache_daemon.auth.authenticator import PrincipalResolver
+from cache_daemon.auth.listeners import build_listeners
 from cache_daemon.auth.peer_credentials import is_allowed, peer_credentials
-from cache_daemon.auth.tenants_table import CurrentTenants
+from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
-from cache_daemon.durable.encryption import key_from_file, parse_key, seal_of
+from cache_daemon.durable.encryption import cipher_for, key_from_file, parse_key
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.event_loop_monitor import StallWatch
+from cache_daemon.event_loop_monitor import EventLoopMonitor
 from cache_daemon.eviction import POLICIES
-from cache_daemon.gc_freeze import short_collections
+from cache_daemon.gc_freeze import periodic_gc_freeze
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
-from cache_daemon.memory.fd_server import handing_out
-from cache_daemon.memory.gpu_arena import DeviceArena
+from cache_daemon.memory.fd_server import serve_fds
+from cache_daemon.memory.gpu_arena import GpuArena
 from cache_daemon.memory.shared_memory import SharedMemory
-from cache_daemon.observability.durable_health import DURABLE, OVERALL, REMOTE, reporting
+from cache_daemon.observability.durable_health import DURABLE, OVERALL, REMOTE, report_health
 from cache_daemon.observability.otel import Telemetry, telemetry
-from cache_daemon.observability.stats_snapshot import Snapshots
-from cache_daemon.observability.traffic_trace import recording
-from cache_daemon.prefork_supervisor import hear_reloads, note_serving
+from cache_daemon.observability.stats_snapshot import StatsSnapshots
+from cache_daemon.observability.traffic_trace import record_traffic
+from cache_daemon.prefork_supervisor import mark_serving, unblock_reload_signal
 from cache_daemon.remote.address import credentials_of, new_backend, parse_remote
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.rpc.cache_service import CacheService
-from cache_daemon.rpc.call_wrapper import Calls
+from cache_daemon.rpc.call_wrapper import CallMetrics
 from cache_daemon.rpc.request_decoder import add_to_server
-from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.tenant_usage import TenantAccounts
@@ -69,30 +69,36 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
     stop_on_signals(stop)
     raise_descriptor_limit()
     ensure_private_dir(config.socket.parent)
-    tenants = CurrentTenants(config.tenants, keys.tenant_id)
+    tenants = ReloadableTenantsTable(config.tenants, keys.tenant_id)
     with (
         refuse_second(config.socket),
         contextlib.closing(SharedMemory("summary", SUMMARY_BYTES, writable_by_others=False)) as summary,
     ):
         async with (
-            telemetry(config.otlp_endpoint) as telling,
-            _store(config, tenants, summary, telling) as store,
-            StallWatch() as stalls,
-            short_collections(),
+            telemetry(config.otlp_endpoint) as otel,
+            _store(config, tenants, summary, otel) as store,
+            EventLoopMonitor() as loop_monitor,
+            periodic_gc_freeze(),
         ):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, lambda: _reload(tenants, store.accounts))
-            hear_reloads()
-            with recording(config.trace, config.trace_bytes) as traffic:
-                asked = traffic.asked if traffic is not None else None
-                shared = Shared(store, config.heartbeat_ms, Calls(telling.call_span), stalls.worst_ms, asked=asked)
-                telling.observe(Snapshots(shared, asyncio.get_running_loop()))
+            unblock_reload_signal()
+            with record_traffic(config.trace, config.trace_bytes) as traffic:
+                on_lookup = traffic.record_prompt if traffic is not None else None
+                shared = ServiceState(
+                    store,
+                    config.heartbeat_ms,
+                    CallMetrics(otel.call_span),
+                    loop_monitor.max_stall_ms,
+                    on_lookup=on_lookup,
+                )
+                otel.observe(StatsSnapshots(shared, asyncio.get_running_loop()))
                 with _metrics(shared, config):
                     await _serve(config, tenants, shared, summary, stop)
 
 
 @asynccontextmanager
 async def _store(
-    config: DaemonConfig, tenants: CurrentTenants, summary: SharedMemory, telling: Telemetry
+    config: DaemonConfig, tenants: ReloadableTenantsTable, summary: SharedMemory, otel: Telemetry
 ) -> AsyncIterator[ChunkStore]:
     tier = await asyncio.to_thread(_tier, config, config.store) if config.store is not None else None
     store = ChunkStore(
@@ -107,7 +113,7 @@ async def _store(
         remote=_remote(config),
         # Without a summary workers ask for every prompt, which is what a trace is of.
         bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
-        span=telling.work_span,
+        span=otel.work_span,
     )
     try:
         await store.start()
@@ -144,25 +150,25 @@ def _remote(config: DaemonConfig) -> RemoteSettings | None:
             credentials_of(config.remote_secret.get_secret_value(), config.remote_secret_file, config.remote_ca),
         ),
         KeySchema(address.prefix),
-        seal_of(_key(config)),
+        cipher_for(_key(config)),
     )
     ttl = None if config.remote_ttl == "none" else parse_duration(config.remote_ttl)
     return RemoteSettings(tier, config.remote_write, ttl, compress=config.compression != "none")
 
 
 @contextlib.contextmanager
-def _metrics(shared: Shared, config: DaemonConfig) -> Iterator[None]:
+def _metrics(shared: ServiceState, config: DaemonConfig) -> Iterator[None]:
     if not config.metrics_port:
         yield
         return
     # Only then: what it needs takes a while to import, which a daemon that starts again has not.
-    from cache_daemon.observability.store_collector import serving_metrics
+    from cache_daemon.observability.store_collector import serve_metrics
 
-    with serving_metrics(shared, config.metrics_port, config.metrics_host):
+    with serve_metrics(shared, config.metrics_port, config.metrics_host):
         yield
 
 
-def _reload(tenants: CurrentTenants, accounts: TenantAccounts) -> None:
+def _reload(tenants: ReloadableTenantsTable, accounts: TenantAccounts) -> None:
     if tenants.reload():
         accounts.reload()
 
@@ -176,16 +182,20 @@ def _arena(config: DaemonConfig) -> Arena:
         memory = HostMemory(config.gpu_arena // ALIGNMENT * ALIGNMENT)
     else:
         memory = CudaMemory(config.gpu_arena, config.gpu_device)
-    return DeviceArena(memory)
+    return GpuArena(memory)
 
 
 async def _serve(
-    config: DaemonConfig, tenants: CurrentTenants, shared: Shared, summary: SharedMemory, stop: asyncio.Event
+    config: DaemonConfig,
+    tenants: ReloadableTenantsTable,
+    shared: ServiceState,
+    summary: SharedMemory,
+    stop: asyncio.Event,
 ) -> None:
     store, remote = shared.store, shared.store.remote
     memory_socket = config.socket.with_name(f"{config.socket.name}.memory").absolute()
 
-    def add(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
+    def add(server: grpc.aio.Server, principal_of: PrincipalResolver, at: Path | None) -> None:
         # Only this user's own processes share memory: whoever has the arena can read every tenant's bytes.
         shares = str(memory_socket) if at == config.socket else ""
         add_to_server(CacheService(shared, principal_of, shares), server)
@@ -200,18 +210,18 @@ async def _serve(
             await health.set(name, status)
 
     async with (
-        handing_out(memory_socket, _Shares(store, summary), 0o600, admits),
+        serve_fds(memory_socket, _Shares(store, summary), 0o600, admits),
         listening_at(
             SERVICE,
-            doors(config, tenants, add),
+            build_listeners(config, tenants, add),
             # Attached workers hold their streams: there is nothing to wait for.
             lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
             Limits(message_bytes=_MAX_MESSAGE_BYTES),
             health,
         ),
-        reporting(OVERALL, lambda: shared.calls.failing, set_overall, patience_seconds=0.0),
-        reporting(DURABLE, None if store.tiers.writer is None else lambda: store.failing, health.set),
-        reporting(REMOTE, None if remote is None else lambda: remote.failing, health.set),
+        report_health(OVERALL, lambda: shared.calls.failing, set_overall, grace_seconds=0.0),
+        report_health(DURABLE, None if store.tiers.writer is None else lambda: store.failing, health.set),
+        report_health(REMOTE, None if remote is None else lambda: remote.failing, health.set),
     ):
         stats = store.stats()
         log.info(
@@ -223,7 +233,7 @@ async def _serve(
             arena_bytes=stats.arena_bytes,
             format=keys.FORMAT_VERSION,
         )
-        note_serving()
+        mark_serving()
         await stop.wait()
         log.info("stopping")
 
@@ -237,8 +247,8 @@ class _Shares:
     def arena(self, session_id: bytes, peer: socket.socket) -> None:
         self._store.staging_of(session_id)  # only sessions that share memory
         arena = self._store.arena
-        if isinstance(arena, DeviceArena):
-            arena.memory.hand_out(peer)
+        if isinstance(arena, GpuArena):
+            arena.memory.send_handle(peer)
         elif isinstance(arena, HostArena):
             _give(peer, arena.descriptor)
 

@@ -14,6 +14,12 @@ __all__ = ["Chunk", "Engine", "Result"]
 def __getattr__(name: str) -> Any:
     # Lazily: the gateway and the supervisor do not need torch.
     if name in __all__:
+        from kvsidecar.extras import missing_packages
+
+        if missing := missing_packages("worker"):
+            raise ImportError(
+                f"inference_svc.{name} needs {', '.join(missing)}: pip install 'kvsidecar[worker]'", name=missing[0]
+            )
         from inference_svc.server import python_api
 
         return getattr(python_api, name)

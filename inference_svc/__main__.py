@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from kvsidecar.extras import refusal
 from kvsidecar.process.fast_import import collecting_later, import_lean, importing
 from kvsidecar.process.sigint import EXIT_CODE
 
@@ -17,6 +18,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(command: str, rest: list[str]) -> int:
+    if refused := refusal(command):
+        print(refused, file=sys.stderr)
+        return 2
     with importing():
         import_lean()
         from kvsidecar.cli.service_settings import run_service

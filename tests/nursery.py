@@ -88,7 +88,9 @@ class Nursling:
         if self.poll() is None:
             handle = os.pidfd_open(self.pid)  # until its code is asked for it is there, if only as a zombie
             try:
-                if not select.select([handle], [], [], timeout)[0]:
+                waiting = select.poll()  # as select(), which takes no descriptor above 1023
+                waiting.register(handle, select.POLLIN)
+                if not waiting.poll(None if timeout is None else timeout * 1000):
                     raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
             finally:
                 os.close(handle)

@@ -6,10 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
+from kvsidecar.cli.root_command import app
+from typer.main import get_command
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("clients/**/README.md"), ROOT / "deploy/README.md"]
+    [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("examples/**/*.md"),
+        *ROOT.glob(".github/**/*.md"),
+        *ROOT.glob("clients/**/README.md"),
+        ROOT / "deploy/README.md",
+    ]
 )
 DOCUMENTS = [d for d in DOCUMENTS if "node_modules" not in d.parts]
 _LINK = re.compile(r"\]\(([^)\s#]*)(?:#([\w-]+))?\)")
@@ -17,8 +26,15 @@ _PATH = re.compile(
     r"`((?:tests|benchmarks|cache_daemon|inference_svc|kernels|kvkernels|kvsidecar|training|deploy|protos)/[\w./-]+)"
 )
 _TEST = re.compile(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?")
+_FUNCTION = re.compile(r"`([\w/]+\.py):(\w+)`")
 # Where paths that documents name begin.
 _FROM = (ROOT, ROOT / "clients/python", ROOT / "kernels", ROOT / "tests")
+PACKAGES = [
+    ROOT / "cache_daemon",
+    ROOT / "inference_svc",
+    ROOT / "clients/python/kvsidecar",
+    ROOT / "kernels/kvkernels",
+]
 
 
 def text_of(document: Path) -> str:
@@ -42,9 +58,9 @@ def test_what_a_document_names_is_there(document: Path) -> None:
         assert not anchor or anchor in headings(target), f"{name}#{anchor}"
     for name in _PATH.findall(text):
         assert any((start / name).exists() for start in (*_FROM, document.parent)), name
-    short_names = {"auth/": "cache_daemon/auth/"} if document.name == "security.md" else {}
+    auth = {"auth/": "cache_daemon/auth/"} if document.name == "security.md" else {}
     for name, test in _TEST.findall(text):
-        for short, whole in short_names.items():
+        for short, whole in auth.items():
             name = whole + name.removeprefix(short) if name.startswith(short) else name
         found = [start / name for start in _FROM if (start / name).exists()]
         assert found, name
@@ -52,9 +68,18 @@ def test_what_a_document_names_is_there(document: Path) -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_functions_that_a_document_names_are_there(document: Path) -> None:
+    """``engine/engine_core.py:step`` is a function of a file whose path ends so."""
+    for name, function in _FUNCTION.findall(text_of(document)):
+        found = [path for start in PACKAGES for path in start.rglob(Path(name).name) if str(path).endswith(f"/{name}")]
+        assert found, name
+        assert any(f"def {function}(" in text_of(path) for path in found), f"{name}:{function}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_what_a_document_tells_to_run_is_there(document: Path) -> None:
     text, makefile = text_of(document), text_of(ROOT / "Makefile")
-    if document.parent in (ROOT, ROOT / "docs"):
+    if document.parent == ROOT or document.is_relative_to(ROOT / "docs"):
         for target in re.findall(r"`make ([a-z-]+)", text):
             assert re.search(rf"^{target}:", makefile, re.M), target
     for module in re.findall(
@@ -67,15 +92,28 @@ def test_what_a_document_tells_to_run_is_there(document: Path) -> None:
         assert any(place.exists() for place in places), module
 
 
+def test_commands_of_the_readme_are_there() -> None:
+    text, makefile = text_of(ROOT / "README.md"), text_of(ROOT / "Makefile")
+    commands = "\n".join(_commands(text))
+    assert len(text.splitlines()) <= 120
+    known = set(get_command(app).commands)  # type: ignore[attr-defined]
+    assert set(re.findall(r"kvsidecar ([a-z]+)", commands)) - known == set()
+    for target in re.findall(r"^make ([a-z-]+)", commands, re.M):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    for folder in re.findall(r"kubectl apply -k (\S+)", commands):
+        assert (ROOT / folder / "kustomization.yaml").exists(), folder
+
+
+def _commands(text: str) -> list[str]:
+    """The lines of indented blocks, and what stands between backticks."""
+    text = re.sub(r"```.*?```", "", text, flags=re.S)
+    return [*re.findall(r"^    (.*)$", text, re.M), *re.findall(r"`([^`\n]+)`", text)]
+
+
 def _packages() -> list[str]:
     """The packages of the project, as the map names them: the last part of their paths."""
-    roots = [
-        ROOT / "cache_daemon",
-        ROOT / "inference_svc",
-        ROOT / "clients/python/kvsidecar",
-        ROOT / "kernels/kvkernels",
-    ]
-    found = {path.parent for root in roots for path in root.rglob("__init__.py")} - {ROOT / "clients/python/kvsidecar"}
+    found = {path.parent for root in PACKAGES for path in root.rglob("__init__.py")}
+    found -= {ROOT / "clients/python/kvsidecar"}
     return sorted({path.name for path in found if not re.fullmatch(r"v\d", path.name)})
 
 
@@ -86,9 +124,9 @@ def test_the_map_names_every_package() -> None:
 
 
 @pytest.mark.parametrize(
-    "room", ["cache_daemon/store", "inference_svc/engine", "inference_svc/gateway", "inference_svc"]
+    "package", ["cache_daemon/store", "inference_svc/engine", "inference_svc/gateway", "inference_svc"]
 )
-def test_the_map_names_every_module_of_the_large_rooms(room: str) -> None:
+def test_the_map_names_every_module_of_the_large_packages(package: str) -> None:
     named = set(re.findall(r"(\w+\.py)`", text_of(ROOT / "docs/architecture.md")))
-    modules = {path.name for path in (ROOT / room).glob("*.py") if not path.name.startswith("__")}
-    assert modules <= named, f"docs/architecture.md has no word about these modules of {room}"
+    modules = {path.name for path in (ROOT / package).glob("*.py") if not path.name.startswith("__")}
+    assert modules <= named, f"docs/architecture.md has no word about these modules of {package}"

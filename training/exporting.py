@@ -66,8 +66,8 @@ exists so that the project runs, is tested and is demonstrated without a model h
 
 Trained by `python -m training.train` for {facts["step"]:.0f} steps ({facts["seconds"] / 60:.0f} minutes on two shared
 CPU cores): copying, then look-up tasks over several documents with fresh names in every sample, then language beside
-them. On the way the attention of a layer that looks up was copied into a later, idle one (docs/decisions.md), and six
-layers became twelve.
+them. On the way the attention of a layer that looks up was copied into a later, idle one
+(docs/adr/031-two-hop-training.md), and six layers became twelve.
 
 Held-out loss on dialogues and documents: {facts["held_out_loss"]:.2f} nats per token. Exact-match accuracy with four
 facts in up to eight documents, fresh samples (chance is about 0.25):

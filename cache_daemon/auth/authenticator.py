@@ -9,9 +9,9 @@ import structlog
 from kvsidecar.errors import Context, Unauthenticated
 
 from cache_daemon.auth.principal import Principal
-from cache_daemon.auth.tenants_table import Tenants
+from cache_daemon.auth.tenants_table import TenantsTable
 
-Resolver = Callable[[Context], Principal]
+PrincipalResolver = Callable[[Context], Principal]
 """Finds the principal of a call; raises Unauthenticated. Each door has its own."""
 
 _SCHEME = "bearer "
@@ -27,7 +27,7 @@ class Authenticator:
     nobody names is a guest's, which is for a door without a tenants file.
     """
 
-    def __init__(self, tenants: Callable[[], Tenants], *, guests: bool) -> None:
+    def __init__(self, tenants: Callable[[], TenantsTable], *, guests: bool) -> None:
         self._tenants, self._guests = tenants, guests
 
     def principal_of(self, context: Context) -> Principal:

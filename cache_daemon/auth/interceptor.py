@@ -21,12 +21,12 @@ from kvsidecar.errors import (
     abort,
 )
 
-from cache_daemon.auth.authenticator import RefusalLog, Resolver
+from cache_daemon.auth.authenticator import PrincipalResolver, RefusalLog
 from cache_daemon.auth.principal import Principal
 
-OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
+UNAUTHENTICATED_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 """Answered without a name: they say SERVING or NOT_SERVING and nothing else, and probes carry no tokens."""
-MAX_OPEN_BYTES = 4 << 10
+MAX_UNAUTHENTICATED_BYTES = 4 << 10
 """Of a question that needs no name."""
 
 _END: Any = object()
@@ -34,32 +34,32 @@ _UNNAMED = Principal("unnamed")
 
 
 @dataclass(frozen=True)
-class Patience:
+class InterceptorTimeouts:
     """How long the daemon waits for a client."""
 
     call_seconds: float = 60.0
     """For a whole call of one question and one answer."""
     stall_seconds: float = 60.0
     """For the next message of a stream from the client, and for the client to take one. Above three heartbeats."""
-    arrival_seconds: float = 10.0
+    request_seconds: float = 10.0
     """For the one question of a call to arrive, once its turn has come."""
-    crowded_seconds: float = 0.05
+    overload_seconds: float = 0.05
     """The same while as many others of its caller are awaited as may be."""
-    arrivals: int = 16
+    max_pending: int = 16
     """Questions of one caller that are awaited at one time: each may take memory as long as a message may be."""
 
 
-class _Arrivals:
+class _PendingRequests:
     """Questions of one caller that are on their way. gRPC takes memory for one only while it is awaited."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience, self._awaited = patience, 0
+    def __init__(self, timeouts: InterceptorTimeouts) -> None:
+        self._timeouts, self._num_pending = timeouts, 0
 
     async def next(self, messages: AsyncIterator[Any]) -> Any:
         """The first message, or ``_END``. Raises DeadlineExceeded, or LimitExceeded where there are too many."""
-        crowded = self._awaited >= self._patience.arrivals
-        seconds = self._patience.crowded_seconds if crowded else self._patience.arrival_seconds
-        self._awaited += not crowded
+        crowded = self._num_pending >= self._timeouts.max_pending
+        seconds = self._timeouts.overload_seconds if crowded else self._timeouts.request_seconds
+        self._num_pending += not crowded
         try:
             async with asyncio.timeout(seconds) as limit:
                 return await anext(aiter(messages), _END)
@@ -68,24 +68,24 @@ class _Arrivals:
                 raise
             if crowded:
                 raise LimitExceeded(
-                    f"{self._patience.arrivals} requests of this caller are arriving slowly already, the most that are "
-                    "allowed; wait for an answer and try again"
+                    f"{self._timeouts.max_pending} requests of this caller are arriving slowly already, the most that "
+                    "are allowed; wait for an answer and try again"
                 ) from None
             raise DeadlineExceeded(f"the request did not arrive within {seconds:g} s") from None
         finally:
-            self._awaited -= not crowded
+            self._num_pending -= not crowded
 
 
-class Guard(grpc.aio.ServerInterceptor):
-    """Authenticates every method of a server, those of health and reflection too, but for ``OPEN_METHODS``.
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """Authenticates every method of a server, those of health and reflection too, but for ``UNAUTHENTICATED_METHODS``.
 
     It answers every call as a stream of requests: then nothing of a message is received before its sender is known.
     """
 
-    def __init__(self, principal_of: Resolver, patience: Patience = Patience()) -> None:
-        self._principal_of, self._patience = principal_of, patience
+    def __init__(self, principal_of: PrincipalResolver, timeouts: InterceptorTimeouts = InterceptorTimeouts()) -> None:
+        self._principal_of, self._timeouts = principal_of, timeouts
         self._refusals = RefusalLog()
-        self._arrivals: WeakValueDictionary[Principal, _Arrivals] = WeakValueDictionary()
+        self._pending: WeakValueDictionary[Principal, _PendingRequests] = WeakValueDictionary()
 
     async def intercept_service(
         self,
@@ -96,7 +96,9 @@ class Guard(grpc.aio.ServerInterceptor):
         method = str(handler_call_details.method)
         if handler is None:
             return handler
-        guarded = _Guarded(handler, method, self._principal_of, self._patience, self._refusals, self._arrivals)
+        guarded = _AuthenticatedMethod(
+            handler, method, self._principal_of, self._timeouts, self._refusals, self._pending
+        )
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(
                 guarded.stream, handler.request_deserializer, handler.response_serializer
@@ -106,17 +108,17 @@ class Guard(grpc.aio.ServerInterceptor):
         )
 
 
-class _Guarded:
+class _AuthenticatedMethod:
     """One method behind the guard."""
 
     def __init__(
         self,
         handler: grpc.RpcMethodHandler[Any, Any],
         method: str,
-        principal_of: Resolver,
-        patience: Patience,
+        principal_of: PrincipalResolver,
+        timeouts: InterceptorTimeouts,
         refusals: RefusalLog,
-        arrivals: WeakValueDictionary[Principal, _Arrivals],
+        max_pending: WeakValueDictionary[Principal, _PendingRequests],
     ) -> None:
         self._many = handler.request_streaming
         self._behaviour: Any = (
@@ -124,14 +126,14 @@ class _Guarded:
             if handler.response_streaming
             else (handler.stream_unary if self._many else handler.unary_unary)
         )
-        self._method, self._principal_of, self._patience, self._refusals = method, principal_of, patience, refusals
-        self._arrivals = arrivals
+        self._method, self._principal_of, self._timeouts, self._refusals = method, principal_of, timeouts, refusals
+        self._pending = max_pending
 
     async def single(self, messages: AsyncIterator[Any], context: Context) -> Any:
-        seconds = None if self._many else self._patience.call_seconds
+        seconds = None if self._many else self._timeouts.call_seconds
         try:
             async with asyncio.timeout(seconds) as limit:
-                return await self._behaviour(await self._admitted(messages, context), context)
+                return await self._behaviour(await self._admit(messages, context), context)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -141,39 +143,39 @@ class _Guarded:
 
     async def stream(self, messages: AsyncIterator[Any], context: Context) -> None:
         try:
-            answers = self._behaviour(await self._admitted(messages, context), context)
+            answers = self._behaviour(await self._admit(messages, context), context)
             if hasattr(answers, "__aiter__"):
                 async with aclosing(answers):  # what the method holds is given back now, not when it is collected
                     async for answer in answers:
-                        await self._written(context, answer)
+                        await self._write(context, answer)
             else:
                 await answers
         except KVSidecarError as error:
             await abort(context, error, CACHE_DOMAIN)
 
-    async def _admitted(self, messages: AsyncIterator[Any], context: Context) -> Any:
-        caller = _UNNAMED if self._method in OPEN_METHODS else self._named(context)
+    async def _admit(self, messages: AsyncIterator[Any], context: Context) -> Any:
+        caller = _UNNAMED if self._method in UNAUTHENTICATED_METHODS else self._authenticate(context)
         if self._many:
-            return _patiently(messages, self._patience.stall_seconds)
-        arrivals = self._arrivals.get(caller)
-        if arrivals is None:
-            arrivals = self._arrivals[caller] = _Arrivals(self._patience)
-        request = await arrivals.next(messages)
+            return _with_timeout(messages, self._timeouts.stall_seconds)
+        max_pending = self._pending.get(caller)
+        if max_pending is None:
+            max_pending = self._pending[caller] = _PendingRequests(self._timeouts)
+        request = await max_pending.next(messages)
         if request is _END:
             raise InvalidRequest("the call has no message; send one")
-        if caller is _UNNAMED and (size := request.ByteSize()) > MAX_OPEN_BYTES:
-            raise InvalidRequest(f"the request has {size} bytes; at most {MAX_OPEN_BYTES} are allowed")
+        if caller is _UNNAMED and (size := request.ByteSize()) > MAX_UNAUTHENTICATED_BYTES:
+            raise InvalidRequest(f"the request has {size} bytes; at most {MAX_UNAUTHENTICATED_BYTES} are allowed")
         return request
 
-    def _named(self, context: Context) -> Principal:
+    def _authenticate(self, context: Context) -> Principal:
         try:
             return self._principal_of(context)
         except Unauthenticated as error:
             self._refusals.note(context.peer(), self._method, error)
             raise
 
-    async def _written(self, context: Context, answer: Any) -> None:
-        seconds = self._patience.stall_seconds
+    async def _write(self, context: Context, answer: Any) -> None:
+        seconds = self._timeouts.stall_seconds
         try:
             async with asyncio.timeout(seconds) as limit:
                 await context.write(answer)
@@ -183,7 +185,7 @@ class _Guarded:
             raise DeadlineExceeded(f"the client took nothing for {seconds:g} s") from None
 
 
-async def _patiently(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
+async def _with_timeout(messages: AsyncIterator[Any], seconds: float) -> AsyncIterator[Any]:
     source = aiter(messages)
     while True:
         try:

@@ -11,35 +11,37 @@ from kvsidecar.errors import ConfigurationError, Context
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.net.grpc_server import Door
 
-from cache_daemon.auth.authenticator import Authenticator, Resolver
-from cache_daemon.auth.interceptor import Guard, Patience
+from cache_daemon.auth.authenticator import Authenticator, PrincipalResolver
+from cache_daemon.auth.interceptor import AuthInterceptor, InterceptorTimeouts
 from cache_daemon.auth.principal import GUEST, OPERATOR, Principal
-from cache_daemon.auth.tenants_table import Tenants
+from cache_daemon.auth.tenants_table import TenantsTable
 from cache_daemon.auth.tls import TlsFiles, server_credentials
 from cache_daemon.config import DaemonConfig
 
-AddServicer = Callable[[grpc.aio.Server, Resolver, Path | None], None]
+AddServicer = Callable[[grpc.aio.Server, PrincipalResolver, Path | None], None]
 """Adds a servicer that asks the resolver who calls at a Unix socket, or at TCP (None)."""
 
-FAR_MESSAGE_BYTES = 6 << 20
+MAX_EXTERNAL_MESSAGE_BYTES = 6 << 20
 """Longest message at doors of others than the owner: 2^20 tokens take at most 5 MiB."""
-_FAR_STREAMS = 128
+_MAX_EXTERNAL_STREAMS = 128
 _HEARTBEATS = 4  # more than a session may miss: it is the session that ends first, with its own message
 
 
-def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer) -> list[Door]:
+def build_listeners(config: DaemonConfig, tenants: Callable[[], TenantsTable], add: AddServicer) -> list[Door]:
     """All doors that the settings ask for, the private socket first. Raises ConfigurationError for unusable files."""
     found = [Door(config.socket, partial(_add, add, _as_operator, config.socket))]
-    patience = Patience(stall_seconds=max(Patience.stall_seconds, config.heartbeat_ms * _HEARTBEATS / 1000))
+    timeouts = InterceptorTimeouts(
+        stall_seconds=max(InterceptorTimeouts.stall_seconds, config.heartbeat_ms * _HEARTBEATS / 1000)
+    )
     if config.shared_socket is not None:
         found.append(
             Door(
                 config.shared_socket,
                 partial(_add, add, _as_guest, config.shared_socket),
-                interceptors=(Guard(_as_guest, patience),),
+                interceptors=(AuthInterceptor(_as_guest, timeouts),),
                 group=config.socket_group,
-                message_bytes=FAR_MESSAGE_BYTES,
-                streams=_FAR_STREAMS,
+                message_bytes=MAX_EXTERNAL_MESSAGE_BYTES,
+                streams=_MAX_EXTERNAL_STREAMS,
             )
         )
     if config.tcp:
@@ -49,9 +51,9 @@ def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer
                 parse_tcp(config.tcp),
                 partial(_add, add, resolve, None),
                 credentials=_credentials(config),
-                interceptors=(Guard(resolve, patience),),
-                message_bytes=FAR_MESSAGE_BYTES,
-                streams=_FAR_STREAMS,
+                interceptors=(AuthInterceptor(resolve, timeouts),),
+                message_bytes=MAX_EXTERNAL_MESSAGE_BYTES,
+                streams=_MAX_EXTERNAL_STREAMS,
             )
         )
     if config.health_tcp:
@@ -59,7 +61,7 @@ def doors(config: DaemonConfig, tenants: Callable[[], Tenants], add: AddServicer
     return found
 
 
-def _authenticator(config: DaemonConfig, tenants: Callable[[], Tenants]) -> Authenticator:
+def _authenticator(config: DaemonConfig, tenants: Callable[[], TenantsTable]) -> Authenticator:
     named = tenants()
     if config.tenants is not None and not (named.has_tokens or (config.tls_client_ca and named.has_certificates)):
         raise ConfigurationError(
@@ -79,7 +81,7 @@ def _credentials(config: DaemonConfig) -> grpc.ServerCredentials | None:
     return server_credentials(TlsFiles(config.tls_cert, config.tls_key, config.tls_client_ca))
 
 
-def _add(add: AddServicer, resolver: Resolver, at: Path | None, server: grpc.aio.Server) -> None:
+def _add(add: AddServicer, resolver: PrincipalResolver, at: Path | None, server: grpc.aio.Server) -> None:
     add(server, resolver, at)
 
 

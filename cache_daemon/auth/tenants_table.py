@@ -27,7 +27,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 @dataclass(frozen=True)
-class Tenants:
+class TenantsTable:
     """What a tenants file says. Without a file: nobody is named, and nothing is limited."""
 
     default: TenantLimits = UNLIMITED
@@ -69,19 +69,19 @@ class Tenants:
         return _union(found) if found else None
 
 
-def load(path: Path, tenant_id: TenantId) -> Tenants:
+def load(path: Path, tenant_id: TenantId) -> TenantsTable:
     """Reads a tenants file. Raises ConfigurationError with one sentence, which never holds a salt or a token."""
-    return _Reader(str(path), tenant_id).tenants(read_tables(path))
+    return _TenantsFileParser(str(path), tenant_id).tenants(read_tables(path))
 
 
-class CurrentTenants:
+class ReloadableTenantsTable:
     """The tenants as last read; called, it gives them. ``reload`` is for SIGHUP."""
 
     def __init__(self, path: Path | None, tenant_id: TenantId) -> None:
         self._path, self._tenant_id = path, tenant_id
-        self._now = load(path, tenant_id) if path is not None else Tenants()
+        self._now = load(path, tenant_id) if path is not None else TenantsTable()
 
-    def __call__(self) -> Tenants:
+    def __call__(self) -> TenantsTable:
         return self._now
 
     def reload(self) -> bool:
@@ -109,16 +109,16 @@ _PRIORITIES = {p.name.lower(): p for p in Priority}
 _LIMITS = ("arena_bytes", "store_bytes", "entries", "ttl", "pin_bytes", "priority")
 _TENANT = ("salt", "salt_hex", "tokens", "certificates", "operator", *_LIMITS)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_MOST = 1 << 62
+_MAX_LIMIT = 1 << 62
 
 
-class _Reader:
+class _TenantsFileParser:
     """Checks the tables of one file."""
 
     def __init__(self, file: str, tenant_id: TenantId) -> None:
         self._file, self._tenant_id = file, tenant_id
 
-    def tenants(self, tables: dict[str, Any]) -> Tenants:
+    def tenants(self, tables: dict[str, Any]) -> TenantsTable:
         self._known(tables, ("default", "tenant"), "the file")
         default = self._table(tables.get("default", {}), "[default]")
         self._known(default, _LIMITS, "[default]")
@@ -149,7 +149,7 @@ class _Reader:
                 tokens.setdefault(digest, []).append(principal)
             for text in self._texts(table, "certificates", where):
                 certificates.setdefault(text, []).append(principal)
-        return Tenants(
+        return TenantsTable(
             self._limits(default, "[default]"),
             by_salt,
             {self._tenant_id(salt): limits for salt, limits in by_salt.items()},
@@ -234,4 +234,4 @@ class _Reader:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_LIMIT

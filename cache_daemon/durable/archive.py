@@ -39,7 +39,7 @@ from kvsidecar.errors import InvalidRequest
 
 from cache_daemon.durable import expiry_note
 from cache_daemon.durable.durable_tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
-from cache_daemon.durable.header_check import is_duration, is_what_it_names, layout_bytes
+from cache_daemon.durable.header_check import hashes_match, is_valid_duration, layout_payload_bytes
 from cache_daemon.durable.lineage import Lineage
 
 _BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 2)
@@ -50,7 +50,7 @@ _DIGEST = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 10
 _GROUP_BYTES = 32 << 20
 # Nobody may ask for longer.
-_MOST_MILLISECONDS = MAX_TTL_SECONDS * 1000
+_MAX_TTL_MS = MAX_TTL_SECONDS * 1000
 Progress = Callable[[int, int], None]
 
 
@@ -77,7 +77,7 @@ class Importing(DurableTier, Protocol):
 
 
 @dataclass(frozen=True)
-class Archived:
+class ArchiveSummary:
     """``skipped`` are chunks that could not be read, or whose time was over, or whose parent was not there."""
 
     chunks: int
@@ -91,7 +91,7 @@ def export_archive(
     roots: frozenset[bytes] | None = None,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
-) -> Archived:
+) -> ArchiveSummary:
     """Writes the sound chunks of some roots (None: of all) to ``out``, which is there only when it is complete.
     ``clock`` tells Unix seconds.
 
@@ -119,7 +119,7 @@ def export_archive(
                 skipped += 1
                 continue
             payload = bytearray(header.payload_bytes)
-            if tier.read([ReadJob(name, memoryview(payload), header.checksum)])[0] is not ReadResult.SOUND:
+            if tier.read([ReadJob(name, memoryview(payload), header.checksum)])[0] is not ReadResult.OK:
                 skipped += 1
                 continue
             writing.chunk(header.SerializeToString(), payload, end)
@@ -128,7 +128,7 @@ def export_archive(
         writing.end(len(exported))
     if progress is not None:
         progress(len(names), len(names))
-    return Archived(len(exported), size, skipped)
+    return ArchiveSummary(len(exported), size, skipped)
 
 
 def import_archive(
@@ -137,11 +137,11 @@ def import_archive(
     max_payload_bytes: int = 1 << 30,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
-) -> Archived:
+) -> ArchiveSummary:
     """Stores an archive's chunks. What was stored before an error is found stays: each chunk is checked by itself.
 
     ``progress`` hears bytes read and the file's length, ``clock`` tells Unix seconds. Raises InvalidRequest when the
-    file is no archive, is damaged or holds what may not be stored; OSError, NoRoom, TierFailed.
+    file is no archive, is damaged or holds what may not be stored; OSError, OutOfSpace, TierFailed.
     """
     total = source.stat().st_size
     stored = size = skipped = 0
@@ -156,17 +156,17 @@ def import_archive(
                 skipped += 1
                 continue
             group.append(Put(header, memoryview(payload)))
-            ends.append((header.prefix_hash, min(end, now + _MOST_MILLISECONDS)))
+            ends.append((header.prefix_hash, min(end, now + _MAX_TTL_MS)))
             group_bytes += len(payload)
             if group_bytes >= _GROUP_BYTES:
-                outcomes = _store(tier, group, expiry_note.longer(ends, known, tier.notes()))
+                outcomes = _store(tier, group, expiry_note.merge_expiries(ends, known, tier.notes()))
                 stored, skipped = stored + outcomes[0], skipped + outcomes[1]
                 group, ends, group_bytes = [], [], 0
             size += len(payload)
             if progress is not None:
                 progress(file.tell(), total)
-        outcomes = _store(tier, group, expiry_note.longer(ends, known, tier.notes()))
-    return Archived(stored + outcomes[0], size, skipped + outcomes[1])
+        outcomes = _store(tier, group, expiry_note.merge_expiries(ends, known, tier.notes()))
+    return ArchiveSummary(stored + outcomes[0], size, skipped + outcomes[1])
 
 
 def _store(tier: DurableTier, group: list[Put], notes: dict[bytes, bytes | None]) -> tuple[int, int]:
@@ -263,7 +263,7 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
     hashes = (header.root, header.parent_prefix_hash, header.prefix_hash, header.content_hash)
     if any(len(value) != keys.HASH_BYTES for value in hashes) or not 1 <= len(header.token_ids) <= MAX_CHUNK_TOKENS:
         raise InvalidRequest(f"chunk {position} of the archive has impossible hashes or tokens")
-    if not is_what_it_names(header):
+    if not hashes_match(header):
         raise InvalidRequest(f"chunk {position} of the archive is not the one that its hash names")
     if header.format_version != keys.FORMAT_VERSION:
         raise InvalidRequest(
@@ -274,7 +274,7 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
             f"chunk {position} of the archive has a tenant of {len(header.tenant)} bytes and {header.token_count} as "
             f"its token_count; {keys.HASH_BYTES} and {len(header.token_ids)} are needed"
         )
-    if not is_duration(header.prefill_seconds):
+    if not is_valid_duration(header.prefill_seconds):
         raise InvalidRequest(
             f"chunk {position} of the archive has {header.prefill_seconds} as its prefill_seconds; "
             "a number from 0 is needed"
@@ -282,7 +282,7 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
     if header.payload_bytes != len(payload) or keys.checksum(payload) != header.checksum:
         raise InvalidRequest(f"chunk {position} of the archive has another payload than its header says")
     try:
-        expected = layout_bytes(header)
+        expected = layout_payload_bytes(header)
     except ValueError as error:
         raise InvalidRequest(f"chunk {position} of the archive has an impossible layout: {error}") from error
     if expected != len(payload):

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 RAW, PLANES = 0, 1
 _BLOCK_BYTES = 256 << 10
 _HEADER_BYTES = 8
-_WORTHWHILE = 0.95
+_MAX_RATIO = 0.95
 _SAMPLE_BYTES = 64 << 10
 # Looking which bytes of the elements are noise takes as long as compressing a small payload. It is a property of the
 # model, so it is looked at in one payload of this many.
-_LOOK_EVERY = 16
-_ROOTS = 256
+_SAMPLE_EVERY = 16
+_MAX_ROOTS = 256
 _local = threading.local()
 Bytes = NDArray[np.uint8]
 
@@ -64,32 +64,32 @@ def element_bytes(header: ChunkHeader) -> int:
     return 4 if header.dtype == DATA_TYPE_FLOAT32 else 2
 
 
-class Packer:
+class PlaneCompressor:
     """Packs payloads, and remembers which planes of a root's are worth compressing. Safe from several threads: at worst
     two look."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, int], tuple[frozenset[int], int]] = {}
 
-    def pack(self, header: ChunkHeader, payload: memoryview) -> bytes | None:
+    def compress(self, header: ChunkHeader, payload: memoryview) -> bytes | None:
         """The packed payload, or None when packing does not pay."""
         element = element_bytes(header)
-        return pack(payload, element, self._planes(header.root, payload, element))
+        return compress(payload, element, self._planes(header.root, payload, element))
 
     def _planes(self, root: bytes, payload: memoryview, element: int) -> frozenset[int]:
         planes, uses = self._known.get((root, element), (frozenset(), 0))
         if not planes or uses == 0:  # noise may be this payload's alone
-            planes = worthwhile_planes(payload, element)
-            if len(self._known) >= _ROOTS:
+            planes = compressible_planes(payload, element)
+            if len(self._known) >= _MAX_ROOTS:
                 self._known.clear()
-        self._known[root, element] = planes, (uses + 1) % _LOOK_EVERY
+        self._known[root, element] = planes, (uses + 1) % _SAMPLE_EVERY
         return planes
 
 
-def pack(payload: memoryview, element: int, planes: frozenset[int] | None = None) -> bytes | None:
+def compress(payload: memoryview, element: int, planes: frozenset[int] | None = None) -> bytes | None:
     """The packed payload, or None when packing does not pay. ``planes`` are those to compress; None looks for them."""
     raw = np.frombuffer(payload, np.uint8)
-    planes = worthwhile_planes(payload, element) if planes is None else planes
+    planes = compressible_planes(payload, element) if planes is None else planes
     if not planes:
         return None
     parts: list[bytes | Bytes] = [bytes([element]).ljust(_HEADER_BYTES, b"\0")]
@@ -105,10 +105,10 @@ def pack(payload: memoryview, element: int, planes: frozenset[int] | None = None
         parts += stored
         parts.append(block[count * element :])
     packed = b"".join(parts)  # type: ignore[arg-type]
-    return packed if len(packed) < _WORTHWHILE * len(raw) else None
+    return packed if len(packed) < _MAX_RATIO * len(raw) else None
 
 
-def worthwhile_planes(payload: memoryview, element: int) -> frozenset[int]:
+def compressible_planes(payload: memoryview, element: int) -> frozenset[int]:
     """The planes whose sample shrinks. The sample is from the middle: a payload may begin and end with special rows."""
     raw = np.frombuffer(payload, np.uint8)
     whole = len(raw) // element * element
@@ -116,12 +116,12 @@ def worthwhile_planes(payload: memoryview, element: int) -> frozenset[int]:
     found = set()
     for plane in range(element):
         sample = np.ascontiguousarray(raw[begin + plane : min(whole, begin + _SAMPLE_BYTES * element) : element])
-        if len(sample) and len(_compressor().compress(sample)) < _WORTHWHILE * len(sample):
+        if len(sample) and len(_compressor().compress(sample)) < _MAX_RATIO * len(sample):
             found.add(plane)
     return frozenset(found)
 
 
-def unpack(packed: memoryview, target: memoryview) -> None:
+def decompress(packed: memoryview, target: memoryview) -> None:
     """Fills ``target`` with what was packed. Raises ValueError when it is damaged or of another length."""
     source, out = np.frombuffer(packed, np.uint8), np.frombuffer(target, np.uint8)
     element = int(source[0]) if len(source) >= _HEADER_BYTES else 0

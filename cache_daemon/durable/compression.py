@@ -23,12 +23,12 @@ import structlog
 
 from cache_daemon.durable import codec
 from cache_daemon.durable.durable_tier import PAGE_BYTES, Put
-from cache_daemon.durable.idle_cores import SpareCores
-from cache_daemon.durable.payload_reader import THREADS, Entry
+from cache_daemon.durable.idle_cores import IdleCoreCounter
+from cache_daemon.durable.payload_reader import THREADS, StoredEntry
 
 log = structlog.get_logger("cache_daemon")
 Compression = Literal["auto", "none", "zstd"]
-MEASURED_FROM_BYTES = 16 << 20
+MIN_CALIBRATION_BYTES = 16 << 20
 _SAMPLE_BYTES = 8 << 20
 _THREADS = 2
 _TRIALS = 3
@@ -37,7 +37,7 @@ _SPARE_CORES = min(1.0, (os.cpu_count() or 1) / 2)
 
 
 @dataclass(frozen=True)
-class Measured:
+class Calibration:
     """Speeds in bytes per second of raw payload, and packed bytes per raw byte."""
 
     disk: float
@@ -45,27 +45,27 @@ class Measured:
     ratio: float
 
     @property
-    def pays(self) -> bool:
+    def pays_off(self) -> bool:
         return self.ratio / self.disk + 1 / self.unpack <= 1 / self.disk
 
 
-class Packing:
+class PayloadCompressor:
     """``active`` None means that it is not yet decided."""
 
-    def __init__(self, mode: Compression, spare: SpareCores | None = None) -> None:
+    def __init__(self, mode: Compression, spare: IdleCoreCounter | None = None) -> None:
         self.active: bool | None = {"auto": None, "none": False, "zstd": True}[mode]
-        self._spare = (spare or SpareCores()) if mode == "auto" else None
+        self._spare = (spare or IdleCoreCounter()) if mode == "auto" else None
         self._tries = 8
-        self._packer = codec.Packer()
+        self._plane_compressor = codec.PlaneCompressor()
         self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
 
-    def pack(self, puts: Sequence[Put]) -> list[bytes | None]:
+    def compress(self, puts: Sequence[Put]) -> list[bytes | None]:
         """The packed payload of each put, None where it is to be stored raw."""
         if not puts or not self.active or (self._spare is not None and self._spare.count() < _SPARE_CORES):
             return [None] * len(puts)
         return list(self._pool.map(self._packed, puts))
 
-    def decide(self, data: Path, entries: Collection[Entry], puts: Sequence[Put]) -> None:
+    def calibrate(self, data: Path, entries: Collection[StoredEntry], puts: Sequence[Put]) -> None:
         """Measures, when ``puts`` are worth measuring. Raises nothing."""
         sample = [put for put in puts if put.header.bits == 16]
         if self.active is not None or not sample:
@@ -79,7 +79,7 @@ class Packing:
         if measured is None:
             self.active = None if self._tries else False
             return
-        self.active = measured.pays
+        self.active = measured.pays_off
         log.info(
             "durable compression",
             active=self.active,
@@ -88,7 +88,7 @@ class Packing:
             packed_share=round(measured.ratio, 3),
         )
 
-    def _measure(self, data: Path, entries: Collection[Entry], puts: Sequence[Put]) -> Measured | None:
+    def _measure(self, data: Path, entries: Collection[StoredEntry], puts: Sequence[Put]) -> Calibration | None:
         """None when nothing of the sample can be packed: it says nothing about other models."""
         raw = packed = 0
         parts: list[tuple[bytes, int]] = []
@@ -109,30 +109,30 @@ class Packing:
             list(self._pool.map(_unpacked, [small for small, _ in parts], targets))
             took.append(time.perf_counter() - began)
         unpack = sum(map(len, targets)) / min(took)
-        return Measured(_disk_speed(data, entries), unpack, packed / raw)
+        return Calibration(_disk_speed(data, entries), unpack, packed / raw)
 
     def _packed(self, put: Put) -> bytes | None:
-        return self._packer.pack(put.header, put.payload)
+        return self._plane_compressor.compress(put.header, put.payload)
 
     def close(self) -> None:
         self._pool.shutdown()
 
 
 def _unpacked(small: bytes, target: bytearray) -> None:
-    codec.unpack(memoryview(small), memoryview(target))
+    codec.decompress(memoryview(small), memoryview(target))
 
 
-def _disk_speed(data: Path, entries: Collection[Entry]) -> float:
+def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
     """Bytes per second of reading payloads from the disk itself, as many at once as reads do. Raises OSError."""
     handle = os.open(data, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
-        chosen: list[Entry] = []
+        chosen: list[StoredEntry] = []
         for entry in random.sample(list(entries), len(entries)):
             chosen.append(entry)
             if sum(e.stored_length for e in chosen) >= 2 * _SAMPLE_BYTES:
                 break
 
-        def read(entry: Entry) -> int:
+        def read(entry: StoredEntry) -> int:
             size = -(-(16 + entry.stored_length) // PAGE_BYTES) * PAGE_BYTES
             with mmap.mmap(-1, size) as target:
                 return os.preadv(handle, [target], entry.offset - 16)

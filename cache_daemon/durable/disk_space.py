@@ -9,33 +9,33 @@ from pathlib import Path
 
 from kvsidecar.byte_sizes import format_size
 
-from cache_daemon.durable.durable_tier import PAGE_BYTES, NoRoom
-from cache_daemon.durable.lmdb_file import Damage, Meta, PageFile
-from cache_daemon.durable.page_walk import Walk
+from cache_daemon.durable.durable_tier import PAGE_BYTES, OutOfSpace
+from cache_daemon.durable.lmdb_file import LmdbCorruption, MetaPage, PageFile
+from cache_daemon.durable.page_walk import PageWalk
 
 # What a disk says that has no room: it is full, or a quota or a limit is reached.
 DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-_LEAST_FILE_BYTES = 1 << 20
-_LEAST_RESERVE_BYTES = 32 * PAGE_BYTES
+_MIN_FILE_BYTES = 1 << 20
+_MIN_RESERVE_BYTES = 32 * PAGE_BYTES
 _DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # some removals one by one; they free more than they take
 PROBE_BYTES = 64 * PAGE_BYTES  # a disk that refuses so much beside a group is full
 _TREE_PAGES = 16  # what a group needs beside its payloads; more than its path to the root
 
 
-class Space:
+class DiskSpace:
     """``most_bytes`` is the file's limit; ``reserve_bytes`` of it are for removals only."""
 
     def __init__(self, budget_bytes: int) -> None:
-        most = max(_LEAST_FILE_BYTES, budget_bytes * 3 // 2)
-        self.most_bytes = most // PAGE_BYTES * PAGE_BYTES
-        self.reserve_bytes = max(_LEAST_RESERVE_BYTES, self.most_bytes // 64 // PAGE_BYTES * PAGE_BYTES)
+        most = max(_MIN_FILE_BYTES, budget_bytes * 3 // 2)
+        self.max_bytes = most // PAGE_BYTES * PAGE_BYTES
+        self.reserve_bytes = max(_MIN_RESERVE_BYTES, self.max_bytes // 64 // PAGE_BYTES * PAGE_BYTES)
 
     def map_bytes(self, needed_bytes: int) -> int:
         """The map for chunks: a file that is too large already stays as it is until it is compacted."""
-        return max(self.most_bytes - self.reserve_bytes, needed_bytes)
+        return max(self.max_bytes - self.reserve_bytes, needed_bytes)
 
-    def make_room(self, data: Path, file: PageFile, meta: Meta, size_bytes: int, map_bytes: int) -> None:
-        """Makes the disk promise room for a group of chunks, and for removals after it. Raises NoRoom, OSError.
+    def reserve(self, data: Path, file: PageFile, meta: MetaPage, size_bytes: int, map_bytes: int) -> None:
+        """Makes the disk promise room for a group of chunks, and for removals after it. Raises OutOfSpace, OSError.
 
         The file is made longer than LMDB has filled it: what is allocated cannot be refused later. On a full disk a
         group may still use pages that are free in the file, if enough are left.
@@ -52,13 +52,13 @@ class Space:
             free = self._free_bytes(file, meta)
             if free < size_bytes + reserve:
                 needed, left = format_size(size_bytes), format_size(free)
-                raise NoRoom(f"the disk is full: {needed} are to be stored, {left} are free") from error
+                raise OutOfSpace(f"the disk is full: {needed} are to be stored, {left} are free") from error
 
     @staticmethod
-    def _free_bytes(file: PageFile, meta: Meta) -> int:
+    def _free_bytes(file: PageFile, meta: MetaPage) -> int:
         try:
-            return sum(Walk(file, meta).free_pages()) * PAGE_BYTES
-        except Damage:
+            return sum(PageWalk(file, meta).free_pages()) * PAGE_BYTES
+        except LmdbCorruption:
             return 0
 
 

@@ -17,7 +17,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 PAGE_BYTES = 4096
 
 
-class NoRoom(Exception):
+class OutOfSpace(Exception):
     """The map or the disk is full. Nothing was changed; removals are still possible."""
 
 
@@ -59,9 +59,9 @@ class PutOutcome(Enum):
 
     STORED = "stored"
     PARENT_MISSING = "parent_missing"
-    NO_ROOM = "no_room"
+    OUT_OF_SPACE = "out_of_space"
     FAILED = "failed"
-    DAMAGED = "damaged"
+    CORRUPT = "corrupt"
     """The payload is not the one that its header describes."""
     CANCELLED = "cancelled"
 
@@ -94,7 +94,7 @@ class ReadJob:
 class ReadResult(Enum):
     """What became of a read. ``target`` holds the payload only when SOUND, and anything otherwise."""
 
-    SOUND = "sound"
+    OK = "ok"
     MISSING = "missing"
     CORRUPT = "corrupt"
     FAILED = "failed"
@@ -136,7 +136,7 @@ class DurableTier(Protocol):
         ...
 
     def apply(self, group: WriteGroup) -> list[PutResult]:
-        """Writes a group atomically; one result per put: STORED, PARENT_MISSING or DAMAGED. Raises NoRoom and
+        """Writes a group atomically; one result per put: STORED, PARENT_MISSING or DAMAGED. Raises OutOfSpace and
         TierFailed."""
         ...
 
@@ -147,7 +147,7 @@ class DurableTier(Protocol):
     def usage(self) -> Usage: ...
 
     def compact(self) -> None:
-        """Gives the disk back what no chunk uses. Raises NoRoom, TierFailed."""
+        """Gives the disk back what no chunk uses. Raises OutOfSpace, TierFailed."""
         ...
 
     def close(self) -> None: ...

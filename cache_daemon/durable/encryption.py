@@ -22,47 +22,47 @@ _PRINTABLE = frozenset(string.printable.encode())
 _NONCE_BYTES, _TAG_BYTES, _SALT_BYTES = 12, 16, 16
 
 
-class Unsealed(Exception):
+class DecryptError(Exception):
     """The value was not sealed with this key for this place."""
 
 
-class Seal(Protocol):
+class Cipher(Protocol):
     """How values are protected. ``place`` is the database's name and the value's key."""
 
     overhead: int
 
-    def close_value(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview: ...
+    def encrypt(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview: ...
 
-    def open_value(self, place: bytes, sealed: memoryview, target: memoryview) -> None:
-        """Fills ``target``, ``overhead`` bytes shorter than ``sealed``. Raises Unsealed."""
+    def decrypt(self, place: bytes, encrypted: memoryview, target: memoryview) -> None:
+        """Fills ``target``, ``overhead`` bytes shorter than ``sealed``. Raises DecryptError."""
         ...
 
-    def check_value(self) -> bytes:
+    def new_key_check(self) -> bytes:
         """A new record that ``knows`` accepts, for the store to remember its key by."""
         ...
 
-    def knows(self, check: bytes) -> bool: ...
+    def matches(self, check: bytes) -> bool: ...
 
 
-class NoSeal:
+class NullCipher:
     """Values as they are."""
 
     overhead = 0
 
-    def close_value(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
+    def encrypt(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
         return plain
 
-    def open_value(self, place: bytes, sealed: memoryview, target: memoryview) -> None:
-        target[:] = sealed
+    def decrypt(self, place: bytes, encrypted: memoryview, target: memoryview) -> None:
+        target[:] = encrypted
 
-    def check_value(self) -> bytes:
+    def new_key_check(self) -> bytes:
         return b"none"
 
-    def knows(self, check: bytes) -> bool:
+    def matches(self, check: bytes) -> bool:
         return check == b"none"
 
 
-class AesSeal:
+class AesGcmCipher:
     """AES-256-GCM. Raises ConfigurationError for a key of another length, or without the package ``cryptography``."""
 
     overhead = _NONCE_BYTES + _TAG_BYTES
@@ -79,33 +79,35 @@ class AesSeal:
             ) from error
         self._key, self._cipher, self._refused = key, AESGCM(key), InvalidTag
 
-    def close_value(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
-        sealed = bytearray(len(plain) + self.overhead)
-        sealed[:_NONCE_BYTES] = os.urandom(_NONCE_BYTES)
-        whole = memoryview(sealed)
+    def encrypt(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview:
+        encrypted = bytearray(len(plain) + self.overhead)
+        encrypted[:_NONCE_BYTES] = os.urandom(_NONCE_BYTES)
+        whole = memoryview(encrypted)
         self._cipher.encrypt_into(whole[:_NONCE_BYTES], plain, place, whole[_NONCE_BYTES:])
         return whole
 
-    def open_value(self, place: bytes, sealed: memoryview, target: memoryview) -> None:
+    def decrypt(self, place: bytes, encrypted: memoryview, target: memoryview) -> None:
         try:
-            self._cipher.decrypt_into(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], place, target)
+            self._cipher.decrypt_into(encrypted[:_NONCE_BYTES], encrypted[_NONCE_BYTES:], place, target)
         except (self._refused, ValueError) as error:
-            raise Unsealed(f"a value of {len(sealed)} bytes is not sealed for this place with this key") from error
+            raise DecryptError(
+                f"a value of {len(encrypted)} bytes is not sealed for this place with this key"
+            ) from error
 
-    def check_value(self) -> bytes:
+    def new_key_check(self) -> bytes:
         salt = os.urandom(_SALT_BYTES)
         return salt + self._digest(salt)
 
-    def knows(self, check: bytes) -> bool:
+    def matches(self, check: bytes) -> bool:
         return hmac.compare_digest(check[_SALT_BYTES:], self._digest(check[:_SALT_BYTES]))
 
     def _digest(self, salt: bytes) -> bytes:
         return hmac.digest(self._key, b"kvsidecar store key" + salt, hashlib.sha256)
 
 
-def seal_of(key: bytes | None) -> Seal:
+def cipher_for(key: bytes | None) -> Cipher:
     """The seal for a key. Raises ConfigurationError."""
-    return NoSeal() if key is None else AesSeal(key)
+    return NullCipher() if key is None else AesGcmCipher(key)
 
 
 def parse_key(text: bytes, source: str) -> bytes:

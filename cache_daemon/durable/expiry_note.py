@@ -5,16 +5,16 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping
 
-NOTE_PREFIX = b"kept-until:"
+EXPIRY_NOTE_PREFIX = b"kept-until:"
 _MILLISECONDS = struct.Struct("<Q")
 
 
-def note_of(until: float) -> bytes:
+def encode_expiry(until: float) -> bytes:
     """The note of a finite end, in Unix seconds."""
     return _MILLISECONDS.pack(int(until * 1000))
 
 
-def until_of(note: bytes) -> float | None:
+def decode_expiry(note: bytes) -> float | None:
     """The end that a note names, in Unix seconds; None when it is no note."""
     return _MILLISECONDS.unpack(note)[0] / 1000 if len(note) == _MILLISECONDS.size else None
 
@@ -22,13 +22,13 @@ def until_of(note: bytes) -> float | None:
 def ends(notes: Mapping[bytes, bytes]) -> dict[bytes, int]:
     """The ends that notes name, in Unix milliseconds, by prefix hash."""
     return {
-        name.removeprefix(NOTE_PREFIX): _MILLISECONDS.unpack(note)[0]
+        name.removeprefix(EXPIRY_NOTE_PREFIX): _MILLISECONDS.unpack(note)[0]
         for name, note in notes.items()
-        if name.startswith(NOTE_PREFIX) and len(note) == _MILLISECONDS.size
+        if name.startswith(EXPIRY_NOTE_PREFIX) and len(note) == _MILLISECONDS.size
     }
 
 
-def longer(
+def merge_expiries(
     asked: Iterable[tuple[bytes, int]], stored: frozenset[bytes], notes: Mapping[bytes, bytes]
 ) -> dict[bytes, bytes | None]:
     """The notes that change when chunks come whose time ends then (Unix milliseconds; 0: never): the longest that
@@ -37,7 +37,7 @@ def longer(
     for key, end in asked:
         if not end:
             if key in known:
-                out[NOTE_PREFIX + key] = None
+                out[EXPIRY_NOTE_PREFIX + key] = None
         elif key not in stored or known.get(key, end) < end:
-            out[NOTE_PREFIX + key] = _MILLISECONDS.pack(end)
+            out[EXPIRY_NOTE_PREFIX + key] = _MILLISECONDS.pack(end)
     return out

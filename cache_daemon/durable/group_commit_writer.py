@@ -20,7 +20,15 @@ from dataclasses import dataclass, field
 import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable.durable_tier import DurableTier, NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
+from cache_daemon.durable.durable_tier import (
+    DurableTier,
+    OutOfSpace,
+    Put,
+    PutOutcome,
+    PutResult,
+    TierFailed,
+    WriteGroup,
+)
 
 log = structlog.get_logger("cache_daemon")
 Done = Callable[[PutResult], None]
@@ -30,7 +38,7 @@ _GROUP_ITEMS = 256
 _GROUP_REMOVALS = 4096
 # A transaction that takes longer will not end soon: the disk hangs.
 HUNG_SECONDS = 10.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.1, 5.0
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.1, 5.0
 
 
 @dataclass(eq=False)
@@ -44,7 +52,7 @@ class _Put:
 
 
 @dataclass
-class _Small:
+class _PendingMetadata:
     """What costs next to nothing and is kept until it is applied."""
 
     remove: dict[bytes, None] = field(default_factory=dict)
@@ -59,7 +67,7 @@ class _Small:
         return WriteGroup(tuple(self.remove), put, dict(self.notes), {**self.used, **used})
 
 
-class DurableWriter:
+class GroupCommitWriter:
     """All methods are called on the event loop, and so is every ``done``.
 
     Raises nothing of the tier's: a failure is an outcome, and ``failing`` while it lasts.
@@ -70,15 +78,15 @@ class DurableWriter:
         self._queue: deque[_Put] = deque()
         self._removals: deque[bytes] = deque()
         self._puts: dict[bytes, list[_Put]] = {}
-        self._next = _Small()
-        self._owed = _Small()
+        self._next = _PendingMetadata()
+        self._unflushed = _PendingMetadata()
         self._unanswered: dict[_Put, None] = {}
         self._wake = threading.Condition()
         self._stop_at: float | None = None
         self._failing: tuple[str, float] | None = None
         self._began: float | None = None  # when the transaction that is under way did
         self.transactions = 0  # that succeeded
-        self._pause = 0.0
+        self._backoff_seconds = 0.0
         self._outcomes: list[tuple[Done, PutResult]] = []
         self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
         self._thread.start()
@@ -110,11 +118,11 @@ class DurableWriter:
                 self._removals.append(key)
             self._wake.notify()
 
-    def written(self, done: Done) -> None:
+    def flush(self, done: Done) -> None:
         """``done`` hears STORED when all removals and notes up to now are on disk, or FAILED when they have to be tried
         again. That takes no longer than the transaction that is under way and the next one."""
         with self._wake:
-            if self._removals or self._next or self._owed:
+            if self._removals or self._next or self._unflushed:
                 self._next.waiting.append(done)
                 self._wake.notify()
             else:
@@ -140,7 +148,7 @@ class DurableWriter:
         with self._wake:
             return sum(map(len, self._puts.values())) + len(self._unanswered)
 
-    def give_up_queued(self) -> int:
+    def fail_queued(self) -> int:
         """Fails all queued chunks, but none that is being written. Returns how many."""
         with self._wake:
             items = [item for item in self._queue if not item.cancelled]
@@ -171,7 +179,7 @@ class DurableWriter:
             self._stop_at = time.monotonic() + timeout
             self._wake.notify()
         self._thread.join(timeout)
-        return not self._thread.is_alive() and not (self._owed or self._queue or self._removals)
+        return not self._thread.is_alive() and not (self._unflushed or self._queue or self._removals)
 
     # ---- on the writer's thread ----------------------------------------------------------------------------
 
@@ -184,7 +192,7 @@ class DurableWriter:
                 self._write(items)
             except Exception as error:  # the thread outlives whatever is wrong with a group
                 self._note_failure(error)
-                self._after_owed_failed()
+                self._after_metadata_failed()
                 self._answer(list(self._unanswered), _FAILED)
             del items  # a payload must not be held while waiting for the next
             self._deliver()
@@ -196,12 +204,12 @@ class DurableWriter:
                 if self._stop_at is not None:
                     return None
                 self._wake.wait()
-            if self._pause:
-                self._wait_out_pause()
+            if self._backoff_seconds:
+                self._wait_out_backoff()
                 if self._stop_at is not None and time.monotonic() >= self._stop_at:
                     return None
-            while self._removals and len(self._owed.remove) < _GROUP_REMOVALS:
-                self._owed.remove[self._removals.popleft()] = None
+            while self._removals and len(self._unflushed.remove) < _GROUP_REMOVALS:
+                self._unflushed.remove[self._removals.popleft()] = None
             items: list[_Put] = []
             self._unanswered = {}
             if self._removals:
@@ -214,18 +222,18 @@ class DurableWriter:
                     size += item.header.payload_bytes
                     items.append(item)
                     self._forget(item)
-            fresh, self._next = self._next, _Small()
-            self._owed.notes.update(fresh.notes)
-            self._owed.used.update(fresh.used)
-            self._owed.waiting += fresh.waiting
+            fresh, self._next = self._next, _PendingMetadata()
+            self._unflushed.notes.update(fresh.notes)
+            self._unflushed.used.update(fresh.used)
+            self._unflushed.waiting += fresh.waiting
             self._unanswered = dict.fromkeys(items)
             return items
 
     def _has_work(self) -> bool:
-        return bool(self._removals or self._queue or self._next or self._owed)
+        return bool(self._removals or self._queue or self._next or self._unflushed)
 
-    def _wait_out_pause(self) -> None:
-        until = time.monotonic() + self._pause
+    def _wait_out_backoff(self) -> None:
+        until = time.monotonic() + self._backoff_seconds
         if self._stop_at is not None:
             until = min(until, self._stop_at)
         while (left := until - time.monotonic()) > 0:
@@ -266,15 +274,15 @@ class DurableWriter:
             self._apply(ready)
         except Exception as error:
             self._note_failure(error)
-            if len(ready) == 0 and not isinstance(error, NoRoom):
-                self._after_owed_failed()
+            if len(ready) == 0 and not isinstance(error, OutOfSpace):
+                self._after_metadata_failed()
                 return
-            if not self._write_owed():
+            if not self._write_metadata():
                 self._answer([item for item, _ in ready], _outcome_of(error))
                 return
             self._write_parts(ready, error)
 
-    def _write_owed(self, *, in_halves: bool = True) -> bool:
+    def _write_metadata(self, *, in_halves: bool = True) -> bool:
         """Removals, notes and recency without chunks; ``in_halves`` where there is no room for the removals at once.
         False when they are still owed."""
         try:
@@ -282,9 +290,9 @@ class DurableWriter:
             return True
         except Exception as error:
             self._note_failure(error)
-            if in_halves and isinstance(error, NoRoom) and self._remove_in_halves(list(self._owed.remove)):
-                return self._write_owed(in_halves=False)
-        self._after_owed_failed()
+            if in_halves and isinstance(error, OutOfSpace) and self._remove_in_halves(list(self._unflushed.remove)):
+                return self._write_metadata(in_halves=False)
+        self._after_metadata_failed()
         return False
 
     def _remove_in_halves(self, names: list[bytes]) -> bool:
@@ -295,19 +303,19 @@ class DurableWriter:
             self._transact(WriteGroup(tuple(names)))
         except Exception as error:
             self._note_failure(error)
-            if len(names) == 1 or not isinstance(error, NoRoom):
+            if len(names) == 1 or not isinstance(error, OutOfSpace):
                 return False
             middle = len(names) // 2
             return self._remove_in_halves(names[:middle]) and self._remove_in_halves(names[middle:])
         for name in names:
-            del self._owed.remove[name]
+            del self._unflushed.remove[name]
         return True
 
-    def _after_owed_failed(self) -> None:
-        for done in self._owed.waiting:
+    def _after_metadata_failed(self) -> None:
+        for done in self._unflushed.waiting:
             self._outcomes.append((done, _FAILED))
-        self._owed.waiting.clear()
-        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2 or _FIRST_PAUSE_SECONDS)
+        self._unflushed.waiting.clear()
+        self._backoff_seconds = min(_MAX_BACKOFF_SECONDS, self._backoff_seconds * 2 or _MIN_BACKOFF_SECONDS)
 
     def _write_parts(self, ready: list[tuple[_Put, Put]], error: Exception) -> None:
         """Chunks that failed together, in halves, so that one bad chunk is alone in its failure.
@@ -324,7 +332,7 @@ class DurableWriter:
             except Exception as again:
                 self._note_failure(again)
                 is_one = len(part) == 1
-                if isinstance(again, TierFailed) or (isinstance(again, NoRoom) and is_one):
+                if isinstance(again, TierFailed) or (isinstance(again, OutOfSpace) and is_one):
                     for left in (part, *waiting):
                         self._answer([item for item, _ in left], _outcome_of(again))
                     return
@@ -335,15 +343,15 @@ class DurableWriter:
 
     def _apply(self, part: Sequence[tuple[_Put, Put]]) -> None:
         """One transaction with all that is owed. Raises what the tier raises."""
-        if not part and not self._owed:
+        if not part and not self._unflushed:
             return
         used = {item.header.prefix_hash: item.last_use() for item, _ in part}
-        results = self._transact(self._owed.group(tuple(put for _, put in part), used))
+        results = self._transact(self._unflushed.group(tuple(put for _, put in part), used))
         for (item, _), result in zip(part, results, strict=True):
             self._answer([item], result)
-        self._outcomes += [(done, _STORED) for done in self._owed.waiting]
-        self._owed = _Small()
-        self._pause = 0.0
+        self._outcomes += [(done, _STORED) for done in self._unflushed.waiting]
+        self._unflushed = _PendingMetadata()
+        self._backoff_seconds = 0.0
         self._failing = None
         self.transactions += 1
 
@@ -382,7 +390,7 @@ def _halves(ready: list[tuple[_Put, Put]]) -> list[list[tuple[_Put, Put]]]:
 
 
 def _outcome_of(error: Exception) -> PutResult:
-    return PutResult(PutOutcome.NO_ROOM) if isinstance(error, NoRoom) else _FAILED
+    return PutResult(PutOutcome.OUT_OF_SPACE) if isinstance(error, OutOfSpace) else _FAILED
 
 
 def _call_all(outcomes: Sequence[tuple[Done, PutResult]]) -> None:

@@ -10,7 +10,7 @@ from kvsidecar.chunk_layout import layout_of
 from kvsidecar.errors import KVSidecarError
 
 
-def is_what_it_names(header: ChunkHeader) -> bool:
+def hashes_match(header: ChunkHeader) -> bool:
     """Whether its hashes are those of its tokens."""
     tokens = header.token_ids[:]
     return (
@@ -19,12 +19,12 @@ def is_what_it_names(header: ChunkHeader) -> bool:
     )
 
 
-def is_duration(seconds: float) -> bool:
+def is_valid_duration(seconds: float) -> bool:
     """Whether that can be what computing a chunk took: a number, from 0."""
     return 0 <= seconds < math.inf
 
 
-def layout_bytes(header: ChunkHeader) -> int:
+def layout_payload_bytes(header: ChunkHeader) -> int:
     """The size of a payload of its layout. Raises ValueError for one that cannot be."""
     try:
         return layout_of(header).size_bytes

@@ -15,9 +15,9 @@ from typing import Any
 
 import lmdb
 
-from cache_daemon.durable.durable_tier import NoRoom, TierFailed
-from cache_daemon.durable.encryption import Seal
-from cache_daemon.durable.lmdb_file import Damage
+from cache_daemon.durable.durable_tier import OutOfSpace, TierFailed
+from cache_daemon.durable.encryption import Cipher
+from cache_daemon.durable.lmdb_file import LmdbCorruption
 from cache_daemon.durable.record_format import DATABASES, FORMAT, META, checked
 
 # LMDB calls a write that the system did not finish so, which a full disk causes, too.
@@ -30,14 +30,14 @@ class ShortWrite(TierFailed):
 
 
 @contextmanager
-def translated() -> Iterator[None]:
-    """LMDB's errors as NoRoom, ShortWrite, TierFailed or Damage."""
+def translate_errors() -> Iterator[None]:
+    """LMDB's errors as OutOfSpace, ShortWrite, TierFailed or Damage."""
     try:
         yield
     except (lmdb.MapFullError, lmdb.DiskError) as error:
-        raise NoRoom(f"the store is full: {error}") from error
+        raise OutOfSpace(f"the store is full: {error}") from error
     except _CORRUPTED as error:
-        raise Damage(str(error)) from error
+        raise LmdbCorruption(str(error)) from error
     except lmdb.Error as error:
         if str(error).endswith(_SHORT_WRITE):
             raise ShortWrite(f"the store cannot be written: {error}") from error
@@ -46,13 +46,13 @@ def translated() -> Iterator[None]:
         raise TierFailed(f"the store cannot be written: {error}") from error
 
 
-class Environment:
+class LmdbEnvironment:
     """An LMDB environment with the store's databases. Raises what ``translated`` says."""
 
     def __init__(self, folder: Path, map_bytes: int, metasync: bool = False, sync: bool = True) -> None:
         # From py-lmdb 3 on there are two engines; LMDB 1.0 writes another data format.
         options: dict[str, Any] = {"lib_version": 0} if int(lmdb.__version__.split(".")[0]) >= 3 else {}
-        with translated():
+        with translate_errors():
             self._env: Any = lmdb.open(
                 str(folder),
                 map_size=map_bytes,
@@ -67,7 +67,7 @@ class Environment:
         self.map_bytes = map_bytes
         self.databases: dict[bytes, Any] = {}
         try:
-            with translated(), self._env.begin(write=True) as txn:
+            with translate_errors(), self._env.begin(write=True) as txn:
                 for name in DATABASES:
                     self.databases[name] = self._env.open_db(name, txn=txn)
         except BaseException:
@@ -77,25 +77,25 @@ class Environment:
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
         """A write transaction, committed at the end unless something was raised."""
-        with translated(), self._env.begin(write=True) as txn:
+        with translate_errors(), self._env.begin(write=True) as txn:
             changing = Transaction(txn, self.databases)
             yield changing
             changing.put(META, b"commit", checked(META, b"commit", txn.id().to_bytes(8, "little")))
 
-    def initialise(self, seal: Seal) -> None:
+    def initialise(self, cipher: Cipher) -> None:
         """Writes what says that this is a store, and whose key it has."""
         with self.transaction() as txn:
             txn.put(META, b"format", checked(META, b"format", FORMAT))
-            txn.put(META, b"key", checked(META, b"key", seal.check_value()))
+            txn.put(META, b"key", checked(META, b"key", cipher.new_key_check()))
 
     def resize(self, map_bytes: int) -> None:
         """Never smaller than what is used. There must be no transaction."""
-        with translated():
+        with translate_errors():
             self._env.set_mapsize(map_bytes)
         self.map_bytes = map_bytes
 
     def sync(self) -> None:
-        with translated():
+        with translate_errors():
             self._env.sync(True)
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ MAX_DEPTH = 32
 _MAX_KEY_BYTES = 511
 
 
-class Damage(Exception):
+class LmdbCorruption(Exception):
     """A page that cannot be what LMDB wrote; the text says which and why."""
 
 
@@ -55,12 +55,12 @@ class Database:
         """Raises Damage."""
         pad, *values = _DATABASE.unpack(record)
         if pad not in (0, PAGE_BYTES):  # the list of free pages has the page size here
-            raise Damage("a database's record has impossible values")
+            raise LmdbCorruption("a database's record has impossible values")
         return cls(*values)
 
 
 @dataclass(frozen=True)
-class Meta:
+class MetaPage:
     """What one of the two meta pages says: the roots as of a transaction."""
 
     free: Database
@@ -118,7 +118,7 @@ class PageFile:
             return found
         whole = bytearray(size_bytes)
         if not self.read_into(memoryview(whole), offset):
-            raise Damage(f"the file ends before byte {offset + size_bytes}")
+            raise LmdbCorruption(f"the file ends before byte {offset + size_bytes}")
         return bytes(whole)
 
     def page(self, number: int) -> bytes:
@@ -128,31 +128,31 @@ class PageFile:
         """Tells the kernel to read ahead."""
         os.posix_fadvise(self.handle, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
-    def metas(self) -> list[Meta]:
+    def metas(self) -> list[MetaPage]:
         """The sound meta pages, newest first. Raises Damage when there is none, OSError."""
-        found: list[Meta] = []
+        found: list[MetaPage] = []
         reason = "there is no meta page"
         for number in (0, 1):
             try:
                 found.append(self._meta(number))
-            except Damage as damage:
-                reason = str(damage)
+            except LmdbCorruption as corruption:
+                reason = str(corruption)
         if not found:
-            raise Damage(reason)
+            raise LmdbCorruption(reason)
         return sorted(found, key=lambda meta: -meta.transaction)
 
-    def _meta(self, number: int) -> Meta:
+    def _meta(self, number: int) -> MetaPage:
         page = self.page(number)
         named, _, flags, _, _ = _HEADER.unpack_from(page)
         magic, version, address, _, free, main, last_page, transaction = _META.unpack_from(page, _HEADER_BYTES)
         if magic != _MAGIC or version != _DATA_VERSION or named != number or flags != _META_PAGE:
-            raise Damage(f"page {number} is no meta page of LMDB data format {_DATA_VERSION}")
+            raise LmdbCorruption(f"page {number} is no meta page of LMDB data format {_DATA_VERSION}")
         (page_bytes,) = struct.unpack_from("<I", free)
         trees = Database.parse(free), Database.parse(main)
         is_plain = page_bytes == PAGE_BYTES and not address and main[:4] == bytes(4) and last_page >= 1
         if not is_plain or trees[0].flags != _INTEGER_KEYS or trees[1].flags:
-            raise Damage(f"meta page {number} has impossible values")
-        return Meta(*trees, last_page, transaction)
+            raise LmdbCorruption(f"meta page {number} has impossible values")
+        return MetaPage(*trees, last_page, transaction)
 
 
 def overflow_pages(file: PageFile, number: int) -> int:
@@ -168,16 +168,16 @@ def check_overflow(file: PageFile, node: Node) -> None:
     """
     number = node.offset // PAGE_BYTES
     if overflow_pages(file, number) != node.value_pages:
-        raise Damage(f"page {number} is not the start of its value")
+        raise LmdbCorruption(f"page {number} is not the start of its value")
 
 
 def database_of(node: Node) -> Database:
     """The record of a named database. Raises Damage."""
     if not node.is_database or node.value is None or len(node.value) != _DATABASE.size:
-        raise Damage(f"{node.key[:16]!r} is no database")
+        raise LmdbCorruption(f"{node.key[:16]!r} is no database")
     found = Database.parse(node.value)
     if found.flags:
-        raise Damage(f"database {node.key[:16]!r} has flags {found.flags:#x}")
+        raise LmdbCorruption(f"database {node.key[:16]!r} has flags {found.flags:#x}")
     return found
 
 
@@ -185,12 +185,12 @@ def _places(page: bytes, number: int, flags: int) -> tuple[int, ...]:
     """Where the nodes of a page begin. Raises Damage."""
     named, _, found, lower, upper = _HEADER.unpack_from(page)
     if named != number or found & ~_DIRTY != flags:
-        raise Damage(f"page {number} is not what points to it says")
+        raise LmdbCorruption(f"page {number} is not what points to it says")
     if not _HEADER_BYTES <= lower <= upper <= PAGE_BYTES or lower & 1:
-        raise Damage(f"page {number} has impossible bounds")
+        raise LmdbCorruption(f"page {number} has impossible bounds")
     places = struct.unpack_from(f"<{(lower - _HEADER_BYTES) // 2}H", page, _HEADER_BYTES)
     if places and not upper <= min(places) <= max(places) <= PAGE_BYTES - _NODE.size:
-        raise Damage(f"page {number} has a node outside of it")
+        raise LmdbCorruption(f"page {number} has a node outside of it")
     return places
 
 
@@ -213,7 +213,7 @@ def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
     for (place,) in struct.iter_unpack("<H", page[_HEADER_BYTES : lower if is_bounded else PAGE_BYTES]):
         if not is_bounded and not max(upper, _HEADER_BYTES) <= place <= PAGE_BYTES - _NODE.size:
             break
-        with contextlib.suppress(Damage, struct.error):
+        with contextlib.suppress(LmdbCorruption, struct.error):
             found.append(_leaf_node(page, number, place))
     return found
 
@@ -224,7 +224,7 @@ def _leaf_node(page: bytes, number: int, place: int) -> Node:
     size = low | high << 16
     end = data + (8 if flags == _BIG else size)
     if not key_bytes or key_bytes > _MAX_KEY_BYTES or flags > _SUB_DATABASE or end > PAGE_BYTES:
-        raise Damage(f"page {number} has an impossible node")
+        raise LmdbCorruption(f"page {number} has an impossible node")
     key = page[place + 8 : data]
     if flags == _BIG:
         return Node(key, size, None, int.from_bytes(page[data:end], "little") * PAGE_BYTES + _HEADER_BYTES, False)
@@ -237,17 +237,17 @@ def branch_nodes(page: bytes, number: int) -> list[tuple[bytes, int]]:
     for place in _places(page, number, BRANCH):
         low, high, top, key_bytes = _NODE.unpack_from(page, place)
         if key_bytes > _MAX_KEY_BYTES or place + _NODE.size + key_bytes > PAGE_BYTES:
-            raise Damage(f"page {number} has an impossible node")
+            raise LmdbCorruption(f"page {number} has an impossible node")
         found.append((page[place + _NODE.size : place + _NODE.size + key_bytes], low | high << 16 | top << 32))
     if not found:
-        raise Damage(f"branch page {number} is empty")
+        raise LmdbCorruption(f"branch page {number} is empty")
     return found
 
 
-class Finder:
+class KeyLookup:
     """Finds entries of one transaction by key. Pages that were read are kept; use it for one group of look-ups."""
 
-    def __init__(self, file: PageFile, meta: Meta) -> None:
+    def __init__(self, file: PageFile, meta: MetaPage) -> None:
         self._file, self._meta = file, meta
         self._pages: dict[int, tuple[bytes, tuple[int, ...]]] = {}
         self._trees: dict[bytes, Database] = {}
@@ -257,7 +257,7 @@ class Finder:
         if database not in self._trees:
             node = self._find(self._meta.main, database)
             if node is None:
-                raise Damage(f"database {database.decode()} is not there")
+                raise LmdbCorruption(f"database {database.decode()} is not there")
             self._trees[database] = database_of(node)
         return self._find(self._trees[database], key)
 

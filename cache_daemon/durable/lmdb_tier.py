@@ -19,12 +19,12 @@ import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.compression import MEASURED_FROM_BYTES, Compression, Packing
-from cache_daemon.durable.disk_space import PROBE_BYTES, Space, is_full
+from cache_daemon.durable.compression import MIN_CALIBRATION_BYTES, Compression, PayloadCompressor
+from cache_daemon.durable.disk_space import PROBE_BYTES, DiskSpace, is_full
 from cache_daemon.durable.durable_tier import (
     Loaded,
     LoadReport,
-    NoRoom,
+    OutOfSpace,
     Put,
     PutOutcome,
     PutResult,
@@ -34,24 +34,24 @@ from cache_daemon.durable.durable_tier import (
     Usage,
     WriteGroup,
 )
-from cache_daemon.durable.encryption import seal_of
-from cache_daemon.durable.lmdb_env import Environment, ShortWrite
-from cache_daemon.durable.lmdb_file import Damage, Finder, Node, PageFile, check_overflow
-from cache_daemon.durable.payload_reader import Entry, PayloadReader
+from cache_daemon.durable.encryption import cipher_for
+from cache_daemon.durable.lmdb_env import LmdbEnvironment, ShortWrite
+from cache_daemon.durable.lmdb_file import KeyLookup, LmdbCorruption, Node, PageFile, check_overflow
+from cache_daemon.durable.payload_reader import PayloadReader, StoredEntry
 from cache_daemon.durable.rebuild import rebuild
 from cache_daemon.durable.record_format import (
     HEADERS,
     MINIMUM_VALUE_BYTES,
     PAYLOADS,
-    Unsound,
+    CorruptRecord,
     decode_record,
-    open_header,
+    decrypt_header,
 )
 from cache_daemon.durable.recovery import open_data
-from cache_daemon.durable.store_dir import StoreFolder
-from cache_daemon.durable.survey import strict_survey
-from cache_daemon.durable.tier_contents import Contents, collecting_later, contents_of, in_order
-from cache_daemon.durable.write_batch import Changes, Kin, Packed, pack_puts, write_changes
+from cache_daemon.durable.store_dir import StoreDir
+from cache_daemon.durable.store_scan import strict_scan
+from cache_daemon.durable.tier_contents import TierContents, gc_paused, load_order, read_contents
+from cache_daemon.durable.write_batch import ChildIndex, EncodedChunk, WriteBatch, apply_batch, encode_chunks
 
 log = structlog.get_logger("cache_daemon")
 
@@ -71,18 +71,18 @@ class LmdbTier:
         compression: Compression = "auto",
         key: bytes | None = None,
     ) -> None:
-        self._seal, self._strict, self._space = seal_of(key), strict, Space(budget_bytes)
-        self._folder = StoreFolder(folder)
+        self._cipher, self._strict, self._disk_space = cipher_for(key), strict, DiskSpace(budget_bytes)
+        self._folder = StoreDir(folder)
         self._writing = threading.Lock()
-        self._entries: dict[bytes, Entry] = {}
-        self._kin = Kin({})
+        self._entries: dict[bytes, StoredEntry] = {}
+        self._children = ChildIndex({})
         self._notes: dict[bytes, bytes] = {}
         self._live_bytes = self._order = 0
         self._report = LoadReport()
-        self._failed = self._distrust = self._closed = False
+        self._failed = self._rewrite = self._closed = False
         try:
-            self._contents: Contents | None = self._open()
-        except (OSError, NoRoom, TierFailed, Damage) as error:
+            self._contents: TierContents | None = self._open()
+        except (OSError, OutOfSpace, TierFailed, LmdbCorruption) as error:
             self._folder.release()
             raise StoreUnavailable(
                 f"cannot open the store in {folder}: {error}; repair or remove the folder, or choose another --store"
@@ -90,43 +90,43 @@ class LmdbTier:
         except BaseException:
             self._folder.release()
             raise
-        self._packing = Packing(compression)
-        self._reader = PayloadReader(lambda prefix_hash: self._entries.get(prefix_hash), self._seal)
+        self._compressor = PayloadCompressor(compression)
+        self._reader = PayloadReader(lambda prefix_hash: self._entries.get(prefix_hash), self._cipher)
 
-    def _open(self) -> Contents:
-        """Checks, repairs and opens the data file. Raises StoreUnavailable, OSError, NoRoom, TierFailed, Damage."""
-        with collecting_later():
-            return self._open_trusting()
+    def _open(self) -> TierContents:
+        """Checks, repairs and opens the data file. Raises StoreUnavailable, OSError, OutOfSpace, TierFailed, Damage."""
+        with gc_paused():
+            return self._open_or_rewrite()
 
-    def _open_trusting(self) -> Contents:
+    def _open_or_rewrite(self) -> TierContents:
         try:
             return self._open_checked()
-        except Damage:  # LMDB knows of something that the survey does not
-            self._distrust = True
+        except LmdbCorruption:  # LMDB knows of something that the survey does not
+            self._rewrite = True
             return self._open_checked()
 
-    def _open_checked(self) -> Contents:
-        survey = open_data(self._folder, self._seal, self._distrust)
-        contents = contents_of(survey, self._seal)
-        if survey.file.size_bytes > self._space.most_bytes and contents.live_bytes * 5 // 4 < survey.file.size_bytes:
-            log.info("compacting", file_bytes=survey.file.size_bytes, live_bytes=contents.live_bytes)
+    def _open_checked(self) -> TierContents:
+        scan = open_data(self._folder, self._cipher, self._rewrite)
+        contents = read_contents(scan, self._cipher)
+        if scan.file.size_bytes > self._disk_space.max_bytes and contents.live_bytes * 5 // 4 < scan.file.size_bytes:
+            log.info("compacting", file_bytes=scan.file.size_bytes, live_bytes=contents.live_bytes)
             try:
-                rebuild(self._folder, survey, self._seal, keep_damaged=False)
-            except (OSError, NoRoom, TierFailed) as error:
+                rebuild(self._folder, scan, self._cipher, keep_damaged=False)
+            except (OSError, OutOfSpace, TierFailed) as error:
                 log.warning("the store stays too large", error=str(error))
             else:
-                survey = strict_survey(PageFile(self._folder.data))
-                contents = contents_of(survey, self._seal)
-        assert survey.meta is not None
-        self._file, self._meta = survey.file, survey.meta
-        self._env = Environment(
-            self._folder.path, self._space.map_bytes(self._meta.needed_bytes), metasync=self._strict
+                scan = strict_scan(PageFile(self._folder.data))
+                contents = read_contents(scan, self._cipher)
+        assert scan.meta is not None
+        self._file, self._meta = scan.file, scan.meta
+        self._env = LmdbEnvironment(
+            self._folder.path, self._disk_space.map_bytes(self._meta.needed_bytes), metasync=self._strict
         )
         self._refresh_meta()
-        self._entries, self._kin = contents.entries, Kin(contents.entries)
+        self._entries, self._children = contents.entries, ChildIndex(contents.entries)
         self._live_bytes, self._order = contents.live_bytes, contents.last_order
         self._notes = contents.notes
-        self._failed = self._distrust = False
+        self._failed = self._rewrite = False
         return contents
 
     # ---- load ----------------------------------------------------------------------------------------------
@@ -144,11 +144,11 @@ class LmdbTier:
             log.warning("dropping stored chunks", corrupt=self._report.corrupt, orphaned=self._report.orphaned)
             try:
                 self.apply(WriteGroup(remove=contents.useless, notes=dict.fromkeys(contents.useless_notes)))
-            except (NoRoom, TierFailed) as error:
+            except (OutOfSpace, TierFailed) as error:
                 log.warning("what is useless stays on disk", error=str(error))
         return [
             Loaded(header, contents.ticks.get(key, 0), self._entries[key].stored_bytes)
-            for key, header in in_order(contents)
+            for key, header in load_order(contents)
             if key in self._entries
         ]
 
@@ -156,24 +156,24 @@ class LmdbTier:
         """A stored chunk's header, read from disk; None when it is missing or damaged. Raises OSError."""
         with self._writing:
             try:
-                finder = Finder(self._file, self._meta)
+                finder = KeyLookup(self._file, self._meta)
                 node = finder.find(HEADERS, prefix_hash)
                 if node is None:
                     return None
-                return open_header(self._seal, prefix_hash, decode_record(prefix_hash, finder.value(node)))
-            except (Unsound, Damage):
+                return decrypt_header(self._cipher, prefix_hash, decode_record(prefix_hash, finder.value(node)))
+            except (CorruptRecord, LmdbCorruption):
                 return None
 
     def stored_keys(self) -> list[bytes]:
         """The prefix hashes of all chunks, parents before children."""
         found = [key for key, entry in list(self._entries.items()) if entry.parent not in self._entries]
         for key in found:
-            found += self._kin.of(key)
+            found += self._children.children_of(key)
         return found
 
     def first_of(self, root: bytes) -> bytes | None:
         """The prefix hash of a chunk that begins prompts of a root; None when there is none."""
-        return next(iter(self._kin.of(root)), None)
+        return next(iter(self._children.children_of(root)), None)
 
     # ---- read ----------------------------------------------------------------------------------------------
 
@@ -190,10 +190,10 @@ class LmdbTier:
 
     def apply(self, group: WriteGroup) -> list[PutResult]:
         with self._writing:
-            self._make_ready()
-            packed = pack_puts(group.put, self._packing, self._seal, self._order)
+            self._ensure_open()
+            packed = encode_chunks(group.put, self._compressor, self._cipher, self._order)
             self._order += len(packed)
-            changes = Changes(self._entries, self._kin)
+            changes = WriteBatch(self._entries, self._children)
             for key in group.remove:
                 changes.remove(key)
             for chunk in packed:
@@ -201,67 +201,67 @@ class LmdbTier:
                     changes.put(chunk)
             changes.remove_orphans()
             self._write(group, changes)
-            self._settle(group, changes)
-            self._decide_packing(group)
+            self._update_memory(group, changes)
+            self._calibrate_compression(group)
             return [self._result(put, chunk, changes) for put, chunk in zip(group.put, packed, strict=True)]
 
-    def _result(self, put: Put, chunk: Packed | None, changes: Changes) -> PutResult:
+    def _result(self, put: Put, chunk: EncodedChunk | None, changes: WriteBatch) -> PutResult:
         if chunk is None:
-            return PutResult(PutOutcome.DAMAGED)
+            return PutResult(PutOutcome.CORRUPT)
         if put.header.prefix_hash not in changes.stored:
             return PutResult(PutOutcome.PARENT_MISSING)
         return PutResult(PutOutcome.STORED, chunk.record.stored_bytes)
 
-    def _make_ready(self) -> None:
+    def _ensure_open(self) -> None:
         """Opens the store again when it failed, or when its file is not as long as it was. Raises TierFailed."""
         try:
             if not self._failed and self._folder.data.stat().st_size >= self._meta.needed_bytes:
                 return
             if not self._failed:
                 self._fail()
-            self._open_trusting()  # beside all that goes on, which wants its garbage collected
+            self._open_or_rewrite()  # beside all that goes on, which wants its garbage collected
             log.info("the store is open again", chunks=len(self._entries))
-        except (OSError, NoRoom, TierFailed, Damage, StoreUnavailable) as error:
+        except (OSError, OutOfSpace, TierFailed, LmdbCorruption, StoreUnavailable) as error:
             self._failed = True
             raise TierFailed(f"the store cannot be opened again: {error}") from error
 
-    def _fail(self, distrust: bool = False) -> None:
+    def _fail(self, rewrite: bool = False) -> None:
         """Nothing more is written until the store was opened again; ``distrust`` has it rewritten then."""
         if not self._failed:
             self._env.close()
-        self._failed, self._distrust = True, self._distrust or distrust
+        self._failed, self._rewrite = True, self._rewrite or rewrite
 
-    def _write(self, group: WriteGroup, changes: Changes) -> None:
+    def _write(self, group: WriteGroup, changes: WriteBatch) -> None:
         size = sum(packed.record.stored_bytes for packed in changes.stored.values())
         try:
             self._check_removals(changes)
             if changes.stored:
-                self._space.make_room(self._folder.data, self._file, self._meta, size, self._env.map_bytes)
+                self._disk_space.reserve(self._folder.data, self._file, self._meta, size, self._env.map_bytes)
             try:
                 self._transact(group, changes)
-            except NoRoom:
+            except OutOfSpace:
                 self._use_reserve(group, changes)
-        except NoRoom:
+        except OutOfSpace:
             raise
-        except Damage as error:
-            self._fail(distrust=True)
+        except LmdbCorruption as error:
+            self._fail(rewrite=True)
             raise TierFailed(f"the store is damaged: {error}") from error
         except (TierFailed, OSError) as error:
             self._fail()
             if isinstance(error, ShortWrite) and is_full(self._folder.path, size + PROBE_BYTES):
-                raise NoRoom(f"the disk is full: {error}") from error
+                raise OutOfSpace(f"the disk is full: {error}") from error
             raise TierFailed(str(error)) from error
 
-    def _use_reserve(self, group: WriteGroup, changes: Changes) -> None:
+    def _use_reserve(self, group: WriteGroup, changes: WriteBatch) -> None:
         """Removals may use the part of the map that chunks may not.
 
         Chunks get what the last transaction has freed: LMDB uses it only when another one lies between.
         """
         before = self._env.map_bytes
-        self._env.resize(before + self._space.reserve_bytes)
+        self._env.resize(before + self._disk_space.reserve_bytes)
         try:
             if changes.stored:
-                self._transact(WriteGroup(), Changes(self._entries, self._kin))
+                self._transact(WriteGroup(), WriteBatch(self._entries, self._children))
             else:
                 self._transact(group, changes)
         finally:
@@ -270,9 +270,9 @@ class LmdbTier:
         if changes.stored:
             self._transact(group, changes)
 
-    def _check_removals(self, changes: Changes) -> None:
+    def _check_removals(self, changes: WriteBatch) -> None:
         """LMDB trusts the header of the pages that it frees. Raises Damage, OSError."""
-        finder = Finder(self._file, self._meta)
+        finder = KeyLookup(self._file, self._meta)
         gone = (*changes.removed, *(key for key in changes.stored if key in self._entries))
         for key in gone:
             entry = self._entries.get(key)
@@ -282,16 +282,16 @@ class LmdbTier:
             if node is not None:
                 check_overflow(self._file, node)
 
-    def _transact(self, group: WriteGroup, changes: Changes) -> None:
+    def _transact(self, group: WriteGroup, changes: WriteBatch) -> None:
         with self._env.transaction() as txn:
-            write_changes(txn, self._seal, group, changes)
+            apply_batch(txn, self._cipher, group, changes)
 
-    def _settle(self, group: WriteGroup, changes: Changes) -> None:
+    def _update_memory(self, group: WriteGroup, changes: WriteBatch) -> None:
         """What is in memory follows what is on disk."""
         for key in (*changes.removed, *changes.stored):
             entry = self._entries.pop(key, None)
             if entry is not None:
-                self._kin.discard(key, entry.parent)
+                self._children.discard(key, entry.parent)
                 self._live_bytes -= entry.stored_bytes
         for name, value in group.notes.items():
             self._notes.pop(name, None)
@@ -300,46 +300,46 @@ class LmdbTier:
         try:
             self._refresh_meta()
             self._find_places(changes)
-        except (Damage, OSError) as error:
-            self._fail(distrust=isinstance(error, Damage))
+        except (LmdbCorruption, OSError) as error:
+            self._fail(rewrite=isinstance(error, LmdbCorruption))
             raise TierFailed(f"what was written cannot be read: {error}") from error
 
-    def _find_places(self, changes: Changes) -> None:
-        finder = Finder(self._file, self._meta)
+    def _find_places(self, changes: WriteBatch) -> None:
+        finder = KeyLookup(self._file, self._meta)
         for key, packed in changes.stored.items():
             node = finder.find(PAYLOADS, key)
             if node is None or node.value is not None:
-                raise Damage("a payload that was written is not there")
+                raise LmdbCorruption("a payload that was written is not there")
             record = packed.record
-            entry = Entry(
+            entry = StoredEntry(
                 self._file, node.offset, record.stored_length, record.stored_checksum, record.codec, packed.parent,
                 record.stored_bytes,
             )  # fmt: skip
             self._entries[key] = entry
-            self._kin.add(key, packed.parent)
+            self._children.add(key, packed.parent)
             self._live_bytes += record.stored_bytes
 
     def _refresh_meta(self) -> None:
         self._meta = self._file.metas()[0]
 
-    def _decide_packing(self, group: WriteGroup) -> None:
-        if self._packing.active is None and group.put and self._live_bytes >= MEASURED_FROM_BYTES:
-            self._packing.decide(self._folder.data, list(self._entries.values()), group.put)
+    def _calibrate_compression(self, group: WriteGroup) -> None:
+        if self._compressor.active is None and group.put and self._live_bytes >= MIN_CALIBRATION_BYTES:
+            self._compressor.calibrate(self._folder.data, list(self._entries.values()), group.put)
 
     # ---- compact, close ------------------------------------------------------------------------------------
 
     def compact(self) -> None:
         with self._writing:
-            self._make_ready()
+            self._ensure_open()
             before = self._file.size_bytes
             try:
-                survey = strict_survey(self._file)
+                scan = strict_scan(self._file)
                 self._env.close()
                 self._failed = True
-                rebuild(self._folder, survey, self._seal, keep_damaged=False)
+                rebuild(self._folder, scan, self._cipher, keep_damaged=False)
                 self._open()
-            except Damage as error:
-                self._fail(distrust=True)
+            except LmdbCorruption as error:
+                self._fail(rewrite=True)
                 raise TierFailed(f"the store is damaged: {error}") from error
             except (OSError, StoreUnavailable) as error:
                 self._fail()
@@ -353,9 +353,9 @@ class LmdbTier:
                 return
             self._closed = True
             self._reader.close()
-            self._packing.close()
+            self._compressor.close()
             if not self._failed:
-                with contextlib.suppress(NoRoom, TierFailed, Damage):
+                with contextlib.suppress(OutOfSpace, TierFailed, LmdbCorruption):
                     self._env.sync()
                 self._env.close()
             self._folder.release()

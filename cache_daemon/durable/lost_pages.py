@@ -12,9 +12,17 @@ from typing import Protocol
 from kvsidecar import keys
 
 from cache_daemon.durable.durable_tier import PAGE_BYTES
-from cache_daemon.durable.lmdb_file import Damage, Node, PageFile, overflow_pages, readable_leaf_nodes
-from cache_daemon.durable.page_walk import Walk
-from cache_daemon.durable.record_format import HEADERS, MINIMUM_VALUE_BYTES, NOTES, RECENCY, Record, Unsound, verified
+from cache_daemon.durable.lmdb_file import LmdbCorruption, Node, PageFile, overflow_pages, readable_leaf_nodes
+from cache_daemon.durable.page_walk import PageWalk
+from cache_daemon.durable.record_format import (
+    HEADERS,
+    MINIMUM_VALUE_BYTES,
+    NOTES,
+    RECENCY,
+    CorruptRecord,
+    Record,
+    verified,
+)
 
 
 class Finds(Protocol):
@@ -30,14 +38,14 @@ class Finds(Protocol):
 class Taker(Protocol):
     """Checks a node and adds it to the finds."""
 
-    walk: Walk
+    walk: PageWalk
 
     def take(self, database: bytes, node: Node) -> None: ...
 
     def value(self, node: Node) -> bytes: ...
 
 
-class LostPages:
+class LostPageSearch:
     """One search, after a lenient walk."""
 
     def __init__(self, finds: Finds, taker: Taker) -> None:
@@ -48,8 +56,8 @@ class LostPages:
         """Raises OSError."""
         walk = self._taker.walk
         try:
-            free = Walk(walk.file, walk.meta).free_pages()
-        except Damage:
+            free = PageWalk(walk.file, walk.meta).free_pages()
+        except LmdbCorruption:
             return
         values: list[int] = []
         number = 2
@@ -58,7 +66,7 @@ class LostPages:
             if not self._used[number] and not free[number]:
                 try:
                     step = self._search(number, values)
-                except Damage:  # the file ends here
+                except LmdbCorruption:  # the file ends here
                     break
             number += step
         self._match(values)
@@ -81,7 +89,7 @@ class LostPages:
         for database, known in ((HEADERS, finds.records), (RECENCY, finds.ticks), (NOTES, finds.notes)):
             try:
                 verified(database, node.key, self._taker.value(node))
-            except (Unsound, Damage):
+            except (CorruptRecord, LmdbCorruption):
                 continue
             if node.key not in known:
                 self._taker.take(database, node)

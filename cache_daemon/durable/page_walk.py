@@ -11,9 +11,9 @@ from cache_daemon.durable.durable_tier import PAGE_BYTES
 from cache_daemon.durable.lmdb_file import (
     MAX_DEPTH,
     NO_PAGE,
-    Damage,
     Database,
-    Meta,
+    LmdbCorruption,
+    MetaPage,
     Node,
     PageFile,
     branch_nodes,
@@ -28,31 +28,31 @@ def _lies_between(nodes: list[Node], least: bytes | None, above: bytes | None) -
     return (least is None or nodes[0].key >= least) and (above is None or nodes[-1].key < above)
 
 
-class Walk:
+class PageWalk:
     """One walk over all trees of one transaction.
 
     With ``lenient`` a damaged page is noted in ``problems`` and skipped; otherwise Damage is raised.
     ``used`` has a byte per page: 1 for those that were visited.
     """
 
-    def __init__(self, file: PageFile, meta: Meta, lenient: bool = False) -> None:
+    def __init__(self, file: PageFile, meta: MetaPage, lenient: bool = False) -> None:
         self.file, self.meta, self.lenient = file, meta, lenient
         self.problems: list[str] = []
         pages = min(meta.last_page + 1, max(2, -(-file.size_bytes // PAGE_BYTES)))
         self.used = bytearray(pages)
         self.used[:2] = b"\1\1"
 
-    def _report(self, damage: Damage) -> None:
+    def _report(self, corruption: LmdbCorruption) -> None:
         if not self.lenient:
-            raise damage
-        self.problems.append(str(damage))
+            raise corruption
+        self.problems.append(str(corruption))
 
     def take(self, number: int, count: int = 1) -> None:
         """Marks pages as used. Raises Damage when they were, or are not in the file."""
         if not 2 <= number <= number + count <= len(self.used):
-            raise Damage(f"page {number} is not in the file")
+            raise LmdbCorruption(f"page {number} is not in the file")
         if self.used.find(1, number, number + count) >= 0:
-            raise Damage(f"page {number} is used twice")
+            raise LmdbCorruption(f"page {number} is used twice")
         self.used[number : number + count] = b"\1" * count
 
     def leaves(self, tree: Database, order: Callable[[bytes], object] = bytes) -> Iterator[list[Node]]:
@@ -66,12 +66,12 @@ class Walk:
                 if last is not None:
                     found.insert(0, last)
                 if any(not a < b for a, b in pairwise(found)):  # type: ignore[operator]
-                    self._report(Damage("keys are out of order"))
+                    self._report(LmdbCorruption("keys are out of order"))
                 last = found[-1] if found else last
                 entries += len(nodes)
                 yield nodes
         if (*counts, entries) != (tree.branch_pages, tree.leaf_pages, tree.overflow_pages, tree.entries):
-            self._report(Damage("a database's counts are not those of its pages"))
+            self._report(LmdbCorruption("a database's counts are not those of its pages"))
 
     def nodes(self, tree: Database, order: Callable[[bytes], object] = bytes) -> Iterator[Node]:
         """``leaves``, one entry at a time."""
@@ -84,7 +84,7 @@ class Walk:
         children: list[tuple[bytes, int]] = []
         try:
             if depth > min(deepest, MAX_DEPTH):
-                raise Damage(f"page {number} is deeper than its tree")
+                raise LmdbCorruption(f"page {number} is deeper than its tree")
             self.take(number)
             page = self.file.page(number)
             if depth < deepest:
@@ -95,12 +95,12 @@ class Walk:
             else:
                 counts[1] += 1
                 nodes = self._leaf(page, number)
-        except Damage as damage:
-            self._report(damage)
+        except LmdbCorruption as corruption:
+            self._report(corruption)
             return
         if depth == deepest:
             if not _lies_between(nodes, least, above):
-                self._report(Damage(f"page {number} is not where its branch page leads"))
+                self._report(LmdbCorruption(f"page {number} is not where its branch page leads"))
             yield self._with_values(nodes, counts)
             return
         for position, (key, child) in enumerate(children):
@@ -111,8 +111,8 @@ class Walk:
     def _leaf(self, page: bytes, number: int) -> list[Node]:
         try:
             return leaf_nodes(page, number)
-        except Damage as damage:
-            self._report(damage)
+        except LmdbCorruption as corruption:
+            self._report(corruption)
             return readable_leaf_nodes(page, number)
 
     def _with_values(self, nodes: list[Node], counts: list[int]) -> list[Node]:
@@ -122,8 +122,8 @@ class Walk:
             if node.value is None:
                 try:
                     counts[2] += self.take_overflow(node)
-                except Damage as damage:
-                    self._report(damage)
+                except LmdbCorruption as corruption:
+                    self._report(corruption)
                     continue
             kept.append(node)
         return kept
@@ -140,14 +140,14 @@ class Walk:
         for node in self.nodes(self.meta.free, order=lambda key: int.from_bytes(key, "little")):
             record = node.value if node.value is not None else self.file.read(node.offset, node.size_bytes)
             if len(record) < 8 or len(node.key) != 8:
-                raise Damage("a record of free pages is too short")
+                raise LmdbCorruption("a record of free pages is too short")
             (count,) = struct.unpack_from("<Q", record)
             if 8 + 8 * count > len(record):
-                raise Damage("a record of free pages is too short")
+                raise LmdbCorruption("a record of free pages is too short")
             above = len(free)
             for (number,) in struct.iter_unpack("<Q", record[8 : 8 + 8 * count]):
                 if not 2 <= number < above or free[number]:
-                    raise Damage(f"page {number} is free twice, or not in the file")
+                    raise LmdbCorruption(f"page {number} is free twice, or not in the file")
                 free[number] = 1
                 above = number
         return free
@@ -156,5 +156,5 @@ class Walk:
         """The free pages, once all trees were walked: none of them is used. Raises Damage."""
         free = self.free_pages()
         if int.from_bytes(free, "little") & int.from_bytes(self.used, "little"):
-            raise Damage("a page is free and used")
+            raise LmdbCorruption("a page is free and used")
         return free

@@ -18,7 +18,7 @@ from kvsidecar import keys
 
 from cache_daemon.durable import codec
 from cache_daemon.durable.durable_tier import ReadJob, ReadResult
-from cache_daemon.durable.encryption import Seal, Unsealed
+from cache_daemon.durable.encryption import Cipher, DecryptError
 from cache_daemon.durable.lmdb_file import PageFile
 from cache_daemon.durable.record_format import PAYLOADS
 
@@ -28,7 +28,7 @@ _SMALL_SCRATCH_BYTES = 64 << 20
 _local = threading.local()
 
 
-class Entry(NamedTuple):
+class StoredEntry(NamedTuple):
     """A stored chunk: where its payload lies, and what the tier must know of it. ``file`` is the file that has it."""
 
     file: PageFile
@@ -43,8 +43,8 @@ class Entry(NamedTuple):
 class PayloadReader:
     """``find`` gives the present entry of a prefix hash; it is called on any thread."""
 
-    def __init__(self, find: Callable[[bytes], Entry | None], seal: Seal) -> None:
-        self._find, self._seal = find, seal
+    def __init__(self, find: Callable[[bytes], StoredEntry | None], cipher: Cipher) -> None:
+        self._find, self._cipher = find, cipher
         self._pool = ThreadPoolExecutor(THREADS, "durable-read")
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
@@ -66,22 +66,22 @@ class PayloadReader:
             if entry is None:
                 return ReadResult.MISSING
             result = self._try(job, entry)
-            if result is ReadResult.SOUND or self._find(job.prefix_hash) is entry:
+            if result is ReadResult.OK or self._find(job.prefix_hash) is entry:
                 return result
         return result
 
-    def _try(self, job: ReadJob, entry: Entry) -> ReadResult:
+    def _try(self, job: ReadJob, entry: StoredEntry) -> ReadResult:
         try:
             whole = self._fill(job, entry)
         except (OSError, MemoryError):
             return ReadResult.FAILED
-        except (ValueError, Unsealed):
+        except (ValueError, DecryptError):
             return ReadResult.CORRUPT
-        return ReadResult.SOUND if whole and keys.checksum(job.target) == job.checksum else ReadResult.CORRUPT
+        return ReadResult.OK if whole and keys.checksum(job.target) == job.checksum else ReadResult.CORRUPT
 
-    def _fill(self, job: ReadJob, entry: Entry) -> bool:
-        """Fills the target; False when lengths do not agree. Raises OSError, ValueError, Unsealed."""
-        overhead = self._seal.overhead
+    def _fill(self, job: ReadJob, entry: StoredEntry) -> bool:
+        """Fills the target; False when lengths do not agree. Raises OSError, ValueError, DecryptError."""
+        overhead = self._cipher.overhead
         is_raw = entry.codec == codec.RAW
         if is_raw and entry.stored_length != len(job.target) + overhead:
             return False
@@ -91,15 +91,15 @@ class PayloadReader:
         if not entry.file.read_into(stored, entry.offset):
             return False
         if not overhead:
-            codec.unpack(stored, job.target)
+            codec.decompress(stored, job.target)
             return True
         place = PAYLOADS + b"\0" + job.prefix_hash
         if is_raw:
-            self._seal.open_value(place, stored, job.target)
+            self._cipher.decrypt(place, stored, job.target)
             return True
         packed = _scratch("packed", entry.stored_length - overhead)
-        self._seal.open_value(place, stored, packed)
-        codec.unpack(packed, job.target)
+        self._cipher.decrypt(place, stored, packed)
+        codec.decompress(packed, job.target)
         return True
 
 

@@ -15,29 +15,29 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.encryption import Seal
-from cache_daemon.durable.lmdb_env import Environment
+from cache_daemon.durable.encryption import Cipher
+from cache_daemon.durable.lmdb_env import LmdbEnvironment
 from cache_daemon.durable.record_format import (
     HEADERS,
     MINIMUM_VALUE_BYTES,
     NOTES,
     PAYLOADS,
     RECENCY,
-    Unsound,
+    CorruptRecord,
     decode_note,
+    decrypt_header,
     encode_record,
     encode_tick,
-    open_header,
 )
-from cache_daemon.durable.store_dir import StoreFolder
-from cache_daemon.durable.survey import OtherVersion, Survey
+from cache_daemon.durable.store_dir import StoreDir
+from cache_daemon.durable.store_scan import StoreScan, UnsupportedVersion
 
 _TRANSACTION_BYTES = 32 << 20
 _MAP_SLACK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Rebuilt:
+class RebuildReport:
     """What a rebuild saved and lost. ``reasons`` are what was found broken, at most ten of them."""
 
     chunks: int
@@ -47,16 +47,16 @@ class Rebuilt:
     kept_as: Path | None = None
 
 
-def payload_is_sound(survey: Survey, key: bytes) -> bool:
+def payload_is_intact(scan: StoreScan, key: bytes) -> bool:
     """Whether a chunk's stored payload is there and the one that was written. Raises OSError."""
-    record, place = survey.records[key], survey.places.get(key)
+    record, place = scan.records[key], scan.places.get(key)
     if place is None or place[1] != max(record.stored_length, MINIMUM_VALUE_BYTES):
         return False
     stored = bytearray(record.stored_length)
-    return survey.file.read_into(memoryview(stored), place[0]) and keys.checksum(stored) == record.stored_checksum
+    return scan.file.read_into(memoryview(stored), place[0]) and keys.checksum(stored) == record.stored_checksum
 
 
-def closed(headers: Mapping[bytes, ChunkHeader]) -> list[bytes]:
+def with_all_ancestors(headers: Mapping[bytes, ChunkHeader]) -> list[bytes]:
     """The keys whose ancestors are all there, parents before children."""
     children: dict[bytes, list[bytes]] = {}
     ready: list[bytes] = []
@@ -70,66 +70,66 @@ def closed(headers: Mapping[bytes, ChunkHeader]) -> list[bytes]:
     return ready
 
 
-def sound_headers(survey: Survey, seal: Seal, lost: Counter[str]) -> dict[bytes, ChunkHeader]:
+def readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[bytes, ChunkHeader]:
     """The headers that can be opened, in the order in which they were stored."""
     found = {}
-    for key, record in sorted(survey.records.items(), key=lambda item: item[1].order):
+    for key, record in sorted(scan.records.items(), key=lambda item: item[1].order):
         try:
-            found[key] = open_header(seal, key, record)
-        except Unsound:
+            found[key] = decrypt_header(cipher, key, record)
+        except CorruptRecord:
             lost["headers"] += 1
     return found
 
 
-def rebuild(folder: StoreFolder, survey: Survey, seal: Seal, keep_damaged: bool) -> Rebuilt:
-    """Replaces the data file by a new one with what is sound. Raises NoRoom, TierFailed, OSError."""
+def rebuild(folder: StoreDir, scan: StoreScan, cipher: Cipher, keep_damaged: bool) -> RebuildReport:
+    """Replaces the data file by a new one with what is sound. Raises OutOfSpace, TierFailed, OSError."""
     lost: Counter[str] = Counter()
-    if survey.broken_headers:
-        lost["headers"] += len(survey.broken_headers)
-    headers = sound_headers(survey, seal, lost)
+    if scan.broken_headers:
+        lost["headers"] += len(scan.broken_headers)
+    headers = readable_headers(scan, cipher, lost)
     for key in list(headers):
-        if not payload_is_sound(survey, key):
+        if not payload_is_intact(scan, key):
             lost["payloads"] += 1
             del headers[key]
-    kept = closed(headers)
+    kept = with_all_ancestors(headers)
     if len(headers) > len(kept):
         lost["orphans"] += len(headers) - len(kept)
-    notes = _sound_notes(survey, seal, lost)
-    _write(folder, survey, seal, kept, notes)
+    notes = _sound_notes(scan, cipher, lost)
+    _write(folder, scan, cipher, kept, notes)
     kept_as = folder.keep_damaged() if keep_damaged else None
     folder.install_rebuilt()
-    return Rebuilt(len(kept), len(notes), dict(lost), tuple(survey.problems[:10]), kept_as)
+    return RebuildReport(len(kept), len(notes), dict(lost), tuple(scan.problems[:10]), kept_as)
 
 
-def _sound_notes(survey: Survey, seal: Seal, lost: Counter[str]) -> dict[bytes, bytes]:
+def _sound_notes(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[bytes, bytes]:
     notes = {}
-    for name, stored in survey.notes.items():
+    for name, stored in scan.notes.items():
         try:
-            decode_note(seal, name, stored)
-        except Unsound:
+            decode_note(cipher, name, stored)
+        except CorruptRecord:
             lost["notes"] += 1
         else:
             notes[name] = stored
-    if survey.broken_notes:
-        lost["notes"] += len(survey.broken_notes)
+    if scan.broken_notes:
+        lost["notes"] += len(scan.broken_notes)
     return notes
 
 
-def _write(folder: StoreFolder, survey: Survey, seal: Seal, kept: list[bytes], notes: Mapping[bytes, bytes]) -> None:
+def _write(folder: StoreDir, scan: StoreScan, cipher: Cipher, kept: list[bytes], notes: Mapping[bytes, bytes]) -> None:
     """A complete data file in ``rebuild/``, on disk."""
-    size = sum(survey.records[key].stored_bytes for key in kept) + sum(map(len, notes.values())) * 2
-    environment = Environment(folder.new_data_folder(), size * 5 // 4 + _MAP_SLACK_BYTES, sync=False)
+    size = sum(scan.records[key].stored_bytes for key in kept) + sum(map(len, notes.values())) * 2
+    environment = LmdbEnvironment(folder.new_data_folder(), size * 5 // 4 + _MAP_SLACK_BYTES, sync=False)
     try:
-        environment.initialise(seal)
-        for group in _groups(kept, survey):
+        environment.initialise(cipher)
+        for group in _groups(kept, scan):
             with environment.transaction() as txn:
                 for key in group:
-                    record = survey.records[key]
-                    stored = survey.file.read(survey.places[key][0], max(record.stored_length, MINIMUM_VALUE_BYTES))
+                    record = scan.records[key]
+                    stored = scan.file.read(scan.places[key][0], max(record.stored_length, MINIMUM_VALUE_BYTES))
                     txn.put(HEADERS, key, encode_record(key, record))
                     txn.put(PAYLOADS, key, stored)
-                    if key in survey.ticks:
-                        txn.put(RECENCY, key, encode_tick(key, survey.ticks[key]))
+                    if key in scan.ticks:
+                        txn.put(RECENCY, key, encode_tick(key, scan.ticks[key]))
         with environment.transaction() as txn:
             for name, stored in notes.items():
                 txn.put(NOTES, name, stored)
@@ -138,12 +138,12 @@ def _write(folder: StoreFolder, survey: Survey, seal: Seal, kept: list[bytes], n
         environment.close()
 
 
-def _groups(kept: Iterable[bytes], survey: Survey) -> Iterable[list[bytes]]:
+def _groups(kept: Iterable[bytes], scan: StoreScan) -> Iterable[list[bytes]]:
     group: list[bytes] = []
     size = 0
     for key in kept:
         group.append(key)
-        size += survey.records[key].stored_bytes
+        size += scan.records[key].stored_bytes
         if size >= _TRANSACTION_BYTES:
             yield group
             group, size = [], 0
@@ -151,21 +151,21 @@ def _groups(kept: Iterable[bytes], survey: Survey) -> Iterable[list[bytes]]:
         yield group
 
 
-def check_key(folder: Path, survey: Survey, seal: Seal) -> None:
+def check_key(folder: Path, scan: StoreScan, cipher: Cipher) -> None:
     """Raises StoreUnavailable when a store has another key, or one where none is given, or none where one is."""
-    check = survey.key_check
-    if not check or seal.knows(check):
+    check = scan.key_check
+    if not check or cipher.matches(check):
         return
     if check == b"none":
         text = "is not encrypted, but a key is given; start without the key, or choose another --store"
-    elif not seal.overhead:
+    elif not cipher.overhead:
         text = "is encrypted; give its key, choose another --store, or remove the folder"
     else:
         text = "is encrypted with another key; give that key, choose another --store, or remove the folder"
     raise StoreUnavailable(f"the store in {folder} {text}")
 
 
-def other_version(folder: Path, error: OtherVersion) -> StoreUnavailable:
+def other_version(folder: Path, error: UnsupportedVersion) -> StoreUnavailable:
     return StoreUnavailable(
         f"the store in {folder} {error}, this daemon needs version '2'; remove the folder or choose another --store"
     )

@@ -22,8 +22,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable.durable_tier import whole_pages
-from cache_daemon.durable.encryption import Seal, Unsealed
-from cache_daemon.durable.header_check import is_duration
+from cache_daemon.durable.encryption import Cipher, DecryptError
+from cache_daemon.durable.header_check import is_valid_duration
 
 FORMAT = b"2"
 META, HEADERS, PAYLOADS, NOTES, RECENCY = b"meta", b"headers", b"payloads", b"notes", b"recency"
@@ -37,7 +37,7 @@ _LARGEST_NODE_BYTES = 2038
 _INDEX_BYTES = 195
 
 
-class Unsound(Exception):
+class CorruptRecord(Exception):
     """A record whose bytes are not those that were written."""
 
 
@@ -48,12 +48,12 @@ class Record(NamedTuple):
     order: int
     stored_length: int
     stored_checksum: int
-    sealed_header: bytes
+    encrypted_header: bytes
 
     @property
     def stored_bytes(self) -> int:
         """What the entry costs on disk."""
-        header = 8 + keys.HASH_BYTES + _PREFIX.size + len(self.sealed_header) + _CHECKSUM_BYTES
+        header = 8 + keys.HASH_BYTES + _PREFIX.size + len(self.encrypted_header) + _CHECKSUM_BYTES
         # Leaves of keys in random order are two thirds full.
         cost = header * 3 // 2 if header <= _LARGEST_NODE_BYTES else whole_pages(header)
         return whole_pages(max(self.stored_length, MINIMUM_VALUE_BYTES)) + cost + _INDEX_BYTES
@@ -69,10 +69,10 @@ def checked(database: bytes, key: bytes, value: bytes) -> bytes:
 
 
 def verified(database: bytes, key: bytes, stored: bytes) -> bytes:
-    """The value without its checksum. Raises Unsound."""
+    """The value without its checksum. Raises CorruptRecord."""
     value = stored[:-_CHECKSUM_BYTES]
     if len(stored) < _CHECKSUM_BYTES or stored[-_CHECKSUM_BYTES:] != _checksum(database, key, value):
-        raise Unsound(f"{database.decode()} {key[:16].hex()} is damaged")
+        raise CorruptRecord(f"{database.decode()} {key[:16].hex()} is damaged")
     return value
 
 
@@ -80,60 +80,60 @@ def encode_record(key: bytes, record: Record) -> bytes:
     prefix = _PREFIX.pack(
         _VERSION, record.codec, 0, 0, record.order, record.stored_length, record.stored_checksum
     )  # fmt: skip
-    return checked(HEADERS, key, prefix + record.sealed_header)
+    return checked(HEADERS, key, prefix + record.encrypted_header)
 
 
 def decode_record(key: bytes, stored: bytes) -> Record:
-    """Raises Unsound."""
+    """Raises CorruptRecord."""
     value = verified(HEADERS, key, stored)
     if len(value) < _PREFIX.size or len(key) != keys.HASH_BYTES or value[0] != _VERSION:
-        raise Unsound(f"headers {key[:16].hex()} is of another version")
+        raise CorruptRecord(f"headers {key[:16].hex()} is of another version")
     _, codec, _, _, order, length, checksum = _PREFIX.unpack_from(value)
     return Record(codec, order, length, checksum, value[_PREFIX.size :])
 
 
-def seal_header(seal: Seal, header: ChunkHeader) -> bytes:
+def encrypt_header(cipher: Cipher, header: ChunkHeader) -> bytes:
     """The header as it is stored, without fields that this version does not know."""
     known = ChunkHeader()
     known.CopyFrom(header)
     known.DiscardUnknownFields()
-    return bytes(seal.close_value(HEADERS + b"\0" + header.prefix_hash, known.SerializeToString()))
+    return bytes(cipher.encrypt(HEADERS + b"\0" + header.prefix_hash, known.SerializeToString()))
 
 
-def open_header(seal: Seal, key: bytes, record: Record) -> ChunkHeader:
-    """The header of a record; its hash is that of its parent and tokens. Raises Unsound."""
+def decrypt_header(cipher: Cipher, key: bytes, record: Record) -> ChunkHeader:
+    """The header of a record; its hash is that of its parent and tokens. Raises CorruptRecord."""
     try:
-        header = ChunkHeader.FromString(open_small(seal, HEADERS, key, record.sealed_header))
+        header = ChunkHeader.FromString(decrypt_value(cipher, HEADERS, key, record.encrypted_header))
     except DecodeError as error:
-        raise Unsound(f"headers {key[:16].hex()} cannot be decoded") from error
+        raise CorruptRecord(f"headers {key[:16].hex()} cannot be decoded") from error
     if header.prefix_hash != key or keys.prefix_hash(header.parent_prefix_hash, header.token_ids[:]) != key:
-        raise Unsound(f"headers {key[:16].hex()} is that of another chunk")
-    if not is_duration(header.prefill_seconds):
-        raise Unsound(f"headers {key[:16].hex()} says that it took {header.prefill_seconds} s")
+        raise CorruptRecord(f"headers {key[:16].hex()} is that of another chunk")
+    if not is_valid_duration(header.prefill_seconds):
+        raise CorruptRecord(f"headers {key[:16].hex()} says that it took {header.prefill_seconds} s")
     return header
 
 
-def open_small(seal: Seal, database: bytes, key: bytes, sealed: bytes) -> bytes:
-    """A small value as it was before it was sealed. Raises Unsound."""
-    if not seal.overhead:
-        return sealed
-    if len(sealed) < seal.overhead:
-        raise Unsound(f"{database.decode()} {key[:16].hex()} is too short")
-    plain = bytearray(len(sealed) - seal.overhead)
+def decrypt_value(cipher: Cipher, database: bytes, key: bytes, encrypted: bytes) -> bytes:
+    """A small value as it was before it was sealed. Raises CorruptRecord."""
+    if not cipher.overhead:
+        return encrypted
+    if len(encrypted) < cipher.overhead:
+        raise CorruptRecord(f"{database.decode()} {key[:16].hex()} is too short")
+    plain = bytearray(len(encrypted) - cipher.overhead)
     try:
-        seal.open_value(database + b"\0" + key, memoryview(sealed), memoryview(plain))
-    except Unsealed as error:
-        raise Unsound(f"{database.decode()} {key[:16].hex()} is not sealed with this key") from error
+        cipher.decrypt(database + b"\0" + key, memoryview(encrypted), memoryview(plain))
+    except DecryptError as error:
+        raise CorruptRecord(f"{database.decode()} {key[:16].hex()} is not sealed with this key") from error
     return bytes(plain)
 
 
-def encode_note(seal: Seal, name: bytes, value: bytes) -> bytes:
-    return checked(NOTES, name, bytes(seal.close_value(NOTES + b"\0" + name, value)))
+def encode_note(cipher: Cipher, name: bytes, value: bytes) -> bytes:
+    return checked(NOTES, name, bytes(cipher.encrypt(NOTES + b"\0" + name, value)))
 
 
-def decode_note(seal: Seal, name: bytes, stored: bytes) -> bytes:
-    """Raises Unsound."""
-    return open_small(seal, NOTES, name, verified(NOTES, name, stored))
+def decode_note(cipher: Cipher, name: bytes, stored: bytes) -> bytes:
+    """Raises CorruptRecord."""
+    return decrypt_value(cipher, NOTES, name, verified(NOTES, name, stored))
 
 
 def encode_tick(key: bytes, tick: int) -> bytes:
@@ -141,5 +141,5 @@ def encode_tick(key: bytes, tick: int) -> bytes:
 
 
 def decode_tick(key: bytes, stored: bytes) -> int:
-    """Raises Unsound."""
+    """Raises CorruptRecord."""
     return int.from_bytes(verified(RECENCY, key, stored), "little")

@@ -5,79 +5,79 @@ from __future__ import annotations
 import structlog
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.durable_tier import PAGE_BYTES, NoRoom, TierFailed
-from cache_daemon.durable.encryption import Seal
-from cache_daemon.durable.lmdb_env import Environment
-from cache_daemon.durable.lmdb_file import Damage, PageFile, leaf_nodes
+from cache_daemon.durable.durable_tier import PAGE_BYTES, OutOfSpace, TierFailed
+from cache_daemon.durable.encryption import Cipher
+from cache_daemon.durable.lmdb_env import LmdbEnvironment
+from cache_daemon.durable.lmdb_file import LmdbCorruption, PageFile, leaf_nodes
 from cache_daemon.durable.rebuild import check_key, other_version, rebuild
-from cache_daemon.durable.record_format import DATABASES, HEADERS, Unsound, open_header, verified
-from cache_daemon.durable.store_dir import StoreFolder
-from cache_daemon.durable.survey import LMDB_MAGIC, OtherVersion, Survey, lenient_survey, strict_survey
+from cache_daemon.durable.record_format import DATABASES, HEADERS, CorruptRecord, decrypt_header, verified
+from cache_daemon.durable.store_dir import StoreDir
+from cache_daemon.durable.store_scan import LMDB_MAGIC, StoreScan, UnsupportedVersion, lenient_scan, strict_scan
 
 log = structlog.get_logger("cache_daemon")
 _NEW_MAP_BYTES = 1 << 20
 _SEARCHED_PAGES = 16_384
 
 
-def open_data(folder: StoreFolder, seal: Seal, distrust: bool = False) -> Survey:
+def open_data(folder: StoreDir, cipher: Cipher, rewrite: bool = False) -> StoreScan:
     """A survey of a data file that is sound. ``distrust`` rewrites it even if its pages look sound.
 
     Raises StoreUnavailable, OSError.
     """
     if not folder.has_data:
-        create(folder, seal)
+        create(folder, cipher)
     try:
         file = PageFile(folder.data)
         try:
-            survey = strict_survey(file)
-            if distrust:
-                raise Damage("LMDB found damage")
-        except Damage as damage:
-            return _repair(folder, file, seal, str(damage))
-        if not survey.format:
-            create(folder, seal)
-            return strict_survey(PageFile(folder.data))
-        check_key(folder.path, survey, seal)
-        return survey
-    except OtherVersion as error:
+            scan = strict_scan(file)
+            if rewrite:
+                raise LmdbCorruption("LMDB found damage")
+        except LmdbCorruption as corruption:
+            return _repair(folder, file, cipher, str(corruption))
+        if not scan.format:
+            create(folder, cipher)
+            return strict_scan(PageFile(folder.data))
+        check_key(folder.path, scan, cipher)
+        return scan
+    except UnsupportedVersion as error:
         raise other_version(folder.path, error) from error
 
 
-def create(folder: StoreFolder, seal: Seal) -> None:
+def create(folder: StoreDir, cipher: Cipher) -> None:
     """An empty store in the place of the data file. Raises StoreUnavailable."""
     try:
-        environment = Environment(folder.new_data_folder(), _NEW_MAP_BYTES)
+        environment = LmdbEnvironment(folder.new_data_folder(), _NEW_MAP_BYTES)
         try:
-            environment.initialise(seal)
+            environment.initialise(cipher)
             environment.sync()
         finally:
             environment.close()
         folder.install_rebuilt()
-    except (OSError, NoRoom, TierFailed) as error:
+    except (OSError, OutOfSpace, TierFailed) as error:
         raise StoreUnavailable(
             f"cannot open the store in {folder.path}: {error}; free some room, or choose another --store"
         ) from error
 
 
-def _repair(folder: StoreFolder, file: PageFile, seal: Seal, reason: str) -> Survey:
+def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> StoreScan:
     """Saves what is sound. With no room to do so, the damaged file is set aside whole, and the store is empty."""
-    survey = lenient_survey(file)
-    if not survey.format and not survey.records and not _looks_like_ours(file):
+    scan = lenient_scan(file)
+    if not scan.format and not scan.records and not _looks_like_ours(file):
         raise StoreUnavailable(
             f"cannot open the store in {folder.path}: data.mdb is no store of this program ({reason}); "
             "repair or remove the folder, or choose another --store"
         )
-    check_key(folder.path, survey, seal)
-    if not survey.key_check and survey.records and not _opens_any(survey, seal):
+    check_key(folder.path, scan, cipher)
+    if not scan.key_check and scan.records and not _opens_any(scan, cipher):
         raise StoreUnavailable(
             f"the store in {folder.path} is damaged and cannot be read with the key given, or without one; "
             "give its key, choose another --store, or remove the folder"
         )
     try:
-        saved = rebuild(folder, survey, seal, keep_damaged=True)
-    except (OSError, NoRoom, TierFailed) as error:
+        saved = rebuild(folder, scan, cipher, keep_damaged=True)
+    except (OSError, OutOfSpace, TierFailed) as error:
         kept = folder.set_aside()
-        create(folder, seal)
+        create(folder, cipher)
         log.error(
             "the store was damaged and could not be repaired; beginning with an empty one",
             reason=reason, error=str(error), kept_as=str(kept),
@@ -87,14 +87,14 @@ def _repair(folder: StoreFolder, file: PageFile, seal: Seal, reason: str) -> Sur
             "the store was damaged and has been repaired",
             reason=reason, chunks=saved.chunks, notes=saved.notes, lost=dict(saved.lost), kept_as=str(saved.kept_as),
         )  # fmt: skip
-    return strict_survey(PageFile(folder.data))
+    return strict_scan(PageFile(folder.data))
 
 
-def _opens_any(survey: Survey, seal: Seal) -> bool:
-    for key, record in survey.records.items():
+def _opens_any(scan: StoreScan, cipher: Cipher) -> bool:
+    for key, record in scan.records.items():
         try:
-            open_header(seal, key, record)
-        except Unsound:
+            decrypt_header(cipher, key, record)
+        except CorruptRecord:
             continue
         return True
     return False
@@ -111,14 +111,14 @@ def _looks_like_ours(file: PageFile) -> bool:
             page = file.page(number)
             empty = empty and not any(page)
             nodes = leaf_nodes(page, number)
-        except Damage:
+        except LmdbCorruption:
             continue
         for node in nodes:
             if node.key in DATABASES and node.is_database:
                 return True
             try:
                 verified(HEADERS, node.key, node.value or b"")
-            except Unsound:
+            except CorruptRecord:
                 continue
             return True
     return empty

@@ -19,7 +19,7 @@ _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSY
 _DAMAGED = "data.mdb.damaged-"
 
 
-class StoreFolder:
+class StoreDir:
     """A store's folder, locked for this process. Raises StoreUnavailable."""
 
     def __init__(self, path: Path, create: bool = True) -> None:

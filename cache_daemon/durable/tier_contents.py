@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable.durable_tier import LoadReport
-from cache_daemon.durable.encryption import Seal
-from cache_daemon.durable.payload_reader import Entry
-from cache_daemon.durable.rebuild import closed
-from cache_daemon.durable.record_format import MINIMUM_VALUE_BYTES, Unsound, decode_note, open_header
-from cache_daemon.durable.survey import Survey
+from cache_daemon.durable.encryption import Cipher
+from cache_daemon.durable.payload_reader import StoredEntry
+from cache_daemon.durable.rebuild import with_all_ancestors
+from cache_daemon.durable.record_format import MINIMUM_VALUE_BYTES, CorruptRecord, decode_note, decrypt_header
+from cache_daemon.durable.store_scan import StoreScan
 
 
 @dataclass(frozen=True)
-class Contents:
+class TierContents:
     """A store's chunks, each with its ancestors, and the keys that are to be removed from it."""
 
     headers: dict[bytes, ChunkHeader]
-    entries: dict[bytes, Entry]
+    entries: dict[bytes, StoredEntry]
     ticks: dict[bytes, int]
     notes: dict[bytes, bytes]
     useless: tuple[bytes, ...]
@@ -33,49 +33,49 @@ class Contents:
     report: LoadReport
 
 
-def contents_of(survey: Survey, seal: Seal) -> Contents:
+def read_contents(scan: StoreScan, cipher: Cipher) -> TierContents:
     """Opens every header and note. Payloads are not read; their places are checked."""
     headers: dict[bytes, ChunkHeader] = {}
-    corrupt = set(survey.broken_headers)
-    for key, record in survey.records.items():
-        place = survey.places.get(key)
+    corrupt = set(scan.broken_headers)
+    for key, record in scan.records.items():
+        place = scan.places.get(key)
         try:
-            header = open_header(seal, key, record)
-        except Unsound:
+            header = decrypt_header(cipher, key, record)
+        except CorruptRecord:
             corrupt.add(key)
             continue
         if place is None or place[1] != max(record.stored_length, MINIMUM_VALUE_BYTES):
             corrupt.add(key)
         else:
             headers[key] = header
-    kept = {key: headers[key] for key in closed(headers)}
-    entries = {key: _entry(survey, key, header) for key, header in kept.items()}
+    kept = {key: headers[key] for key in with_all_ancestors(headers)}
+    entries = {key: _entry(scan, key, header) for key, header in kept.items()}
     notes: dict[bytes, bytes] = {}
-    useless_notes = list(survey.broken_notes)
-    for name, stored in survey.notes.items():
+    useless_notes = list(scan.broken_notes)
+    for name, stored in scan.notes.items():
         try:
-            notes[name] = decode_note(seal, name, stored)
-        except Unsound:
+            notes[name] = decode_note(cipher, name, stored)
+        except CorruptRecord:
             useless_notes.append(name)
-    useless = {*survey.records, *survey.places, *survey.ticks, *corrupt} - kept.keys()
-    return Contents(
+    useless = {*scan.records, *scan.places, *scan.ticks, *corrupt} - kept.keys()
+    return TierContents(
         headers=kept,
         entries=entries,
-        ticks=survey.ticks,
+        ticks=scan.ticks,
         notes=notes,
         useless=tuple(useless),
         useless_notes=tuple(useless_notes),
         live_bytes=sum(entry.stored_bytes for entry in entries.values()),
-        last_order=max((record.order for record in survey.records.values()), default=0),
+        last_order=max((record.order for record in scan.records.values()), default=0),
         report=LoadReport(len(corrupt), len(headers) - len(kept), len(useless_notes)),
     )
 
 
-def _entry(survey: Survey, key: bytes, header: ChunkHeader) -> Entry:
-    record = survey.records[key]
-    return Entry(
-        survey.file,
-        survey.places[key][0],
+def _entry(scan: StoreScan, key: bytes, header: ChunkHeader) -> StoredEntry:
+    record = scan.records[key]
+    return StoredEntry(
+        scan.file,
+        scan.places[key][0],
         record.stored_length,
         record.stored_checksum,
         record.codec,
@@ -84,7 +84,7 @@ def _entry(survey: Survey, key: bytes, header: ChunkHeader) -> Entry:
     )
 
 
-def in_order(contents: Contents) -> Iterator[tuple[bytes, ChunkHeader]]:
+def load_order(contents: TierContents) -> Iterator[tuple[bytes, ChunkHeader]]:
     """The chunks with their headers: of those whose parent was given, always the longest unused."""
     children: dict[bytes, list[bytes]] = {}
     for key, header in contents.headers.items():
@@ -104,7 +104,7 @@ def in_order(contents: Contents) -> Iterator[tuple[bytes, ChunkHeader]]:
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without garbage collection: a fifth of the time would go into searching what is only being made."""
     enabled = gc.isenabled()
     gc.disable()

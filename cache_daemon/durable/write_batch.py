@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from kvsidecar import keys
 
 from cache_daemon.durable import codec
-from cache_daemon.durable.compression import Packing
+from cache_daemon.durable.compression import PayloadCompressor
 from cache_daemon.durable.durable_tier import Put, WriteGroup
-from cache_daemon.durable.encryption import Seal
+from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_env import Transaction
-from cache_daemon.durable.payload_reader import Entry
+from cache_daemon.durable.payload_reader import StoredEntry
 from cache_daemon.durable.record_format import (
     HEADERS,
     MINIMUM_VALUE_BYTES,
@@ -23,12 +23,12 @@ from cache_daemon.durable.record_format import (
     encode_note,
     encode_record,
     encode_tick,
-    seal_header,
+    encrypt_header,
 )
 
 
 @dataclass(frozen=True)
-class Packed:
+class EncodedChunk:
     """A chunk as it will be stored."""
 
     put: Put
@@ -50,15 +50,15 @@ class Packed:
         return bytes(self.stored).ljust(MINIMUM_VALUE_BYTES, b"\0")
 
 
-class Kin:
+class ChildIndex:
     """The children of each stored chunk."""
 
-    def __init__(self, entries: Mapping[bytes, Entry]) -> None:
+    def __init__(self, entries: Mapping[bytes, StoredEntry]) -> None:
         self._children: dict[bytes, set[bytes]] = {}
         for key, entry in entries.items():
             self.add(key, entry.parent)
 
-    def of(self, key: bytes) -> Iterable[bytes]:
+    def children_of(self, key: bytes) -> Iterable[bytes]:
         return self._children.get(key, ())
 
     def add(self, key: bytes, parent: bytes) -> None:
@@ -72,13 +72,13 @@ class Kin:
                 del self._children[parent]
 
 
-class Changes:
+class WriteBatch:
     """The sum of a group over the entries that are stored; nothing is written here."""
 
-    def __init__(self, entries: Mapping[bytes, Entry], kin: Kin) -> None:
-        self._entries, self._kin = entries, kin
+    def __init__(self, entries: Mapping[bytes, StoredEntry], children: ChildIndex) -> None:
+        self._entries, self._children = entries, children
         self.removed: dict[bytes, None] = {}
-        self.stored: dict[bytes, Packed] = {}
+        self.stored: dict[bytes, EncodedChunk] = {}
 
     def has(self, key: bytes) -> bool:
         """Whether a chunk will be stored, as far as the group has gone."""
@@ -88,7 +88,7 @@ class Changes:
         self.stored.pop(key, None)
         self.removed[key] = None
 
-    def put(self, packed: Packed) -> None:
+    def put(self, packed: EncodedChunk) -> None:
         """Stores a chunk and removes what it replaces, unless its parent is missing."""
         if packed.parent != packed.put.header.root and not self.has(packed.parent):
             return
@@ -105,34 +105,36 @@ class Changes:
         for packed in self.stored.values():
             young.setdefault(packed.parent, []).append(packed.key)
         for key in waiting:
-            for child in (*self._kin.of(key), *young.get(key, ())):
+            for child in (*self._children.children_of(key), *young.get(key, ())):
                 entry_parent = self.stored[child].parent if child in self.stored else key
                 if self.has(child) and entry_parent == key:
                     self.remove(child)
                     waiting.append(child)
 
 
-def pack_puts(puts: Sequence[Put], packing: Packing, seal: Seal, last_order: int) -> list[Packed | None]:
+def encode_chunks(
+    puts: Sequence[Put], compressor: PayloadCompressor, cipher: Cipher, last_order: int
+) -> list[EncodedChunk | None]:
     """The chunks as they will be stored; None for those whose payload is not the one that the header describes."""
     sound = [
         len(put.payload) == put.header.payload_bytes and keys.checksum(put.payload) == put.header.checksum
         for put in puts
     ]
-    small = iter(packing.pack([put for put, good in zip(puts, sound, strict=True) if good]))
+    small = iter(compressor.compress([put for put, good in zip(puts, sound, strict=True) if good]))
     return [
-        _packed(put, next(small), seal, last_order + position + 1) if good else None
+        _packed(put, next(small), cipher, last_order + position + 1) if good else None
         for position, (put, good) in enumerate(zip(puts, sound, strict=True))
     ]
 
 
-def _packed(put: Put, small: bytes | None, seal: Seal, order: int) -> Packed:
+def _packed(put: Put, small: bytes | None, cipher: Cipher, order: int) -> EncodedChunk:
     kind, plain = (codec.RAW, put.payload) if small is None else (codec.PLANES, small)
-    stored = seal.close_value(PAYLOADS + b"\0" + put.header.prefix_hash, plain)
-    header = seal_header(seal, put.header)
-    return Packed(put, Record(kind, order, len(stored), keys.checksum(memoryview(stored)), header), stored)
+    stored = cipher.encrypt(PAYLOADS + b"\0" + put.header.prefix_hash, plain)
+    header = encrypt_header(cipher, put.header)
+    return EncodedChunk(put, Record(kind, order, len(stored), keys.checksum(memoryview(stored)), header), stored)
 
 
-def write_changes(txn: Transaction, seal: Seal, group: WriteGroup, changes: Changes) -> None:
+def apply_batch(txn: Transaction, cipher: Cipher, group: WriteGroup, changes: WriteBatch) -> None:
     """The changes, and the group's notes and ticks, as one transaction's writes."""
     for key in changes.removed:
         for database in (HEADERS, PAYLOADS, RECENCY):
@@ -144,7 +146,7 @@ def write_changes(txn: Transaction, seal: Seal, group: WriteGroup, changes: Chan
         if value is None:
             txn.delete(NOTES, name)
         else:
-            txn.put(NOTES, name, encode_note(seal, name, value))
+            txn.put(NOTES, name, encode_note(cipher, name, value))
     for key, tick in group.used.items():
         if changes.has(key):
             txn.put(RECENCY, key, encode_tick(key, tick))

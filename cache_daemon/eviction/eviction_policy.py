@@ -56,11 +56,11 @@ class EvictionPolicy(Protocol):
         """The entry was used. Parked ones are touched as well."""
         ...
 
-    def park(self, entry: Entry) -> None:
-        """The entry must not be offered: it has a child in the tier, or is pinned. Once only, until ``unpark``."""
+    def make_unevictable(self, entry: Entry) -> None:
+        """Excludes an entry with children, or a pinned one, from ``victims``. Once only, until ``make_evictable``."""
         ...
 
-    def unpark(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         """The entry may be offered again, with its history and the place that this gives it."""
         ...
 

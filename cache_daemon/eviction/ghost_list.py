@@ -12,7 +12,7 @@ _TAGS, _NOTES = (1 << _TAG_BITS) - 1, (1 << _NOTE_BITS) - 1
 MAX_NOTE = _NOTES
 
 
-class Ghosts:
+class GhostList:
     """Keys with the tick of their last use, from 1 on and under 2^38, and a note of up to ``MAX_NOTE``. Of four that
     share a bucket the oldest makes room. One look-up in 16,000 finds another key's, which statistics can bear."""
 

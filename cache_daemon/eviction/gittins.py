@@ -10,21 +10,21 @@ import numpy as np
 from sortedcontainers import SortedDict
 
 from cache_daemon.eviction.eviction_policy import Entry
-from cache_daemon.eviction.ghost_list import Ghosts
-from cache_daemon.eviction.prefill_cost import Worth
-from cache_daemon.eviction.reuse_stats import AGES, ReuseTimes
+from cache_daemon.eviction.ghost_list import GhostList
+from cache_daemon.eviction.prefill_cost import PrefillCost
+from cache_daemon.eviction.reuse_stats import AGES, ReuseStats
 
 # For how long an entry is followed after its last use, in the tier or not: at least until so many times the tier's
 # entries came in or were used, or until as many have left as there is memory for (8 bytes each).
-_LOOK_BACK = 8
-_MOST_GHOSTS = 1 << 20
+_HISTORY_FACTOR = 8
+_MAX_GHOSTS = 1 << 20
 _SLICES_PER_FIT = 8
 # So that what is done once per slice costs little per use, in a small tier, too.
-_LEAST_SLICE_TICKS = 64
+_MIN_SLICE_TICKS = 64
 # What more of them would tell apart no longer matters.
-_MOST_TURNS, _MOST_USES = 4, 63
-_TURN_KINDS, _USE_KINDS = _MOST_TURNS + 1, _MOST_USES.bit_length() + 1
-_WORTHS_PER_OCTAVE = 2
+_MAX_SEGMENTS, _MAX_USES = 4, 63
+_SEGMENT_KINDS, _USE_KINDS = _MAX_SEGMENTS + 1, _MAX_USES.bit_length() + 1
+_BUCKETS_PER_OCTAVE = 2
 # The slice of all entries that have reached the last age.
 _OLDEST = -1
 _Rank = tuple[float, int, int, int]
@@ -35,18 +35,18 @@ class _History:
     """What tells entries apart. ``turn``: how many stretches of the prompt before it were used by other requests.
     ``inner``: a chunk continues it. ``kind``: the three in one number."""
 
-    turn: int
+    reused_segments: int
     uses: int
     inner: bool
     kind: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.kind = (self.inner * _TURN_KINDS + self.turn) * _USE_KINDS + self.uses.bit_length()
+        self.kind = (self.inner * _SEGMENT_KINDS + self.reused_segments) * _USE_KINDS + self.uses.bit_length()
 
     def use(self, uses: int = 0) -> None:
         """It was used once more, ``uses`` times at least."""
-        if self.uses < _MOST_USES:
-            self.uses = min(max(self.uses + 1, uses), _MOST_USES)
+        if self.uses < _MAX_USES:
+            self.uses = min(max(self.uses + 1, uses), _MAX_USES)
             self.__post_init__()
 
     def correct(self, inner: bool) -> None:
@@ -55,7 +55,7 @@ class _History:
 
     @property
     def note(self) -> int:
-        return (self.inner << 3 | self.turn) << 6 | self.uses
+        return (self.inner << 3 | self.reused_segments) << 6 | self.uses
 
     @classmethod
     def of_note(cls, note: int) -> _History:
@@ -67,7 +67,7 @@ class _Group:
     """Entries that are worth the same: of one kind, one worth, last used in one slice of time."""
 
     kind: int
-    worth: int
+    cost_bucket: int
     slice: int
     rank: _Rank = (0.0, 0, 0, 0)
     members: dict[Entry, None] = field(default_factory=dict)
@@ -76,18 +76,18 @@ class _Group:
 @dataclass(slots=True)
 class _Held:
     history: _History
-    worth: int
+    cost_bucket: int
     tick: int
     group: _Group | None = None  # None while parked
 
 
-def _reuse_times() -> ReuseTimes:
-    kinds = np.arange(2 * _TURN_KINDS * _USE_KINDS)
+def _reuse_times() -> ReuseStats:
+    kinds = np.arange(2 * _SEGMENT_KINDS * _USE_KINDS)
     uses = kinds % _USE_KINDS
     # As long as nothing is known: more uses and less age are better.
-    guess = (uses[:, None] + 1) / (8.0 * (np.arange(AGES) + 1))
-    pools = [np.zeros_like(kinds), uses, kinds % (_TURN_KINDS * _USE_KINDS), kinds]
-    return ReuseTimes([p.tolist() for p in pools], guess)
+    prior = (uses[:, None] + 1) / (8.0 * (np.arange(AGES) + 1))
+    pools = [np.zeros_like(kinds), uses, kinds % (_SEGMENT_KINDS * _USE_KINDS), kinds]
+    return ReuseStats([p.tolist() for p in pools], prior)
 
 
 class Gittins:
@@ -95,15 +95,15 @@ class Gittins:
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
-        self._worth = Worth()
-        self._most_worth: list[float] = [math.inf, math.inf]  # of entries that nobody used, and of others
+        self._prefill_cost = PrefillCost()
+        self._max_cost_bucket: list[float] = [math.inf, math.inf]  # of entries that nobody used, and of others
         self._tick = 0
-        self._slice, self._slice_ticks = 0, _LEAST_SLICE_TICKS
+        self._slice, self._slice_ticks = 0, _MIN_SLICE_TICKS
         self._reuse = _reuse_times()
-        self._promise: list[list[float]] | None = None  # until it is asked for
+        self._gittins_index: list[list[float]] | None = None  # until it is asked for
         self._groups: dict[tuple[int, int, int], _Group] = {}
         self._ranked: SortedDict[_Rank, _Group] | None = None  # until somebody is to go
-        self._ghosts = Ghosts(_LEAST_SLICE_TICKS * AGES)  # as when slices widen
+        self._ghosts = GhostList(_MIN_SLICE_TICKS * AGES)  # as when slices widen
         # Who came in or was refused last, and whether it is but taken to be an inner one: its child may come next.
         self._newest: tuple[Entry, _Held] | None = None
         self._presumed_inner = False
@@ -111,12 +111,12 @@ class Gittins:
     # ---- what the tier says ---------------------------------------------------------------------------------
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
-        held = self._meet(entry, parent, 0)
-        self._haunt(entry, held)
+        held = self._observe(entry, parent, 0)
+        self._add_ghost(entry, held)
         if parent is not None and parent not in self._held:
             return False
-        ranked = self._order()
-        return not ranked or self._rank(held.history.kind, held.worth, self._slice) > ranked.peekitem(0)[0]
+        ranked = self._ranked_groups()
+        return not ranked or self._rank(held.history.kind, held.cost_bucket, self._slice) > ranked.peekitem(0)[0]
 
     def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
         if entry in self._held:
@@ -124,77 +124,77 @@ class Gittins:
         if self._newest is not None and self._newest[0] is entry and self._ghosts.take(entry.key):
             held = self._newest[1]
         else:
-            held = self._meet(entry, parent, uses)
+            held = self._observe(entry, parent, uses)
         self._held[entry] = held
-        self._offer(entry, held)
+        self._add_to_group(entry, held)
 
     def touch(self, entry: Entry) -> None:
         # Once per chunk of every prompt: what could be calls is written out.
         held = self._held[entry]
         if self._newest is not None:
             self._settle_newest()
-        parked = held.group is None
-        if not parked:
-            self._withdraw(entry, held)
+        unevictable = held.group is None
+        if not unevictable:
+            self._remove_from_group(entry, held)
         self._tick = tick = self._tick + 1
         if not tick % self._slice_ticks:
             self._next_slice()
         history = held.history
         age = self._slice - held.tick // self._slice_ticks
-        self._reuse.use(history.kind, age if age < AGES else AGES - 1)
+        self._reuse.record_reuse(history.kind, age if age < AGES else AGES - 1)
         history.use()
         held.tick = tick
-        self._reuse.begin(history.kind)
-        if not parked:
-            self._offer(entry, held)
+        self._reuse.start_wait(history.kind)
+        if not unevictable:
+            self._add_to_group(entry, held)
 
-    def park(self, entry: Entry) -> None:
+    def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.group is None:
             raise KeyError(f"{entry!r} is parked already")
-        self._withdraw(entry, held)
+        self._remove_from_group(entry, held)
 
-    def unpark(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.group is not None:
             raise KeyError(f"{entry!r} is not parked")
-        self._offer(entry, held)
+        self._add_to_group(entry, held)
 
     def remove(self, entry: Entry) -> None:
         held = self._held.pop(entry)
         if held.group is not None:
-            self._withdraw(entry, held)
-        self._haunt(entry, held)
+            self._remove_from_group(entry, held)
+        self._add_ghost(entry, held)
         if self._newest is not None and self._newest[0] is entry:
             self._newest = None
 
     def victims(self) -> Iterator[Entry]:
-        return (entry for group in self._order().values() for entry in group.members)
+        return (entry for group in self._ranked_groups().values() for entry in group.members)
 
     def __len__(self) -> int:
         return len(self._held)
 
     # ---- histories ------------------------------------------------------------------------------------------
 
-    def _meet(self, entry: Entry, parent: Entry | None, uses: int) -> _Held:
+    def _observe(self, entry: Entry, parent: Entry | None, uses: int) -> _Held:
         """What is known of an entry that comes now; from now on it is waited for."""
         if self._newest is not None and self._newest[0] is parent and self._newest[1].history.inner:
             before: _History | None = self._newest[1].history
         else:
             self._settle_newest()
             before = None if parent is None else self._set_inner(parent, True)
-        self._pass_time()
+        self._advance_tick()
         known = self._ghosts.take(entry.key)
         if known is None:
-            turn = 0 if before is None else min(before.turn + (before.uses > 0), _MOST_TURNS)
-            history = _History(turn, min(uses, _MOST_USES), inner=True)
+            reused_segments = 0 if before is None else min(before.reused_segments + (before.uses > 0), _MAX_SEGMENTS)
+            history = _History(reused_segments, min(uses, _MAX_USES), inner=True)
         else:
             history = _History.of_note(known[1])
-            self._reuse.use(history.kind, self._age(known[0]))
+            self._reuse.record_reuse(history.kind, self._age(known[0]))
             history.use(uses)
-        self._reuse.begin(history.kind)
-        worth = round(_WORTHS_PER_OCTAVE * math.log2(self._worth.per_byte(entry)))
-        held = _Held(history, worth, self._tick)
+        self._reuse.start_wait(history.kind)
+        cost_bucket = round(_BUCKETS_PER_OCTAVE * math.log2(self._prefill_cost.cost_per_byte(entry)))
+        held = _Held(history, cost_bucket, self._tick)
         self._newest, self._presumed_inner = (entry, held), known is None
         return held
 
@@ -215,66 +215,66 @@ class Gittins:
             self._correct(held, inner)
             self._ghosts.put(entry.key, held.tick, held.history.note)
         elif held.history.inner != inner:
-            parked = held.group is None
-            if not parked:
-                self._withdraw(entry, held)
+            unevictable = held.group is None
+            if not unevictable:
+                self._remove_from_group(entry, held)
             self._correct(held, inner)
-            if not parked:
-                self._offer(entry, held)
+            if not unevictable:
+                self._add_to_group(entry, held)
         return held.history
 
     def _correct(self, held: _Held, inner: bool) -> None:
         age = self._age(held.tick)
-        self._reuse.lose(held.history.kind, age)
+        self._reuse.drop_wait(held.history.kind, age)
         held.history.correct(inner)
-        self._reuse.begin(held.history.kind, age)
+        self._reuse.start_wait(held.history.kind, age)
 
-    def _haunt(self, entry: Entry, held: _Held) -> None:
+    def _add_ghost(self, entry: Entry, held: _Held) -> None:
         lost = self._ghosts.put(entry.key, held.tick, held.history.note)
         if lost is not None:
-            self._reuse.lose(_History.of_note(lost[1]).kind, self._age(lost[0]))
+            self._reuse.drop_wait(_History.of_note(lost[1]).kind, self._age(lost[0]))
 
     # ---- time and order -------------------------------------------------------------------------------------
 
     def _age(self, tick: int) -> int:
         return min(self._slice - tick // self._slice_ticks, AGES - 1)
 
-    def _pass_time(self) -> None:
+    def _advance_tick(self) -> None:
         self._tick += 1
         if not self._tick % self._slice_ticks:
             self._next_slice()
 
     def _next_slice(self) -> None:
         self._slice += 1
-        self._reuse.advance()
-        if self._slice_ticks * AGES < _LOOK_BACK * len(self._held):
-            self._widen()
+        self._reuse.advance_slice()
+        if self._slice_ticks * AGES < _HISTORY_FACTOR * len(self._held):
+            self._double_slice()
         elif self._slice % _SLICES_PER_FIT == 0:
-            self._promise = None
+            self._gittins_index = None
         self._close_oldest()
         self._ranked = None
 
-    def _widen(self) -> None:
+    def _double_slice(self) -> None:
         """Makes slices twice as long, and the memory of ghosts as large as is needed then. A tier that still grows
         has let go of little, so they may be forgotten."""
         self._slice_ticks *= 2
         self._slice = self._tick // self._slice_ticks
-        self._reuse.widen()
-        self._promise = None
-        self._ghosts = Ghosts(min(self._slice_ticks * AGES, _MOST_GHOSTS))
+        self._reuse.double_slice()
+        self._gittins_index = None
+        self._ghosts = GhostList(min(self._slice_ticks * AGES, _MAX_GHOSTS))
         self._groups.clear()
         self._ranked = None
         for entry, held in self._held.items():
-            self._reuse.begin(held.history.kind, self._age(held.tick))
+            self._reuse.start_wait(held.history.kind, self._age(held.tick))
             if held.group is not None:
-                self._offer(entry, held)
+                self._add_to_group(entry, held)
 
     def _close_oldest(self) -> None:
         """Entries that have reached the last age form one group for each kind and worth."""
         for group in [g for g in self._groups.values() if g.slice != _OLDEST and self._is_oldest(g.slice)]:
-            del self._groups[group.kind, group.worth, group.slice]
+            del self._groups[group.kind, group.cost_bucket, group.slice]
             oldest = self._groups.setdefault(
-                (group.kind, group.worth, _OLDEST), _Group(group.kind, group.worth, _OLDEST)
+                (group.kind, group.cost_bucket, _OLDEST), _Group(group.kind, group.cost_bucket, _OLDEST)
             )
             for entry in group.members:
                 oldest.members[entry] = None
@@ -283,30 +283,31 @@ class Gittins:
     def _is_oldest(self, slice_: int) -> bool:
         return self._slice - slice_ >= AGES - 1
 
-    def _order(self) -> SortedDict[_Rank, _Group]:
+    def _ranked_groups(self) -> SortedDict[_Rank, _Group]:
         """Who goes first. A tier with room never asks, so it never pays for the answer."""
         if self._ranked is None:
-            if self._worth.median:  # a claim counts for no more than what others claim allows now
-                self._most_worth = [
-                    round(_WORTHS_PER_OCTAVE * math.log2(self._worth.bounded(math.inf, used))) for used in (False, True)
+            if self._prefill_cost.median:  # a claim counts for no more than what others claim allows now
+                self._max_cost_bucket = [
+                    round(_BUCKETS_PER_OCTAVE * math.log2(self._prefill_cost.clamp(math.inf, used)))
+                    for used in (False, True)
                 ]
             for group in self._groups.values():
-                group.rank = self._rank(group.kind, group.worth, group.slice)
+                group.rank = self._rank(group.kind, group.cost_bucket, group.slice)
             self._ranked = SortedDict({g.rank: g for g in self._groups.values()})
         return self._ranked
 
-    def _rank(self, kind: int, worth: int, slice_: int) -> _Rank:
-        if self._promise is None:
-            self._promise = self._reuse.promise().tolist()
+    def _rank(self, kind: int, cost_bucket: int, slice_: int) -> _Rank:
+        if self._gittins_index is None:
+            self._gittins_index = self._reuse.gittins_index().tolist()
         age = AGES - 1 if slice_ == _OLDEST else self._slice - slice_
-        worth_now = min(worth, self._most_worth[kind % _USE_KINDS > 0])
-        return self._promise[kind][age] * 2.0 ** (worth_now / _WORTHS_PER_OCTAVE), slice_, kind, worth
+        clamped = min(cost_bucket, self._max_cost_bucket[kind % _USE_KINDS > 0])
+        return self._gittins_index[kind][age] * 2.0 ** (clamped / _BUCKETS_PER_OCTAVE), slice_, kind, cost_bucket
 
-    def _offer(self, entry: Entry, held: _Held) -> None:
+    def _add_to_group(self, entry: Entry, held: _Held) -> None:
         slice_ = held.tick // self._slice_ticks
         if self._is_oldest(slice_):
             slice_ = _OLDEST
-        key = held.history.kind, held.worth, slice_
+        key = held.history.kind, held.cost_bucket, slice_
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = _Group(*key)
@@ -316,12 +317,12 @@ class Gittins:
         group.members[entry] = None
         held.group = group
 
-    def _withdraw(self, entry: Entry, held: _Held) -> None:
+    def _remove_from_group(self, entry: Entry, held: _Held) -> None:
         group, held.group = held.group, None
         assert group is not None, "a parked entry is in no group"
         del group.members[entry]
         if not group.members:
-            del self._groups[group.kind, group.worth, group.slice]
+            del self._groups[group.kind, group.cost_bucket, group.slice]
             if self._ranked is not None:
                 del self._ranked[group.rank]
 
@@ -335,7 +336,7 @@ class Gittins:
         assert np.array_equal(waiting, self._reuse.waiting), "somebody is waited for who is not known, or the reverse"
         offered = {entry: group for group in self._groups.values() for entry in group.members}
         assert offered == {e: h.group for e, h in self._held.items() if h.group is not None}, "a group is wrong"
-        ranked = self._order()
+        ranked = self._ranked_groups()
         assert {id(g) for g in ranked.values()} == {id(g) for g in self._groups.values()}, "a group has no rank"
         for rank, group in ranked.items():
-            assert rank == group.rank == self._rank(group.kind, group.worth, group.slice), "a rank is not today's"
+            assert rank == group.rank == self._rank(group.kind, group.cost_bucket, group.slice), "a rank is not today's"

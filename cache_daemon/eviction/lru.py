@@ -13,7 +13,7 @@ from cache_daemon.eviction.eviction_policy import Entry
 @dataclass(slots=True)
 class _Held:
     used_at: int
-    parked: bool = False
+    unevictable: bool = False
 
 
 class LeastRecentlyUsed:
@@ -21,7 +21,7 @@ class LeastRecentlyUsed:
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
-        self._offered: SortedDict[int, Entry] = SortedDict()  # by last use
+        self._ranking: SortedDict[int, Entry] = SortedDict()  # by last use
         self._tick = 0
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
@@ -32,38 +32,38 @@ class LeastRecentlyUsed:
             raise KeyError(f"{entry!r} is in the tier already")
         self._tick += 1
         self._held[entry] = _Held(self._tick)
-        self._offered[self._tick] = entry
+        self._ranking[self._tick] = entry
 
     def touch(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
-            del self._offered[held.used_at]
+        if not held.unevictable:
+            del self._ranking[held.used_at]
         self._tick += 1
         held.used_at = self._tick
-        if not held.parked:
-            self._offered[held.used_at] = entry
+        if not held.unevictable:
+            self._ranking[held.used_at] = entry
 
-    def park(self, entry: Entry) -> None:
+    def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if held.parked:
+        if held.unevictable:
             raise KeyError(f"{entry!r} is parked already")
-        del self._offered[held.used_at]
-        held.parked = True
+        del self._ranking[held.used_at]
+        held.unevictable = True
 
-    def unpark(self, entry: Entry) -> None:
+    def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
-        if not held.parked:
+        if not held.unevictable:
             raise KeyError(f"{entry!r} is not parked")
-        held.parked = False
-        self._offered[held.used_at] = entry
+        held.unevictable = False
+        self._ranking[held.used_at] = entry
 
     def remove(self, entry: Entry) -> None:
         held = self._held.pop(entry)
-        if not held.parked:
-            del self._offered[held.used_at]
+        if not held.unevictable:
+            del self._ranking[held.used_at]
 
     def victims(self) -> Iterator[Entry]:
-        return iter(self._offered.values())
+        return iter(self._ranking.values())
 
     def __len__(self) -> int:
         return len(self._held)

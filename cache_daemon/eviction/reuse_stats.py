@@ -14,7 +14,7 @@ _PRIOR_USES = 16.0  # what a pool's rate weighs against a kind's own, in uses
 _Floats = NDArray[np.float64]
 
 
-class ReuseTimes:
+class ReuseStats:
     """Follows entries from use to use. Ages are counted in slices of time; the last age is open at its end.
 
     The rate of uses at an age is ``uses / time at risk``, as in a life table, so that entries that nobody waited for
@@ -22,32 +22,32 @@ class ReuseTimes:
     observations fade. A kind of which little was seen is taken to be like the kinds it is ``pooled`` with.
     """
 
-    def __init__(self, pooled: Sequence[Sequence[int]], guess: _Floats) -> None:
+    def __init__(self, pooled: Sequence[Sequence[int]], prior: _Floats) -> None:
         """``pooled``: from coarse to fine, for each kind the number of the pool that it is in. ``guess``: uses per
         slice ``[kinds, AGES]``, above 0, for a start."""
-        shape = guess.shape
+        shape = prior.shape
         self._pools = [np.eye(max(level) + 1)[:, list(level)] for level in pooled]  # [pools, kinds]
-        self._guess = guess
+        self._prior = prior
         self.waiting = np.zeros(shape)  # entries whose last use is so old, now
         self._recent = np.zeros(shape)  # uses in this slice of time
         # The same memory: single elements are read and written faster through these.
         self._one_waiting, self._one_recent = memoryview(self.waiting), memoryview(self._recent)  # type: ignore[arg-type]
         self._uses, self._risk = np.zeros(shape), np.zeros(shape)
 
-    def begin(self, kind: int, age: int = 0) -> None:
+    def start_wait(self, kind: int, age: int = 0) -> None:
         """An entry of this kind was used ``age`` ago, and is waited for."""
         self._one_waiting[kind, age] += 1
 
-    def lose(self, kind: int, age: int) -> None:
+    def drop_wait(self, kind: int, age: int) -> None:
         """Such an entry is waited for no longer."""
         self._one_waiting[kind, age] -= 1
 
-    def use(self, kind: int, age: int) -> None:
+    def record_reuse(self, kind: int, age: int) -> None:
         """Such an entry was used; the next wait is to be begun."""
         self._one_waiting[kind, age] -= 1
         self._one_recent[kind, age] += 1
 
-    def advance(self) -> None:
+    def advance_slice(self) -> None:
         """A slice of time went by."""
         kept = 0.5 ** (1 / _HALF_LIFE)
         self._uses = (self._uses + self._recent) * kept
@@ -57,7 +57,7 @@ class ReuseTimes:
         self.waiting[:, 1:] = self.waiting[:, :-1].copy()
         self.waiting[:, 0], self.waiting[:, -1] = 0, oldest
 
-    def widen(self) -> None:
+    def double_slice(self) -> None:
         """Slices become twice as long. Nobody waits then: waits are to be begun anew."""
         self.waiting[:] = 0
         self._recent[:], self._uses, self._risk = (
@@ -65,7 +65,7 @@ class ReuseTimes:
             for x in (self._recent, self._uses, self._risk / 2)
         )
 
-    def promise(self) -> _Floats:
+    def gittins_index(self) -> _Floats:
         """The Gittins index ``[kinds, AGES]``: the most uses per slice in the tier that an entry can bring if it is
         kept from this age on, and given up at the best later one."""
         rates = self._rates()
@@ -85,7 +85,7 @@ class ReuseTimes:
         return out
 
     def _rates(self) -> _Floats:
-        rates = self._guess
+        rates = self._prior
         for pools in self._pools:
             uses, risk = pools @ self._uses, pools @ self._risk
             rates = (pools.T @ uses + _PRIOR_USES) / (pools.T @ risk + _PRIOR_USES / rates)

@@ -14,7 +14,7 @@ from cache_daemon.memory.shared_memory import SharedMemory
 
 ALIGNMENT = 4096
 # Pages are made so many bytes ahead of what is used, so that a copy does not wait for the kernel to zero them.
-_AHEAD_BYTES = 64 << 20
+_POPULATE_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Arena(Protocol):
         """The slot's bytes: the memory itself where the daemon can address it, else a copy."""
         ...
 
-    def direct(self, slot: Slot) -> memoryview | None:
+    def writable_view(self, slot: Slot) -> memoryview | None:
         """The slot's memory for writing, where the daemon can address it."""
         ...
 
@@ -65,7 +65,7 @@ class Arena(Protocol):
     def close(self) -> None: ...
 
 
-class Slots:
+class SlotAllocator:
     """The allocator that all arenas have."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -87,7 +87,7 @@ class Slots:
         self._pages.check_integrity()
 
 
-class MemoryArena(Slots):
+class MemoryArena(SlotAllocator):
     """An arena in this process's own memory; the reference implementation, and what tests use."""
 
     def __init__(self, size_bytes: int, memory: memoryview | None = None) -> None:
@@ -97,7 +97,7 @@ class MemoryArena(Slots):
     def read(self, slot: Slot) -> memoryview:
         return self._memory[slot.offset : slot.offset + slot.size_bytes]
 
-    def direct(self, slot: Slot) -> memoryview | None:
+    def writable_view(self, slot: Slot) -> memoryview | None:
         return self.read(slot)
 
     def write(self, slot: Slot, data: memoryview) -> None:
@@ -143,12 +143,12 @@ class HostArena(MemoryArena):
 
     def _populate_ahead(self, used: int) -> None:
         """The allocator hands out low offsets first, so what was never used lies behind what was."""
-        if self._populated >= self.size_bytes or used + _AHEAD_BYTES // 2 < self._populated:
+        if self._populated >= self.size_bytes or used + _POPULATE_AHEAD_BYTES // 2 < self._populated:
             return
         if self._populating is not None and self._populating.is_alive():
             return
         first = max(self._populated, used)
-        self._populated = min(self.size_bytes, first + _AHEAD_BYTES)
+        self._populated = min(self.size_bytes, first + _POPULATE_AHEAD_BYTES)
         work = self._shared.populate, (first, self._populated - first)
         self._populating = threading.Thread(target=work[0], args=work[1], name="arena-populate", daemon=True)
         self._populating.start()

@@ -35,7 +35,7 @@ class DeviceMemory(Protocol):
     @property
     def kind(self) -> ArenaKind.ValueType: ...
 
-    def hand_out(self, peer: socket.socket) -> None:
+    def send_handle(self, peer: socket.socket) -> None:
         """Sends what another process imports the memory by. Raises OSError."""
         ...
 
@@ -56,7 +56,7 @@ class HostMemory:
         self.size_bytes = size_bytes
         self._shared = SharedMemory("arena", size_bytes, writable_by_others=False)
 
-    def hand_out(self, peer: socket.socket) -> None:
+    def send_handle(self, peer: socket.socket) -> None:
         socket.send_fds(peer, [b"\1"], [self._shared.descriptor])
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
@@ -94,7 +94,7 @@ class CudaMemory:
     def kind(self) -> ArenaKind.ValueType:
         return ARENA_KIND_CUDA if isinstance(self._memory, DescriptorMemory) else ARENA_KIND_CUDA_IPC
 
-    def hand_out(self, peer: socket.socket) -> None:
+    def send_handle(self, peer: socket.socket) -> None:
         if isinstance(self._memory, LegacyMemory):
             peer.sendall(self._memory.handle())
             return

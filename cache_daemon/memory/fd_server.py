@@ -16,9 +16,9 @@ from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, SUMMARY
 from kvsidecar.net.kept_socket import KeptSocket
 
 ID_BYTES = 16
-_PATIENCE_SECONDS = 2.0
-_MOST_AT_ONCE = 32
-_PAUSE_SECONDS = 0.2
+_REQUEST_TIMEOUT_SECONDS = 2.0
+_MAX_CONNECTIONS = 32
+_RETRY_SECONDS = 0.2
 
 log = structlog.get_logger("cache_daemon")
 
@@ -35,8 +35,8 @@ class Shares(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def handing_out(
-    path: Path, shares: Shares, mode: int, admits: Callable[[socket.socket], bool]
+async def serve_fds(
+    path: Path, shares: Shares, mode: int, is_allowed: Callable[[socket.socket], bool]
 ) -> AsyncIterator[None]:
     """Serves the socket ``path`` meanwhile: a peer that ``admits`` lets in and that sends the id of an open session and
     the name of a memory gets it. The socket is made again where it is deleted. Raises ConfigurationError when it cannot
@@ -46,8 +46,8 @@ async def handing_out(
 
         async def listen() -> None:
             listener = stack.enter_context(_listener(path, mode))
-            task = asyncio.create_task(_accept(shares, listener, admits))
-            task.add_done_callback(_tell_failure)
+            task = asyncio.create_task(_accept(shares, listener, is_allowed))
+            task.add_done_callback(_log_failure)
             stack.push_async_callback(_cancelled, task)
 
         path.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ def _listener(path: Path, mode: int) -> socket.socket:
         raise ConfigurationError(f"no socket can be made at {path}: {error}; choose another --socket") from error
     finally:
         os.umask(before)
-    listener.listen(_MOST_AT_ONCE)
+    listener.listen(_MAX_CONNECTIONS)
     listener.setblocking(False)
     return listener
 
@@ -81,13 +81,13 @@ async def _cancelled(task: asyncio.Task[None]) -> None:
         await task
 
 
-def _tell_failure(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("the memory socket has failed; no worker can map memory until a restart", exc_info=error)
 
 
-async def _accept(shares: Shares, listener: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
-    free = asyncio.Semaphore(_MOST_AT_ONCE)
+async def _accept(shares: Shares, listener: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
+    free = asyncio.Semaphore(_MAX_CONNECTIONS)
     async with asyncio.TaskGroup() as answers:  # one that says nothing keeps nobody waiting
         while True:
             await free.acquire()
@@ -96,27 +96,27 @@ async def _accept(shares: Shares, listener: socket.socket, admits: Callable[[soc
             except OSError as error:  # no descriptors left, perhaps: others will be closed
                 free.release()
                 log.warning("the memory socket could not accept, trying again", error=str(error))
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            answers.create_task(_answer(shares, peer, admits)).add_done_callback(lambda _: free.release())
+            answers.create_task(_answer(shares, peer, is_allowed)).add_done_callback(lambda _: free.release())
 
 
-async def _answer(shares: Shares, peer: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+async def _answer(shares: Shares, peer: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
     """Answers one peer. Never raises: the next one is to be answered, too."""
     try:
-        await _give(shares, peer, admits)
+        await _give(shares, peer, is_allowed)
     except Exception:
         log.exception("memory could not be given to a session")
 
 
-async def _give(shares: Shares, peer: socket.socket, admits: Callable[[socket.socket], bool]) -> None:
+async def _give(shares: Shares, peer: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
     loop, given = asyncio.get_running_loop(), b""
     with peer, contextlib.suppress(OSError, TimeoutError):
-        if not admits(peer):
+        if not is_allowed(peer):
             log.warning("a process of another user asked for memory and was refused")
             return
         peer.setblocking(False)
-        async with asyncio.timeout(_PATIENCE_SECONDS):
+        async with asyncio.timeout(_REQUEST_TIMEOUT_SECONDS):
             while len(given) <= ID_BYTES and (more := await loop.sock_recv(peer, ID_BYTES + 1 - len(given))):
                 given += more
         session_id, which = given[:ID_BYTES], given[ID_BYTES:]

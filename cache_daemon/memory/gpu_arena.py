@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 from kvsidecar.cache.v1.cache_pb2 import ArenaDescriptor
 
-from cache_daemon.memory.arena import Slot, Slots
+from cache_daemon.memory.arena import Slot, SlotAllocator
 from cache_daemon.memory.device_memory import DeviceMemory
 
 
-class DeviceArena(Slots):
+class GpuArena(SlotAllocator):
     """Owns its memory. Chunks come from the sessions' staging in host memory and are read back to be verified."""
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -19,7 +19,7 @@ class DeviceArena(Slots):
     def read(self, slot: Slot) -> memoryview:
         return self.memory.read(slot.offset, slot.size_bytes)
 
-    def direct(self, slot: Slot) -> memoryview | None:
+    def writable_view(self, slot: Slot) -> memoryview | None:
         return None
 
     def write(self, slot: Slot, data: memoryview) -> None:

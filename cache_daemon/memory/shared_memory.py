@@ -44,7 +44,7 @@ class SharedMemory:
         """Makes pages exist before they are touched. Runs without the GIL; what cannot be had now comes later."""
         _libc.madvise(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
 
-    def forget(self, offset: int, size_bytes: int) -> None:
+    def release_pages(self, offset: int, size_bytes: int) -> None:
         """Gives pages back to the system; they are zero when they are touched again. Not for sealed memory."""
         mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
         _libc.fallocate(self.descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(size_bytes))

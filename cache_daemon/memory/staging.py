@@ -15,7 +15,7 @@ from cache_daemon.memory.shared_memory import SharedMemory
 _KEPT_BYTES, _TRIM_BYTES = 8 << 20, 16 << 20
 
 
-class Allowance:
+class StagingBudget:
     """What several stagings may give out together."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -28,10 +28,10 @@ class Staging:
     With an allowance, memory is given back to the system as soon as it is free: idle memory of many sessions would be
     beyond what their caller may have."""
 
-    def __init__(self, size_bytes: int, allowance: Allowance | None = None) -> None:
+    def __init__(self, size_bytes: int, budget: StagingBudget | None = None) -> None:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
-        self._allowance = allowance if allowance is not None else Allowance(self.size_bytes)
-        self._keeps_idle = allowance is None
+        self._budget = budget if budget is not None else StagingBudget(self.size_bytes)
+        self._keeps_idle = budget is None
         self._pages = RangeAllocator(self.size_bytes // ALIGNMENT)
         self._shared: SharedMemory | None = None
         self._trim_from: int | None = None
@@ -47,19 +47,19 @@ class Staging:
 
     def allocate(self, size_bytes: int) -> Slot | None:
         """Takes room, or returns None when there is none now."""
-        room = self._allowance.size_bytes - self._allowance.used_bytes
+        room = self._budget.size_bytes - self._budget.used_bytes
         page = self._pages.allocate(-(-size_bytes // ALIGNMENT)) if footprint(size_bytes) <= room else None
         if page is None:
             return None
-        self._allowance.used_bytes += footprint(size_bytes)
+        self._budget.used_bytes += footprint(size_bytes)
         self._trim_from = _KEPT_BYTES
         return Slot(page * ALIGNMENT, size_bytes)
 
     def free(self, slot: Slot) -> None:
-        self._allowance.used_bytes -= footprint(slot.size_bytes)
+        self._budget.used_bytes -= footprint(slot.size_bytes)
         self._pages.free(slot.offset // ALIGNMENT)
         if not self._keeps_idle and self._shared is not None:
-            self._shared.forget(slot.offset, footprint(slot.size_bytes))
+            self._shared.release_pages(slot.offset, footprint(slot.size_bytes))
 
     def view(self, slot: Slot) -> memoryview:
         """A range's bytes, which the worker may change at any time."""
@@ -72,7 +72,7 @@ class Staging:
             return
         length = min(_TRIM_BYTES, self.size_bytes - self._trim_from)
         if length > 0:
-            self._shared.forget(self._trim_from, length)
+            self._shared.release_pages(self._trim_from, length)
         self._trim_from = self._trim_from + length if length > 0 else None
 
     def close(self) -> None:

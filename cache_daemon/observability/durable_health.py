@@ -27,7 +27,7 @@ _WORKS = {
     REMOTE: "the remote tier is used again",
     OVERALL: "calls succeed again",
 }
-PATIENCE_SECONDS = 10.0
+GRACE_SECONDS = 10.0
 _STEP_SECONDS = 0.5
 
 SetHealth = Callable[[str, int], Awaitable[None]]
@@ -36,8 +36,8 @@ log = structlog.get_logger("cache_daemon")
 
 
 @asynccontextmanager
-async def reporting(
-    name: str, failing: Failing | None, set_health: SetHealth, patience_seconds: float = PATIENCE_SECONDS
+async def report_health(
+    name: str, failing: Failing | None, set_health: SetHealth, grace_seconds: float = GRACE_SECONDS
 ) -> AsyncIterator[None]:
     """Keeps the name of a tier up to date while the body runs.
 
@@ -48,7 +48,7 @@ async def reporting(
         yield
         return
     await set_health(name, health_pb2.HealthCheckResponse.SERVING)
-    task = asyncio.create_task(_report(name, failing, set_health, patience_seconds))
+    task = asyncio.create_task(_report(name, failing, set_health, grace_seconds))
     try:
         yield
     finally:
@@ -57,18 +57,18 @@ async def reporting(
             await task
 
 
-async def _report(name: str, failing: Failing, set_health: SetHealth, patience_seconds: float) -> None:
+async def _report(name: str, failing: Failing, set_health: SetHealth, grace_seconds: float) -> None:
     serving = True
     while True:
         await asyncio.sleep(_STEP_SECONDS)
         found = failing()
-        sound = found is None or time.monotonic() - found[1] <= patience_seconds
+        sound = found is None or time.monotonic() - found[1] <= grace_seconds
         if sound == serving:
             continue
         serving = sound
         response = health_pb2.HealthCheckResponse
         await set_health(name, response.SERVING if sound else response.NOT_SERVING)
         if found is not None and not sound:
-            log.error(_FAILS[name], why=found[0], since_seconds=int(patience_seconds))
+            log.error(_FAILS[name], why=found[0], since_seconds=int(grace_seconds))
         else:
             log.info(_WORKS[name])

@@ -1,4 +1,4 @@
-"""The metrics and what they mean: fields of StatsResponse. docs/operations.md says when to worry."""
+"""The metrics and what they mean: fields of StatsResponse. docs/operations/monitoring.md says when to worry."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 MAX_CONNECTIONS = 16
 # Nothing in this time ends a connection; and so does its length, whatever was sent.
-_IDLE_SECONDS, _LONGEST_SECONDS = 5.0, 30.0
+_IDLE_SECONDS, _MAX_CONNECTION_SECONDS = 5.0, 30.0
 
 
 class _Silent(WSGIRequestHandler):
@@ -23,7 +23,7 @@ class _Silent(WSGIRequestHandler):
         """Scrapes are in no log."""
 
 
-class ScrapeServer(ThreadingMixIn, WSGIServer):
+class MetricsServer(ThreadingMixIn, WSGIServer):
     """A thread for each connection. The oldest connection makes room for one too many, so that connections that say
     nothing keep no scrape out."""
 
@@ -41,7 +41,7 @@ class ScrapeServer(ThreadingMixIn, WSGIServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         now = time.monotonic()
         with self._lock:
-            too_long = [one for one, since in self._open.items() if now - since > _LONGEST_SECONDS]
+            too_long = [one for one, since in self._open.items() if now - since > _MAX_CONNECTION_SECONDS]
             too_many = list(self._open)[: max(0, len(self._open) + 1 - MAX_CONNECTIONS)]
             for one in {*too_long, *too_many}:
                 del self._open[one]

@@ -17,8 +17,8 @@ from kvsidecar.errors import Context
 from kvsidecar.telemetry.otlp_export import Providers, sending
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
-from cache_daemon.observability.spans import NOTHING, CallSpan, Span, WorkSpan, no_work_span
-from cache_daemon.observability.stats_snapshot import Snapshots
+from cache_daemon.observability.spans import NOOP_SPAN, CallSpan, Span, WorkSpan, noop_work_span
+from cache_daemon.observability.stats_snapshot import StatsSnapshots
 
 SERVICE_NAME = "kvsidecar-cache"
 _SERVICE = "kvsidecar.cache.v1.CacheService"
@@ -31,8 +31,8 @@ class Telemetry:
     """What the daemon calls. ``observe`` begins with the metrics, once there is something to read them from."""
 
     call_span: CallSpan | None = None
-    work_span: WorkSpan = no_work_span
-    observe: Callable[[Snapshots], None] = lambda _: None
+    work_span: WorkSpan = noop_work_span
+    observe: Callable[[StatsSnapshots], None] = lambda _: None
 
 
 @asynccontextmanager
@@ -40,10 +40,10 @@ async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
     """Sends to an OTLP endpoint (gRPC) while the body runs, as ``telemetry.otlp_export.sending`` says; does nothing
     where none is set. Raises ConfigurationError without the packages."""
     async with sending(SERVICE_NAME, endpoint) as providers:
-        yield Telemetry() if providers is None else over(providers)
+        yield Telemetry() if providers is None else telemetry_for(providers)
 
 
-def over(providers: Providers) -> Telemetry:
+def telemetry_for(providers: Providers) -> Telemetry:
     """Telemetry to the SDK's providers."""
     spans, meter = _Spans(providers.traces.get_tracer("cache_daemon")), providers.meters.get_meter("cache_daemon")
     return Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
@@ -82,16 +82,16 @@ class _Spans:
     def of_work(self, what: str) -> Span:
         """A part of the current call; nothing outside of one."""
         if not self._trace.get_current_span().is_recording():
-            return NOTHING
+            return NOOP_SPAN
         # What failed is told by the call's span, and without its text.
         found: Span = self._tracer.start_as_current_span(what, record_exception=False, set_status_on_exception=False)
         return found
 
 
-def _observe(meter: Any, snapshots: Snapshots) -> None:
+def _observe(meter: Any, snapshots: StatsSnapshots) -> None:
     from opentelemetry.metrics import CallbackOptions, Observation
 
-    latest = _Latest(snapshots)
+    latest = _CachedStats(snapshots)
 
     def reading(name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
         return lambda _: [Observation(float(getattr(latest.stats(), name)))]
@@ -117,10 +117,10 @@ def _observe(meter: Any, snapshots: Snapshots) -> None:
     meter.create_observable_counter(_PREFIX + "calls", [calls], description="Calls by method and outcome")
 
 
-class _Latest:
+class _CachedStats:
     """One snapshot for all the metrics of a collection."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
+    def __init__(self, snapshots: StatsSnapshots) -> None:
         self._snapshots = snapshots
         self._found: tuple[float, StatsResponse] | None = None
 

@@ -12,9 +12,9 @@ CallSpan = Callable[[str, Context], Span]
 """Around a call of a method; a daemon that does not trace has none."""
 WorkSpan = Callable[[str], Span]
 """Around a named part of a call."""
-NOTHING: Span = nullcontext()
+NOOP_SPAN: Span = nullcontext()
 
 
-def no_work_span(what: str) -> Span:
+def noop_work_span(what: str) -> Span:
     """For daemons that do not trace."""
-    return NOTHING
+    return NOOP_SPAN

@@ -7,15 +7,15 @@ import concurrent.futures
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
-from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.rpc.servicer_base import ServiceState
 
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 
 
-class Snapshots:
+class StatsSnapshots:
     """Reads on the store's own loop, which must not be the caller's thread."""
 
-    def __init__(self, shared: Shared, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, shared: ServiceState, loop: asyncio.AbstractEventLoop) -> None:
         self.shared, self._loop = shared, loop
 
     def take(self) -> StatsResponse:
@@ -28,7 +28,7 @@ class Snapshots:
 
         reading = asyncio.run_coroutine_threadsafe(read(), self._loop)
         try:
-            return reading.result(_PATIENCE_SECONDS)
+            return reading.result(_TIMEOUT_SECONDS)
         except concurrent.futures.TimeoutError:
             reading.cancel()
-            raise TimeoutError(f"the daemon's event loop did not answer within {_PATIENCE_SECONDS:g} s") from None
+            raise TimeoutError(f"the daemon's event loop did not answer within {_TIMEOUT_SECONDS:g} s") from None

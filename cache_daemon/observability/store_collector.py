@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
-from cache_daemon.observability.metrics_server import ScrapeServer
-from cache_daemon.observability.stats_snapshot import Snapshots
-from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.observability.metrics_server import MetricsServer
+from cache_daemon.observability.stats_snapshot import StatsSnapshots
+from cache_daemon.rpc.servicer_base import ServiceState
 
 _PREFIX = "kvsidecar_cache_"
 
@@ -23,7 +23,7 @@ _PREFIX = "kvsidecar_cache_"
 class StoreCollector:
     """Reads the statistics when it is asked to collect."""
 
-    def __init__(self, snapshots: Snapshots) -> None:
+    def __init__(self, snapshots: StatsSnapshots) -> None:
         self._snapshots = snapshots
 
     def collect(self) -> Iterable[Metric]:
@@ -54,13 +54,13 @@ class StoreCollector:
 
 
 @contextmanager
-def serving_metrics(shared: Shared, port: int, host: str) -> Iterator[None]:
+def serve_metrics(shared: ServiceState, port: int, host: str) -> Iterator[None]:
     """Serves ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
     registry = CollectorRegistry()
-    registry.register(StoreCollector(Snapshots(shared, asyncio.get_running_loop())))
+    registry.register(StoreCollector(StatsSnapshots(shared, asyncio.get_running_loop())))
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        server = ScrapeServer((str(address[0]), port), family, make_wsgi_app(registry))
+        server = MetricsServer((str(address[0]), port), family, make_wsgi_app(registry))
     except OSError as error:
         raise ConfigurationError(
             f"cannot serve metrics on {host}:{port}: {error.strerror}; choose another --metrics-port or --metrics-host"

@@ -47,8 +47,8 @@ class TrafficTrace:
     def __init__(self, path: Path, max_bytes: int) -> None:
         """An earlier file of that name gets ``.1`` behind it, in the place of an earlier one. Raises OSError."""
         self.path, self.max_bytes = path, max_bytes
-        self.left_out = 0
-        self._why = ""
+        self.num_dropped = 0
+        self._incomplete_reason = ""
         self._key = secrets.token_bytes(32)
         self._began = time.monotonic()
         self._queue: queue.SimpleQueue[tuple[float, bytes, bytes] | None] = queue.SimpleQueue()
@@ -64,14 +64,14 @@ class TrafficTrace:
 
     @property
     def complete(self) -> bool:
-        return not self._why
+        return not self._incomplete_reason
 
-    def asked(self, root: bytes, ids: bytes) -> None:
+    def record_prompt(self, root: bytes, ids: bytes) -> None:
         """A prompt (uint32 little-endian) of a tenant was looked up."""
-        if self._why == "full" or not ids:
+        if self._incomplete_reason == "full" or not ids:
             return
         if self._queue.qsize() >= _QUEUED or self._queued_bytes > _QUEUED_BYTES:
-            self._leave_out("more prompts come than can be hashed")
+            self._drop("more prompts come than can be hashed")
             return
         with self._lock:
             self._queued_bytes += len(ids)
@@ -91,14 +91,14 @@ class TrafficTrace:
             at, root, ids = item
             with self._lock:
                 self._queued_bytes -= len(ids)
-            if self._why == "full":
+            if self._incomplete_reason == "full":
                 continue
             try:
                 self._write(self._line(at, root, ids))
                 if self._queue.empty():
                     self._file.flush()
             except (OSError, ValueError) as error:
-                self._leave_out(str(error))
+                self._drop(str(error))
 
     def _line(self, at: float, root: bytes, ids: bytes) -> bytes:
         line = {
@@ -111,15 +111,15 @@ class TrafficTrace:
 
     def _write(self, line: bytes) -> None:
         if self._size + len(line) > self.max_bytes:
-            self._leave_out("full")
+            self._drop("full")
             return
         self._file.write(line)
         self._size += len(line)
 
-    def _leave_out(self, why: str) -> None:
-        self.left_out += 1
-        if not self._why or (why == "full" and self._why != "full"):
-            self._why = why
+    def _drop(self, why: str) -> None:
+        self.num_dropped += 1
+        if not self._incomplete_reason or (why == "full" and self._incomplete_reason != "full"):
+            self._incomplete_reason = why
             text = f"it has reached {self.max_bytes} bytes" if why == "full" else why
             log.warning("the traffic trace is not complete", file=str(self.path), why=text)
 
@@ -134,7 +134,7 @@ def block_ids(key: bytes, root: bytes, ids: bytes) -> Iterator[int]:
 
 
 @contextmanager
-def recording(path: Path | None, max_bytes: int) -> Iterator[TrafficTrace | None]:
+def record_traffic(path: Path | None, max_bytes: int) -> Iterator[TrafficTrace | None]:
     """A recording while the body runs; None without a path. Raises ConfigurationError."""
     if path is None:
         yield None

@@ -144,9 +144,9 @@ class RemoteChunkInserter:
         return work
 
     def _decode(self, piece: _Payload, slot: Slot) -> None:
-        direct = self._tiers.arena.direct(slot)
+        direct = self._tiers.arena.writable_view(slot)
         target = direct if direct is not None else memoryview(bytearray(slot.size_bytes))
-        decode_payload(self._tier.seal, piece.record, piece.parts, target)
+        decode_payload(self._tier.cipher, piece.record, piece.parts, target)
         if direct is None:
             self._tiers.arena.write(slot, target)
 

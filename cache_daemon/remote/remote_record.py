@@ -26,8 +26,8 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable import codec
-from cache_daemon.durable.encryption import Seal, Unsealed
-from cache_daemon.durable.header_check import is_what_it_names, layout_bytes
+from cache_daemon.durable.encryption import Cipher, DecryptError
+from cache_daemon.durable.header_check import hashes_match, layout_payload_bytes
 from cache_daemon.remote.key_schema import RECORD_VERSION
 
 EPOCH_BYTES = 16
@@ -72,18 +72,18 @@ def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | N
 
 
 def encode_payload(
-    seal: Seal, header: ChunkHeader, payload: memoryview, packer: codec.Packer | None
+    cipher: Cipher, header: ChunkHeader, payload: memoryview, plane_compressor: codec.PlaneCompressor | None
 ) -> tuple[int, memoryview]:
     """The codec and the bytes that are stored of a payload, compressed by a ``packer`` if there is one. Heavy, without
     the GIL for the most part."""
-    small = None if packer is None else packer.pack(header, payload)
+    small = None if plane_compressor is None else plane_compressor.compress(header, payload)
     kind, plain = (codec.RAW, payload) if small is None else (codec.PLANES, memoryview(small))
-    if not seal.overhead:
+    if not cipher.overhead:
         return kind, memoryview(bytes(plain)) if small is None else plain
-    return kind, memoryview(seal.close_value(_PLACE_PAYLOAD + header.root + header.prefix_hash, plain))
+    return kind, memoryview(cipher.encrypt(_PLACE_PAYLOAD + header.root + header.prefix_hash, plain))
 
 
-def decode_payload(seal: Seal, entry: RemoteRecord, parts: Sequence[bytes], target: memoryview) -> None:
+def decode_payload(cipher: Cipher, entry: RemoteRecord, parts: Sequence[bytes], target: memoryview) -> None:
     """Fills ``target`` with the payload, checked. Heavy, and without the GIL for the most part. Raises Unfit."""
     if sum(map(len, parts)) != entry.stored_length:
         raise InvalidRecord("its parts have another length than its record says")
@@ -92,38 +92,38 @@ def decode_payload(seal: Seal, entry: RemoteRecord, parts: Sequence[bytes], targ
         raise InvalidRecord("its payload is damaged")
     plain = memoryview(stored)
     header = entry.header
-    if seal.overhead:
-        opened = memoryview(bytearray(max(0, len(stored) - seal.overhead)))
+    if cipher.overhead:
+        opened = memoryview(bytearray(max(0, len(stored) - cipher.overhead)))
         try:
-            seal.open_value(_PLACE_PAYLOAD + header.root + header.prefix_hash, plain, opened)
-        except Unsealed as error:
+            cipher.decrypt(_PLACE_PAYLOAD + header.root + header.prefix_hash, plain, opened)
+        except DecryptError as error:
             raise InvalidRecord("its payload is not sealed with this key", corrupt=False) from error
         plain = opened
     try:
         if entry.codec == codec.RAW:
             target[:] = plain
         else:
-            codec.unpack(plain, target)
+            codec.decompress(plain, target)
     except ValueError as error:
         raise InvalidRecord("its payload cannot be unpacked") from error
     if keys.checksum(target) != header.checksum:
         raise InvalidRecord("its payload is another chunk's")
 
 
-def encode_record(seal: Seal, name: str, entry: RemoteRecord) -> bytes:
+def encode_record(cipher: Cipher, name: str, entry: RemoteRecord) -> bytes:
     """The record of an entry, for its name."""
     known = ChunkHeader()
     known.CopyFrom(entry.header)
     known.DiscardUnknownFields()
-    sealed = bytes(seal.close_value(_PLACE_HEAD + name.encode(), known.SerializeToString()))
+    encrypted = bytes(cipher.encrypt(_PLACE_HEAD + name.encode(), known.SerializeToString()))
     prefix = _PREFIX.pack(
         _MAGIC, RECORD_VERSION, entry.codec, entry.num_parts, entry.stored_length, entry.stored_checksum,
         entry.expires_at, entry.epoch,
     )  # fmt: skip
-    return prefix + sealed + _digest(name, prefix + sealed)
+    return prefix + encrypted + _digest(name, prefix + encrypted)
 
 
-def decode_record(seal: Seal, name: str, record: bytes) -> RemoteRecord:
+def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
     """The entry of a record, its header checked against its own hashes and layout. Raises Unfit."""
     if len(record) < _PREFIX.size + _CHECKSUM.size or record[:4] != _MAGIC:
         raise InvalidRecord("it is no record")
@@ -133,28 +133,28 @@ def decode_record(seal: Seal, name: str, record: bytes) -> RemoteRecord:
     _, version, kind, parts, length, checksum, ends_at, mark = _PREFIX.unpack_from(body)
     if version != RECORD_VERSION or kind not in (codec.RAW, codec.PLANES):
         raise InvalidRecord("its record is of another version", corrupt=False)
-    header = _open_header(seal, name, body[_PREFIX.size :])
+    header = _open_header(cipher, name, body[_PREFIX.size :])
     # What is packed is smaller than what is not; what is sealed is larger by the seal.
-    if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + seal.overhead:
+    if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + cipher.overhead:
         raise InvalidRecord("its record has impossible sizes")
     if ends_at >= _MAX_UNIX_SECONDS:
         raise InvalidRecord("its record ends in no time that there will be")
     return RemoteRecord(header, kind, parts, length, checksum, ends_at, mark)
 
 
-def _open_header(seal: Seal, name: str, sealed: bytes) -> ChunkHeader:
-    plain = bytearray(max(0, len(sealed) - seal.overhead))
+def _open_header(cipher: Cipher, name: str, encrypted: bytes) -> ChunkHeader:
+    plain = bytearray(max(0, len(encrypted) - cipher.overhead))
     try:
-        seal.open_value(_PLACE_HEAD + name.encode(), memoryview(sealed), memoryview(plain))
+        cipher.decrypt(_PLACE_HEAD + name.encode(), memoryview(encrypted), memoryview(plain))
         header = ChunkHeader.FromString(bytes(plain))
-    except (Unsealed, DecodeError, ValueError) as error:
+    except (DecryptError, DecodeError, ValueError) as error:
         raise InvalidRecord("its header is not sealed with this key, or cannot be read", corrupt=False) from error
     if header.format_version != keys.FORMAT_VERSION:
         raise InvalidRecord("it is of another format", corrupt=False)
-    if header.token_count != len(header.token_ids) or not is_what_it_names(header):
+    if header.token_count != len(header.token_ids) or not hashes_match(header):
         raise InvalidRecord("it is another chunk than its hash names")
     try:
-        size = layout_bytes(header)
+        size = layout_payload_bytes(header)
     except ValueError as error:
         raise InvalidRecord("it has an impossible layout") from error
     if size != header.payload_bytes or not 0 <= header.prefill_seconds < float("inf"):

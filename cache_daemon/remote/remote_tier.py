@@ -17,7 +17,7 @@ from typing import TypeVar
 import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable.encryption import Seal
+from cache_daemon.durable.encryption import Cipher
 from cache_daemon.remote.backend import Item, RemoteBackend, RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker
 from cache_daemon.remote.epoch_format import TenantEpochs, new_epoch
@@ -93,9 +93,9 @@ class RemoteTier:
     """See the module. ``seal`` protects values; the engine sees names, sizes and times alone."""
 
     def __init__(
-        self, backend: RemoteBackend, key_schema: KeySchema, seal: Seal, clock: Callable[[], float] = time.time
+        self, backend: RemoteBackend, key_schema: KeySchema, cipher: Cipher, clock: Callable[[], float] = time.time
     ) -> None:
-        self.backend, self.key_schema, self.seal, self._clock = backend, key_schema, seal, clock
+        self.backend, self.key_schema, self.cipher, self._clock = backend, key_schema, cipher, clock
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.latency, self.counters, self.hedged_reads = LatencyModel(), RemoteCounts(), HedgedReads(backend.lanes)
         self.demand = asyncio.Event()  # somebody wanted something that the circuit or the cost kept from going
@@ -158,7 +158,7 @@ class RemoteTier:
         if record is None or mark is None:
             return None
         try:
-            entry = decode_record(self.seal, self.key_schema.record_key(root, key), record)
+            entry = decode_record(self.cipher, self.key_schema.record_key(root, key), record)
             if entry.header.root != root or entry.header.prefix_hash != key:
                 raise InvalidRecord("it is another tenant's, or another chunk")
         except InvalidRecord as error:
@@ -247,7 +247,7 @@ class RemoteTier:
             ends = 0 if out.ttl_seconds is None else int(self._clock()) + out.ttl_seconds
             entry = RemoteRecord(out.header, out.codec, len(cut), len(out.stored), out.checksum, ends, out.epoch)
             name = self.key_schema.record_key(root, key)
-            records.setdefault(out.ttl_seconds, []).append((name, encode_record(self.seal, name, entry)))
+            records.setdefault(out.ttl_seconds, []).append((name, encode_record(self.cipher, name, entry)))
         for items_by_ttl in (parts, records):
             for ttl, items in items_by_ttl.items():
                 for group in _batches(items):

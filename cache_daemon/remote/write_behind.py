@@ -76,7 +76,7 @@ class WriteBehindQueue:
         on_epoch_change: Callable[[bytes, EpochChange], None],
     ) -> None:
         self._tiers, self._tier, self._policy, self._ttl = tiers, tier, policy, ttl_seconds
-        self._packer = codec.Packer() if compress else None
+        self._plane_compressor = codec.PlaneCompressor() if compress else None
         self._in_thread, self._write_note = in_thread, write_note
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash; and how often it was tried
         self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # what is there, and when it ends (monotonic)
@@ -382,12 +382,12 @@ class WriteBehindQueue:
         for chunk in chunks:
             assert chunk.slot is not None, "a resident has a slot"
             jobs.append((chunk.full_header(), chunk.slot, self._ttl_of(chunk)))
-        arena, seal, packer = self._tiers.arena, self._tier.seal, self._packer
+        arena, seal, plane_compressor = self._tiers.arena, self._tier.cipher, self._plane_compressor
 
         def work() -> list[EncodedChunk]:
             out = []
             for header, slot, ttl in jobs:
-                kind, stored = encode_payload(seal, header, arena.read(slot), packer)
+                kind, stored = encode_payload(seal, header, arena.read(slot), plane_compressor)
                 out.append(EncodedChunk(header, kind, stored, keys.checksum(stored), ttl, mark))
             return out
 

@@ -15,13 +15,13 @@ from kvsidecar.keys import HASH_BYTES
 
 from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
-from cache_daemon.rpc.servicer_base import AtDoor
+from cache_daemon.rpc.servicer_base import ServicerBase
 
 # A page with tokens ends before it has more, but for its first chunk: others have their turn.
-_LISTED_TOKENS = 1 << 16
+_MAX_PAGE_TOKENS = 1 << 16
 
 
-class Keeping(AtDoor):
+class AdminServicer(ServicerBase):
     """Everybody sees what its salts open, operators see all."""
 
     @unary
@@ -45,7 +45,7 @@ class Keeping(AtDoor):
                 )
             self.principal_of(context).require_operator("delete everything")
             root = b""
-        key = request_validation.hash_of("prefix_hash", prefix.prefix_hash, optional=True)
+        key = request_validation.check_hash("prefix_hash", prefix.prefix_hash, optional=True)
         return pb.DeleteResponse(deleted=await self.store.delete(root, key))
 
     @streaming
@@ -55,7 +55,7 @@ class Keeping(AtDoor):
         root, remote = self.root(context, request.namespace, request.tenant_salt), self.store.remote
         if remote is None:
             raise FailedPrecondition("this daemon has no remote tier; start it with --remote")
-        with self.stream(context, "Carry", caller_budgets.CARRIERS):
+        with self.stream(context, "Carry", caller_budgets.TRANSFERS):
             if request.direction == pb.CARRY_DIRECTION_TO_REMOTE:
                 steps = remote.transfer.push([chunk async for chunk in self.store.bulk.iter_chunks(root)])
             elif request.direction == pb.CARRY_DIRECTION_FROM_REMOTE:
@@ -79,7 +79,7 @@ class Keeping(AtDoor):
 
     @unary
     async def List(self, request: pb.ListRequest, context: Context) -> pb.ListResponse:
-        request_validation.at_most("page_size", request.page_size, request_validation.MAX_PAGE)
+        request_validation.check_max("page_size", request.page_size, request_validation.MAX_PAGE)
         size = request.page_size or 100
         if request.namespace:
             root = self.root(context, request.namespace, request.tenant_salt)
@@ -91,7 +91,7 @@ class Keeping(AtDoor):
         chunks = self.store.bulk.page(root, request.page_token, size + 1)
         if request.with_tokens:
             ends = accumulate(c.tokens for c in chunks)
-            size = min(size, max(1, sum(end <= _LISTED_TOKENS for end in ends)))
+            size = min(size, max(1, sum(end <= _MAX_PAGE_TOKENS for end in ends)))
         last = chunks[size - 1] if len(chunks) > size else None
         now = self.store.tiers.clock()
         return pb.ListResponse(
@@ -122,10 +122,10 @@ class Keeping(AtDoor):
         return out
 
     def _prefix(self, prefix: pb.PrefixRef, context: Context) -> tuple[bytes, bytes]:
-        return self._root(prefix, context), request_validation.hash_of("prefix_hash", prefix.prefix_hash)
+        return self._root(prefix, context), request_validation.check_hash("prefix_hash", prefix.prefix_hash)
 
     def _root(self, prefix: pb.PrefixRef, context: Context) -> bytes:
         if not prefix.root:
             return self.root(context, prefix.namespace, prefix.tenant_salt)
         self.principal_of(context).require_operator("name a tenant by its root")
-        return request_validation.hash_of("root", prefix.root)
+        return request_validation.check_hash("root", prefix.root)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceServicer
 
-from cache_daemon.rpc.admin_rpc import Keeping
-from cache_daemon.rpc.chunk_rpc import Chunks
-from cache_daemon.rpc.session_rpc import Attaching
-from cache_daemon.rpc.stream_rpc import Streams
+from cache_daemon.rpc.admin_rpc import AdminServicer
+from cache_daemon.rpc.chunk_rpc import ChunkServicer
+from cache_daemon.rpc.session_rpc import SessionServicer
+from cache_daemon.rpc.stream_rpc import StreamServicer
 
 
-class CacheService(Attaching, Chunks, Streams, Keeping, CacheServiceServicer):
+class CacheService(SessionServicer, ChunkServicer, StreamServicer, AdminServicer, CacheServiceServicer):
     """One instance for each door; all methods run on the daemon's event loop."""

@@ -15,12 +15,12 @@ from kvsidecar.cache.v1.cache_pb2 import CallInfo
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, LimitExceeded, QuotaExceeded, abort
 
 from cache_daemon.observability.spans import CallSpan
-from cache_daemon.rpc.request_decoder import Encoded, decoded
+from cache_daemon.rpc.request_decoder import EncodedRequest, decode_request
 
 log = structlog.get_logger("cache_daemon")
 
 _WINDOW_SECONDS = 60.0
-_MOST_SAMPLES = 2048
+_MAX_SAMPLES = 2048
 # So many calls of a minute, and such a share of them, must fail inside the daemon for it to be at fault.
 _MIN_INTERNAL, _INTERNAL_SHARE = 10, 0.5
 _INTERNAL = grpc.StatusCode.INTERNAL.name
@@ -30,7 +30,7 @@ Q = TypeVar("Q")
 R = TypeVar("R")
 
 
-class Calls:
+class CallMetrics:
     """Durations and failures by method: totals since the start, and samples of the last minute."""
 
     def __init__(self, span: CallSpan | None = None) -> None:
@@ -40,13 +40,13 @@ class Calls:
         self.seconds: Counter[str] = Counter()  # method -> sum of durations
         self.refused = 0
         self._recent: dict[str, deque[tuple[float, float, bool]]] = {}
-        self._minute = Outcomes()
+        self._minute = FailureWindow()
 
     def note(self, method: str, seconds: float, error: BaseException | None) -> None:
         """A call has ended after so many seconds."""
         self.count(method, error)
         self.seconds[method] += seconds  # type: ignore[assignment]
-        self._recent.setdefault(method, deque(maxlen=_MOST_SAMPLES)).append(
+        self._recent.setdefault(method, deque(maxlen=_MAX_SAMPLES)).append(
             (time.monotonic(), seconds, error is not None)
         )
 
@@ -84,7 +84,7 @@ class Calls:
         return sorted(out, key=lambda c: -c.p99_ms)
 
 
-class Outcomes:
+class FailureWindow:
     """Calls of the last minute by second: how many there were, and how many failed inside the daemon."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -124,7 +124,7 @@ class Outcomes:
 class Measured(Protocol):
     """A servicer whose calls are counted."""
 
-    calls: Calls
+    calls: CallMetrics
 
     def large(self, context: Context, size_bytes: int) -> AbstractContextManager[None]: ...
 
@@ -138,12 +138,12 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
         try:
             with _counted(service, request, context):
                 if service.calls.span is None:
-                    return await method(service, await decoded(request), context)
+                    return await method(service, await decode_request(request), context)
                 with service.calls.span(method.__name__, context):
-                    return await method(service, await decoded(request), context)
+                    return await method(service, await decode_request(request), context)
         except BaseException as caught:
             error = caught
-            await ended(method.__name__, caught, context)
+            await abort_call(method.__name__, caught, context)
             raise
         finally:
             service.calls.note(method.__name__, time.perf_counter() - began, error)
@@ -159,14 +159,14 @@ def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[
         began, error = time.perf_counter(), None
         try:
             with _counted(service, request, context):
-                async with aclosing(method(service, await decoded(request), context)) as answers:  # type: ignore[type-var]
+                async with aclosing(method(service, await decode_request(request), context)) as answers:  # type: ignore[type-var]
                     async for answer in answers:
                         yield answer
         except GeneratorExit:
             raise
         except BaseException as caught:
             error = caught
-            await ended(method.__name__, caught, context)
+            await abort_call(method.__name__, caught, context)
             raise
         finally:
             service.calls.note(method.__name__, time.perf_counter() - began, error)
@@ -176,7 +176,7 @@ def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[
 
 def _counted(service: Measured, request: object, context: Context) -> AbstractContextManager[None]:
     """Counts a large request against its caller's budget."""
-    return service.large(context, request.size_bytes) if isinstance(request, Encoded) else nullcontext()
+    return service.large(context, request.size_bytes) if isinstance(request, EncodedRequest) else nullcontext()
 
 
 def _status_of(error: BaseException | None) -> str:
@@ -188,7 +188,7 @@ def _status_of(error: BaseException | None) -> str:
     return str(getattr(error, "reason", type(error).__name__.upper()))
 
 
-async def ended(name: str, error: BaseException, context: Context) -> None:
+async def abort_call(name: str, error: BaseException, context: Context) -> None:
     """Ends a call that failed. Errors of ours say what happened; of all others only the log does."""
     if isinstance(error, KVSidecarError):
         await abort(context, error, CACHE_DOMAIN)
@@ -197,7 +197,7 @@ async def ended(name: str, error: BaseException, context: Context) -> None:
         await context.abort(grpc.StatusCode.INTERNAL, f"{name} failed inside the daemon; its log says why")
 
 
-def cancelled_later(context: Context, undo: Callable[[], Any]) -> None:
+def undo_if_cancelled(context: Context, undo: Callable[[], Any]) -> None:
     """Calls ``undo`` if the caller went away before the answer reached it: nobody else knows what it got."""
 
     def done(_: object) -> None:

@@ -17,31 +17,33 @@ from cache_daemon.rpc import request_validation
 
 
 @dataclass(frozen=True)
-class Share:
+class CallerLimits:
     """Limits of one kind of thing: of all callers, of those beyond the private socket, and of each of these."""
 
     total: int
-    far: int
-    each: int
+    external: int
+    per_caller: int
 
-    def check(self, what: str, total: int, far: int, own: int, *, private: bool) -> None:
+    def check(self, what: str, total: int, external: int, own: int, *, private: bool) -> None:
         """Raises LimitExceeded for one more."""
-        request_validation.room_for(what, total, self.total)
+        request_validation.check_capacity(what, total, self.total)
         if not private:
-            request_validation.room_for(f"{what} of callers beyond the private socket", far, self.far)
-            request_validation.room_for(f"{what} of this caller", own, self.each)
+            request_validation.check_capacity(f"{what} of callers beyond the private socket", external, self.external)
+            request_validation.check_capacity(f"{what} of this caller", own, self.per_caller)
 
 
-SESSIONS = Share(
-    request_validation.MAX_SESSIONS, request_validation.MAX_FAR_SESSIONS, request_validation.MAX_CALLER_SESSIONS
+SESSIONS = CallerLimits(
+    request_validation.MAX_SESSIONS, request_validation.MAX_EXTERNAL_SESSIONS, request_validation.MAX_CALLER_SESSIONS
 )
-STREAMS = Share(
-    request_validation.MAX_STREAMS, request_validation.MAX_FAR_STREAMS, request_validation.MAX_CALLER_STREAMS
+STREAMS = CallerLimits(
+    request_validation.MAX_STREAMS, request_validation.MAX_EXTERNAL_STREAMS, request_validation.MAX_CALLER_STREAMS
 )
-WATCHERS = Share(
-    request_validation.MAX_WATCHERS, request_validation.MAX_FAR_STREAMS, request_validation.MAX_CALLER_STREAMS
+WATCHERS = CallerLimits(
+    request_validation.MAX_WATCHERS, request_validation.MAX_EXTERNAL_STREAMS, request_validation.MAX_CALLER_STREAMS
 )
-CARRIERS = Share(request_validation.MAX_CARRYING, request_validation.MAX_CARRYING, request_validation.MAX_CARRYING)
+TRANSFERS = CallerLimits(
+    request_validation.MAX_TRANSFERS, request_validation.MAX_TRANSFERS, request_validation.MAX_TRANSFERS
+)
 
 
 class OpenStreams:
@@ -51,7 +53,7 @@ class OpenStreams:
         self._open: Counter[tuple[str, Principal | None]] = Counter()  # None: at the private socket
 
     @contextmanager
-    def one(self, kind: str, share: Share, caller: Principal | None) -> Iterator[None]:
+    def one(self, kind: str, share: CallerLimits, caller: Principal | None) -> Iterator[None]:
         """Counts a call while it lasts. Raises LimitExceeded."""
         of_kind = {who: n for (name, who), n in self._open.items() if name == kind}
         total, near = sum(of_kind.values()), of_kind.get(None, 0)

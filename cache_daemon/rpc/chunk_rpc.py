@@ -11,8 +11,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, UnknownSession
 
 from cache_daemon.rpc import request_validation
-from cache_daemon.rpc.call_wrapper import cancelled_later, unary
-from cache_daemon.rpc.servicer_base import AtDoor
+from cache_daemon.rpc.call_wrapper import unary, undo_if_cancelled
+from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import MatchResult
 from cache_daemon.store.prefix_index import MatchedChunk
@@ -20,18 +20,18 @@ from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
 
 # Long answers are put together in slices, between which others have their turn.
-_SLICE, _HEADERS = 512, 16
+_SLICE_CHUNKS, _SLICE_HEADERS = 512, 16
 # Others have their turn between the parts of what such a prompt needs.
 _LONG_TOKENS = 1 << 16
-_NO_HURRY_SECONDS, _SHARE_OF_PATIENCE = 60.0, 0.8
+_DEFAULT_REMOTE_SECONDS, _REMOTE_DEADLINE_SHARE = 60.0, 0.8
 
 
-class Chunks(AtDoor):
+class ChunkServicer(ServicerBase):
     """Reading and writing by sessions."""
 
     @unary
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
-        request_validation.at_most("the number of token_ids", len(request.token_ids), request_validation.MAX_TOKENS)
+        request_validation.check_max("the number of token_ids", len(request.token_ids), request_validation.MAX_TOKENS)
         # Fast where it matters: a repeated field gives its numbers to NumPy at once.
         ids = np.array(request.token_ids, "<u4").tobytes()
         if len(request.token_ids) > _LONG_TOKENS:
@@ -39,34 +39,36 @@ class Chunks(AtDoor):
         if not request.session_id:
             found = self.store.probe(self.root(context, request.namespace, request.tenant_salt), ids)
             answer = pb.MatchResponse(matched_tokens=sum(n for _, n in found), epoch=self.store.epoch)
-            for at in range(0, len(found), _SLICE):
+            for at in range(0, len(found), _SLICE_CHUNKS):
                 await asyncio.sleep(0)
-                answer.matches.extend(c.to_match(n, 0) for c, n in found[at : at + _SLICE])
+                answer.matches.extend(c.to_match(n, 0) for c, n in found[at : at + _SLICE_CHUNKS])
             return answer
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
-        probes = request_validation.stretches_of(request.contents, len(request.token_ids))
-        name = request_validation.lease_of(request.lease_id)
-        request_validation.room_for("leases of this session", len(session.leases), request_validation.MAX_LEASES)
+        probes = request_validation.check_content_probes(request.contents, len(request.token_ids))
+        name = request_validation.check_lease_id(request.lease_id)
+        request_validation.check_capacity("leases of this session", len(session.leases), request_validation.MAX_LEASES)
         held = sum(len(hold.chunks) for hold in session.leases.values()) if len(session.leases) > 16 else 0
-        request_validation.room_for("chunks under lease in this session", held, request_validation.MAX_LEASED_CHUNKS)
-        if self.shared.asked is not None:
-            self.shared.asked(keys.tenant_root(session.namespace, salt), ids)
+        request_validation.check_capacity(
+            "chunks under lease in this session", held, request_validation.MAX_LEASED_CHUNKS
+        )
+        if self.shared.on_lookup is not None:
+            self.shared.on_lookup(keys.tenant_root(session.namespace, salt), ids)
         cuts, price = (
-            request_validation.cuts_of(request.cuts, len(request.token_ids)),
-            request_validation.price_of(request.seconds_per_token),
+            request_validation.check_cuts(request.cuts, len(request.token_ids)),
+            request_validation.check_seconds_per_token(request.seconds_per_token),
         )
         brought, window, until = (
             None,
             request.window,
-            self.store.ttl.deadline_of(request_validation.ttl_of(request.ttl_seconds)),
+            self.store.ttl.deadline_of(request_validation.check_ttl(request.ttl_seconds)),
         )
         if cuts and self.store.remote is not None:
             window = 0
-            brought = await self.store.remote.fetch(session, salt, ids, cuts, price, _patience(context), until)
+            brought = await self.store.remote.fetch(session, salt, ids, cuts, price, _remote_timeout(context), until)
         result = await self.store.match(session, salt, ids, probes, window, until)
         if result.lease_id:
             result = replace(result, lease_id=rename_handle(session.leases, result.lease_id, name))
-            cancelled_later(context, lambda: self.store.release(session, [result.lease_id]))
+            undo_if_cancelled(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result, with_offsets=session.shares_memory)
         if brought is not None:
             answer.remote_tokens, answer.remote_ms = min(brought.tokens, answer.matched_tokens), brought.seconds * 1e3
@@ -81,9 +83,9 @@ class Chunks(AtDoor):
     async def Reserve(self, request: pb.ReserveRequest, context: Context) -> pb.ReserveResponse:
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         request_validation.check_headers(request.headers)
-        names = request_validation.reservations_of(request.reservation_ids, len(request.headers))
-        until = self.store.ttl.deadline_of(request_validation.ttl_of(request.ttl_seconds))
-        request_validation.room_for(
+        names = request_validation.check_reservation_ids(request.reservation_ids, len(request.headers))
+        until = self.store.ttl.deadline_of(request_validation.check_ttl(request.ttl_seconds))
+        request_validation.check_capacity(
             "reservations of this session", len(session.reservations), request_validation.MAX_RESERVATIONS
         )
         reserved: list[ReserveResult] = []
@@ -93,8 +95,8 @@ class Chunks(AtDoor):
 
         turns = YieldTimer()
         try:
-            for at in range(0, len(request.headers), _HEADERS):
-                headers = request.headers[at : at + _HEADERS]
+            for at in range(0, len(request.headers), _SLICE_HEADERS):
+                headers = request.headers[at : at + _SLICE_HEADERS]
                 for made, name in zip(self.store.reserve(session, salt, headers, until), names[at:], strict=False):
                     reservation_id = rename_handle(session.reservations, made.reservation_id, name)
                     reserved.append(replace(made, reservation_id=reservation_id))
@@ -104,13 +106,13 @@ class Chunks(AtDoor):
         except BaseException:
             give_back()
             raise
-        cancelled_later(context, give_back)
+        undo_if_cancelled(context, give_back)
         return pb.ReserveResponse(reservations=[_reservation(r) for r in reserved])
 
     @unary
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitResponse:
         session = self.session(context, request.session_id)
-        request_validation.at_most("the number of items", len(request.items), request_validation.MAX_ITEMS)
+        request_validation.check_max("the number of items", len(request.items), request_validation.MAX_ITEMS)
         items = [(item.reservation_id, item.checksum) for item in request.items]
         outcomes = await self.store.commit(session, request.epoch, items)
         return pb.CommitResponse(committed=outcomes.count(pb.COMMIT_OUTCOME_COMMITTED), outcomes=outcomes)
@@ -132,15 +134,15 @@ class Chunks(AtDoor):
         )
         whole = list(result.matches)
         last = whole.pop() if whole and whole[-1].tokens < whole[-1].chunk.tokens else None
-        for at in range(0, len(whole), _SLICE):
+        for at in range(0, len(whole), _SLICE_CHUNKS):
             if at:
                 await asyncio.sleep(0)
             # A message of Python's for each chunk would take longer than finding it.
             if with_offsets:
-                out.MergeFromString(b"".join([m.chunk.encoded_match() for m in whole[at : at + _SLICE]]))
+                out.MergeFromString(b"".join([m.chunk.encoded_match() for m in whole[at : at + _SLICE_CHUNKS]]))
             else:
-                out.matches.extend(m.chunk.to_match(m.tokens, 0) for m in whole[at : at + _SLICE])
-        place = _offset if with_offsets else _nowhere
+                out.matches.extend(m.chunk.to_match(m.tokens, 0) for m in whole[at : at + _SLICE_CHUNKS])
+        place = _offset if with_offsets else _no_offset
         if last is not None:
             out.matches.append(last.chunk.to_match(last.tokens, place(last)))
         out.contents.extend(
@@ -149,10 +151,10 @@ class Chunks(AtDoor):
         return out
 
 
-def _patience(context: Context) -> float:
+def _remote_timeout(context: Context) -> float:
     """Seconds that the caller waits for bytes from elsewhere: what it gave the call, less what is left to do then."""
     left = context.time_remaining()
-    return _NO_HURRY_SECONDS if left is None else max(0.0, left * _SHARE_OF_PATIENCE)
+    return _DEFAULT_REMOTE_SECONDS if left is None else max(0.0, left * _REMOTE_DEADLINE_SHARE)
 
 
 def _offset(match: MatchedChunk) -> int:
@@ -161,7 +163,7 @@ def _offset(match: MatchedChunk) -> int:
     return slot.offset
 
 
-def _nowhere(_: MatchedChunk) -> int:
+def _no_offset(_: MatchedChunk) -> int:
     return 0
 
 

@@ -26,7 +26,7 @@ _SPARE_FIELDS = 256
 # Of one message within a message: a header with the most tokens that it may have takes a fifth of that.
 _MAX_NESTED_BYTES = 128 << 10
 # Decoding a piece of this length takes a millisecond or two.
-PIECE_BYTES = 256 << 10
+MAX_PIECE_BYTES = 256 << 10
 
 _LIMITS: dict[Descriptor, Mapping[str, int]] = {
     pb.MatchRequest.DESCRIPTOR: {
@@ -81,12 +81,12 @@ class ElementLimits:
                     f"the message has more than {self._max_fields} fields; repeated numbers must be packed"
                 )
             self._check(data, field, counts)
-            if field.end - begin <= PIECE_BYTES:
+            if field.end - begin <= MAX_PIECE_BYTES:
                 continue
             if field.begin > begin:
                 cut.append(data[begin : field.begin])
             begin = field.begin
-            if field.wire_type == _LENGTH and field.number in self._packable and field.end - begin > PIECE_BYTES:
+            if field.wire_type == _LENGTH and field.number in self._packable and field.end - begin > MAX_PIECE_BYTES:
                 cut += _packed_pieces(data, field)
                 begin = field.end
         cut.append(data[begin:])
@@ -163,7 +163,7 @@ def _packed_pieces(data: bytes, field: _Field) -> Iterator[bytes]:
     tag, _ = _varint(data, field.begin)
     at = field.value
     while at < field.end:
-        end = min(at + PIECE_BYTES - 2 * _MAX_VARINT_BYTES, field.end)
+        end = min(at + MAX_PIECE_BYTES - 2 * _MAX_VARINT_BYTES, field.end)
         for _ in range(_MAX_VARINT_BYTES):
             if end == field.end or data[end - 1] < 0x80:
                 break

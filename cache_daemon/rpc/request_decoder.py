@@ -14,7 +14,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import add_CacheServiceServicer_to_server
 from kvsidecar.errors import InvalidRequest
 
-from cache_daemon.rpc.element_limits import PIECE_BYTES, ElementLimits
+from cache_daemon.rpc.element_limits import MAX_PIECE_BYTES, ElementLimits
 
 T = TypeVar("T")
 # A message of this length decodes in a millisecond and into one MiB, whatever it holds.
@@ -23,14 +23,14 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
 
 
 @dataclass(frozen=True)
-class Undecodable:
+class UndecodableRequest:
     """Stands in the place of a request."""
 
     error: InvalidRequest
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class EncodedRequest:
     """A large request, checked and cut, which is decoded a piece at a time."""
 
     kind: type[Any]
@@ -49,21 +49,24 @@ class Encoded:
         return request
 
 
-async def decoded(request: T | Encoded | Undecodable) -> T:
+async def decode_request(request: T | EncodedRequest | UndecodableRequest) -> T:
     """The request. Raises InvalidRequest."""
-    if isinstance(request, Undecodable):
+    if isinstance(request, UndecodableRequest):
         raise request.error
-    return await request.decode() if isinstance(request, Encoded) else request
+    return await request.decode() if isinstance(request, EncodedRequest) else request
 
 
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds a servicer whose methods are given Undecodable for what is no message or exceeds a limit, Encoded for what
-    is large, and ask ``decoded``; what they answer may be bytes, which are sent as they are."""
-    lenient: Any = _Lenient(server)
+    """Adds a servicer with lenient decoding of requests.
+
+    Its methods get UndecodableRequest for what is no message or exceeds a limit, EncodedRequest for a large one, and
+    call ``decode_request``. Their responses may be encoded bytes, which are sent as they are.
+    """
+    lenient: Any = _HandlerRegistrar(server)
     add_CacheServiceServicer_to_server(servicer, lenient)
 
 
-class _Lenient:
+class _HandlerRegistrar:
     """Takes the handlers that generated code makes."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
@@ -75,7 +78,7 @@ class _Lenient:
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         lenient = {
             name: handler._replace(
-                request_deserializer=Decoder(_request_of(name)),
+                request_deserializer=RequestDecoder(_request_of(name)),
                 response_serializer=_unless_encoded(handler.response_serializer),
             )
             for name, handler in handlers.items()
@@ -92,7 +95,7 @@ def _request_of(method: str) -> type[Message]:
     return found
 
 
-class Decoder:
+class RequestDecoder:
     """A method's request deserializer, which checks what is large before it decodes it. Never raises."""
 
     def __init__(self, kind: type[Message]) -> None:
@@ -104,14 +107,14 @@ class Decoder:
         try:
             if len(data) > _UNCHECKED_BYTES:
                 pieces = self._limits.pieces(data)
-                if len(data) > PIECE_BYTES:
-                    return Encoded(self._kind, tuple(pieces), len(data))
+                if len(data) > MAX_PIECE_BYTES:
+                    return EncodedRequest(self._kind, tuple(pieces), len(data))
             return self._kind.FromString(data)
         except DecodeError as error:
-            return Undecodable(_undecodable(error))
+            return UndecodableRequest(_undecodable(error))
         except InvalidRequest as error:
             # Its traceback would keep the message until the next collection of cycles.
-            return Undecodable(error.with_traceback(None))
+            return UndecodableRequest(error.with_traceback(None))
 
 
 def _undecodable(error: DecodeError) -> InvalidRequest:

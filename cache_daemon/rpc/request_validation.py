@@ -22,38 +22,38 @@ MAX_STRING_BYTES = 4096
 MAX_TOTAL = 1 << 48
 
 # Callers beyond the private socket leave room for those at it, this host's workers; one caller leaves room for others.
-MAX_SESSIONS, MAX_FAR_SESSIONS, MAX_CALLER_SESSIONS = 256, 192, 64
+MAX_SESSIONS, MAX_EXTERNAL_SESSIONS, MAX_CALLER_SESSIONS = 256, 192, 64
 MAX_WATCHERS = 64
 MAX_STREAMS = 64
-MAX_FAR_STREAMS, MAX_CALLER_STREAMS = 48, 32  # of each kind of call
+MAX_EXTERNAL_STREAMS, MAX_CALLER_STREAMS = 48, 32  # of each kind of call
 MAX_LARGE_REQUEST_BYTES = 32 << 20  # of one caller, being served
-MAX_CARRYING = 2
+MAX_TRANSFERS = 2
 MAX_LEASES = 4096
-NAME_BYTES = 16
+ID_BYTES = 16
 MAX_LEASED_CHUNKS = 1 << 18
 MAX_RESERVATIONS = 4096
 
 
-def at_most(name: str, value: int, most: int) -> None:
+def check_max(name: str, value: int, most: int) -> None:
     """Raises InvalidRequest for a value of one request that is too large."""
     if value > most:
         raise InvalidRequest(f"{name} is {value}; at most {most} is allowed")
 
 
-def room_for(what: str, held: int, most: int) -> None:
+def check_capacity(what: str, held: int, most: int) -> None:
     """Raises LimitExceeded when as much is held already as is allowed at one time."""
     if held >= most:
         raise LimitExceeded(f"there are {held} {what} already, the most that are allowed; end one and try again")
 
 
-def hash_of(name: str, value: bytes, *, optional: bool = False) -> bytes:
+def check_hash(name: str, value: bytes, *, optional: bool = False) -> bytes:
     """Raises InvalidRequest unless the value has the length of a hash."""
     if len(value) == keys.HASH_BYTES or (optional and not value):
         return value
     raise InvalidRequest(f"{name} has {len(value)} bytes; it must have {keys.HASH_BYTES}")
 
 
-def salt_of(value: bytes) -> bytes:
+def check_salt(value: bytes) -> bytes:
     """Raises InvalidRequest for a salt that is too long. It is a secret: the text does not show it."""
     if len(value) > keys.MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(value)} bytes; at most {keys.MAX_SALT_BYTES} are allowed")
@@ -62,25 +62,25 @@ def salt_of(value: bytes) -> bytes:
 
 def check_descriptor(descriptor: NamespaceDescriptor) -> None:
     """Raises InvalidRequest for a descriptor that is out of bounds."""
-    hash_of("model_fingerprint", descriptor.model_fingerprint)
+    check_hash("model_fingerprint", descriptor.model_fingerprint)
     for name in ("architecture", "rope_parameters", "lora_adapter", "producer"):
-        at_most(f"the length of {name} in bytes", len(getattr(descriptor, name).encode()), MAX_STRING_BYTES)
+        check_max(f"the length of {name} in bytes", len(getattr(descriptor, name).encode()), MAX_STRING_BYTES)
 
 
 def check_headers(headers: Sequence[ChunkHeader]) -> None:
     """Raises InvalidRequest for too many headers, or one that is no header."""
-    at_most("the number of headers", len(headers), MAX_ITEMS)
+    check_max("the number of headers", len(headers), MAX_ITEMS)
     for header in headers:
-        hash_of("parent_prefix_hash", header.parent_prefix_hash, optional=True)
-        at_most("start_position", header.start_position, 1 << 31)
+        check_hash("parent_prefix_hash", header.parent_prefix_hash, optional=True)
+        check_max("start_position", header.start_position, 1 << 31)
 
 
-def check_beat(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...]:
+def check_heartbeat(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...]:
     """The totals of a heartbeat in the order of its fields. Raises InvalidRequest for one that cannot be, or that is
     below the session's heartbeat ``before`` (empty: none)."""
     totals = tuple(getattr(beat, field.name) for field in beat.DESCRIPTOR.fields)
     for field, value, earlier in zip(beat.DESCRIPTOR.fields, totals, before or (0,) * len(totals), strict=True):
-        at_most(f"the heartbeat's {field.name}", value, MAX_TOTAL)
+        check_max(f"the heartbeat's {field.name}", value, MAX_TOTAL)
         if value < earlier:
             raise InvalidRequest(
                 f"the heartbeat's {field.name} fell from {earlier} to {value}; totals never fall within a session"
@@ -88,42 +88,42 @@ def check_beat(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...]:
     return totals
 
 
-def name_of(text: str) -> str:
+def check_client_name(text: str) -> str:
     """A caller's name for itself. Raises InvalidRequest unless a terminal can print it."""
-    at_most("the length of client_name", len(text), MAX_NAME)
+    check_max("the length of client_name", len(text), MAX_NAME)
     if not text.isprintable():
         raise InvalidRequest(f"client_name is {text!a}; only printable characters are allowed")
     return text
 
 
-def cuts_of(cuts: Sequence[int], prompt_tokens: int) -> list[int]:
+def check_cuts(cuts: Sequence[int], prompt_tokens: int) -> list[int]:
     """The ends of a prompt's chunks. Raises InvalidRequest unless they rise and lie within the prompt."""
-    at_most("the number of cuts", len(cuts), MAX_CUTS)
+    check_max("the number of cuts", len(cuts), MAX_CUTS)
     found = list(cuts)
     for before, end in pairwise([0, *found]):
         if not before < end <= prompt_tokens:
             raise InvalidRequest(
                 f"a cut at {end} follows {before}; cuts must rise and lie within the {prompt_tokens} of token_ids"
             )
-        at_most("the number of tokens between two cuts", end - before, MAX_CHUNK_TOKENS)
+        check_max("the number of tokens between two cuts", end - before, MAX_CHUNK_TOKENS)
     return found
 
 
-def price_of(seconds_per_token: float) -> float:
+def check_seconds_per_token(seconds_per_token: float) -> float:
     """Raises InvalidRequest for what is no time."""
     if not 0 <= seconds_per_token < 3600:
         raise InvalidRequest(f"seconds_per_token is {seconds_per_token}; a number from 0 to below 3600 is needed")
     return seconds_per_token
 
 
-def lease_of(name: bytes) -> bytes:
+def check_lease_id(name: bytes) -> bytes:
     """Raises InvalidRequest for what a caller may not call a lease."""
-    if len(name) not in (0, NAME_BYTES):
-        raise InvalidRequest(f"lease_id has {len(name)} bytes; {NAME_BYTES} random ones are needed, or none")
+    if len(name) not in (0, ID_BYTES):
+        raise InvalidRequest(f"lease_id has {len(name)} bytes; {ID_BYTES} random ones are needed, or none")
     return name
 
 
-def reservations_of(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
+def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
     """A name for each of so many headers, empty where the caller has none. Raises InvalidRequest for others."""
     if not names:
         return [b""] * headers
@@ -131,21 +131,21 @@ def reservations_of(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
         raise InvalidRequest(
             f"{len(names)} reservation_ids were sent for {headers} headers; send one for each, or none"
         )
-    wrong = next((name for name in names if len(name) != NAME_BYTES), None)
+    wrong = next((name for name in names if len(name) != ID_BYTES), None)
     if wrong is not None:
-        raise InvalidRequest(f"a reservation_id has {len(wrong)} bytes; {NAME_BYTES} random ones are needed")
+        raise InvalidRequest(f"a reservation_id has {len(wrong)} bytes; {ID_BYTES} random ones are needed")
     return names
 
 
-def ttl_of(seconds: int) -> int:
+def check_ttl(seconds: int) -> int:
     """Raises InvalidRequest for more than chunks are kept on anybody's word."""
-    at_most("ttl_seconds", seconds, MAX_TTL_SECONDS)
+    check_max("ttl_seconds", seconds, MAX_TTL_SECONDS)
     return seconds
 
 
-def stretches_of(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:
+def check_content_probes(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:
     """Content probes as ``(start, tokens)``. Raises InvalidRequest for too many, or one outside the prompt."""
-    at_most("the number of content probes", len(contents), MAX_PROBES)
+    check_max("the number of content probes", len(contents), MAX_PROBES)
     found = [(probe.start, probe.tokens) for probe in contents]
     for start, tokens in found:
         if not tokens or start + tokens > prompt_tokens:
@@ -153,5 +153,5 @@ def stretches_of(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> lis
                 f"a content probe has {tokens} tokens from {start}; "
                 f"it must have at least 1 and lie within the {prompt_tokens} of token_ids"
             )
-    at_most("the number of tokens in content probes", sum(n for _, n in found), prompt_tokens)
+    check_max("the number of tokens in content probes", sum(n for _, n in found), prompt_tokens)
     return found

@@ -11,40 +11,40 @@ from kvsidecar.errors import Context, PermissionDenied
 
 from cache_daemon.auth.principal import Principal
 from cache_daemon.rpc import request_validation
-from cache_daemon.rpc.call_wrapper import Calls
-from cache_daemon.rpc.caller_budgets import LargeRequests, OpenStreams, Share
+from cache_daemon.rpc.call_wrapper import CallMetrics
+from cache_daemon.rpc.caller_budgets import CallerLimits, LargeRequests, OpenStreams
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
 
 
 @dataclass(eq=False)
-class Shared:
+class ServiceState:
     """One for all doors of a daemon."""
 
     store: ChunkStore
     heartbeat_ms: int
-    calls: Calls = field(default_factory=Calls)
+    calls: CallMetrics = field(default_factory=CallMetrics)
     stall_ms: Callable[[], float] = lambda: 0.0
-    asked: Callable[[bytes, bytes], None] | None = None  # hears the root and ids of every prompt looked up
+    on_lookup: Callable[[bytes, bytes], None] | None = None  # hears the root and ids of every prompt looked up
     open_streams: OpenStreams = field(default_factory=OpenStreams)
     large_requests: LargeRequests = field(default_factory=LargeRequests)
 
 
-class AtDoor:
+class ServicerBase:
     """Base of the service's parts. ``memory_socket`` is empty at doors whose callers share no memory."""
 
-    def __init__(self, shared: Shared, principal_of: Callable[[Context], Principal], memory_socket: str) -> None:
+    def __init__(self, shared: ServiceState, principal_of: Callable[[Context], Principal], memory_socket: str) -> None:
         self.shared, self.store, self.calls = shared, shared.store, shared.calls
         self.principal_of, self.memory_socket = principal_of, memory_socket
 
     def salt(self, context: Context, salt: bytes) -> bytes:
         """The request's salt, which the caller may use. Raises InvalidRequest, PermissionDenied."""
-        self.principal_of(context).check_salt(request_validation.salt_of(salt))
+        self.principal_of(context).check_salt(request_validation.check_salt(salt))
         return salt
 
     def root(self, context: Context, namespace: bytes, salt: bytes) -> bytes:
         """The tenant root that a request names. Raises InvalidRequest, PermissionDenied."""
-        return keys.tenant_root(request_validation.hash_of("namespace", namespace), self.salt(context, salt))
+        return keys.tenant_root(request_validation.check_hash("namespace", namespace), self.salt(context, salt))
 
     def session(self, context: Context, session_id: bytes) -> Session:
         """The caller's own session. Raises UnknownSession, PermissionDenied."""
@@ -58,7 +58,7 @@ class AtDoor:
         """This is the door of the daemon's own user, whose callers share its memory."""
         return bool(self.memory_socket)
 
-    def stream(self, context: Context, kind: str, share: Share) -> AbstractContextManager[None]:
+    def stream(self, context: Context, kind: str, share: CallerLimits) -> AbstractContextManager[None]:
         """Counts a long call while it lasts. Raises LimitExceeded."""
         return self.shared.open_streams.one(kind, share, None if self.private else self.principal_of(context))
 

@@ -12,20 +12,20 @@ from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
 from kvsidecar.errors import Context, InvalidRequest, PermissionDenied
 
 from cache_daemon.rpc import caller_budgets, request_validation
-from cache_daemon.rpc.call_wrapper import ended, unary
-from cache_daemon.rpc.request_decoder import decoded
-from cache_daemon.rpc.servicer_base import AtDoor
+from cache_daemon.rpc.call_wrapper import abort_call, unary
+from cache_daemon.rpc.request_decoder import decode_request
+from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.sessions import Session
 
 PROTOCOL_VERSION = 2
 _MISSED_HEARTBEATS = 3
 # However often a client is to send them: one that waits for a busy machine's CPU is not dead.
-_LEAST_PATIENCE = 2.0
+_MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
 
-class Attaching(AtDoor):
+class SessionServicer(ServicerBase):
     """Sessions and verdicts."""
 
     async def Attach(
@@ -33,22 +33,22 @@ class Attaching(AtDoor):
     ) -> AsyncIterator[pb.AttachResponse]:
         session: Session | None = None
         messages = aiter(request_iterator)
-        patience = max(self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000, _LEAST_PATIENCE)
+        patience = max(self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000, _MIN_HEARTBEAT_TIMEOUT_SECONDS)
         try:
             async with asyncio.timeout(patience):
-                first = await decoded(await anext(messages, None))
+                first = await decode_request(await anext(messages, None))
             session = self._open(first, context)
             log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
             yield pb.AttachResponse(welcome=self._welcome(session))
             while True:
                 async with asyncio.timeout(patience):
-                    message = await decoded(await anext(messages, None))
+                    message = await decode_request(await anext(messages, None))
                 if message is None:
                     return
                 if self.principal_of(context) != session.owner:  # as a token that was revoked ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
                 self.store.record_heartbeat(
-                    session, request_validation.check_beat(message.heartbeat, session.heartbeat_totals)
+                    session, request_validation.check_heartbeat(message.heartbeat, session.heartbeat_totals)
                 )
                 verdict = self.store.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
@@ -58,7 +58,7 @@ class Attaching(AtDoor):
             )
         except Exception as error:
             self.calls.count("Attach", error)
-            await ended("Attach", error, context)
+            await abort_call("Attach", error, context)
             raise
         finally:
             if session is not None:
@@ -72,12 +72,16 @@ class Attaching(AtDoor):
         hello = message.hello
         if hello.protocol_version != PROTOCOL_VERSION:
             raise InvalidRequest(f"protocol_version is {hello.protocol_version}; this daemon speaks {PROTOCOL_VERSION}")
-        name = request_validation.name_of(hello.client_name)
+        name = request_validation.check_client_name(hello.client_name)
         request_validation.check_descriptor(hello.descriptor)
         principal, open_now = self.principal_of(context), list(self.store.sessions)
-        far = [session.owner for session in open_now if not session.shares_memory]
+        external = [session.owner for session in open_now if not session.shares_memory]
         caller_budgets.SESSIONS.check(
-            "sessions", len(open_now), len(far), sum(owner == principal for owner in far), private=self.private
+            "sessions",
+            len(open_now),
+            len(external),
+            sum(owner == principal for owner in external),
+            private=self.private,
         )
         return self.store.open_session(
             name, hello.descriptor, hello.namespace, shares_memory=self.private, owner=principal
@@ -110,7 +114,7 @@ class Attaching(AtDoor):
                 f"the verdict's strategy is {verdict.strategy!r} and its ratio {verdict.ratio}; "
                 "a name and a number from 0 to 1 are needed"
             )
-        request_validation.at_most(
+        request_validation.check_max(
             "the length of the verdict in bytes", verdict.ByteSize(), request_validation.MAX_STRING_BYTES
         )
         self.principal_of(context).require_operator("store a verdict, which all tenants of the model follow")

@@ -25,18 +25,18 @@ from kvsidecar.payload_wire import encoded_piece
 from cache_daemon.memory.arena import Slot
 from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
-from cache_daemon.rpc.request_decoder import decoded
-from cache_daemon.rpc.servicer_base import AtDoor
+from cache_daemon.rpc.request_decoder import decode_request
+from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.sessions import LeaseGuard, Session
 
 # A stream that stands still so long gives back what it holds.
-STALL_SECONDS = 10.0
+STREAM_TIMEOUT_SECONDS = 10.0
 
 T = TypeVar("T")
 M = TypeVar("M", pb.StoreRequest, pb.FillRequest)
 
 
-class Streams(AtDoor):
+class StreamServicer(ServicerBase):
     """What each holds, one chunk or those of a lease, it does not hold for longer than its caller takes or sends
     something."""
 
@@ -46,7 +46,7 @@ class Streams(AtDoor):
             await self._fetch_leased(request, context)
             return
         root = self.root(context, request.namespace, request.tenant_salt)
-        chunk = self.store.find(root, request_validation.hash_of("prefix_hash", request.prefix_hash))
+        chunk = self.store.find(root, request_validation.check_hash("prefix_hash", request.prefix_hash))
         with self.stream(context, "Fetch", caller_budgets.STREAMS):
             async with self.store.open_chunk(chunk) as payload:
                 await _send(context, chunk.full_header(), payload)
@@ -55,7 +55,7 @@ class Streams(AtDoor):
 
     async def _fetch_leased(self, request: pb.FetchRequest, context: Context) -> None:
         session = self.session(context, request.session_id)
-        request_validation.at_most(
+        request_validation.check_max(
             "the number of prefix_hashes", len(request.prefix_hashes), request_validation.MAX_ITEMS
         )
         chunks = session.leased_chunks(request.lease_id, request.prefix_hashes)
@@ -71,7 +71,7 @@ class Streams(AtDoor):
         salt = self.salt(context, start.tenant_salt)
         request_validation.check_descriptor(start.descriptor)
         request_validation.check_headers([start.header])
-        until = self.store.ttl.deadline_of(request_validation.ttl_of(start.ttl_seconds))
+        until = self.store.ttl.deadline_of(request_validation.check_ttl(start.ttl_seconds))
         with self.stream(context, "Store", caller_budgets.STREAMS):
             session = self.store.open_session(
                 "store", start.descriptor, keys.namespace_id(start.descriptor),
@@ -89,34 +89,34 @@ class Streams(AtDoor):
             if reserved.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED:
                 return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
             if reserved.staged is None:
-                raise _not_reserved(reserved.outcome)
-            filling = _Filling(session, reserved.reservation_id)
+                raise _reserve_error(reserved.outcome)
+            upload = _PayloadUpload(session, reserved.reservation_id)
             while (message := await _next(messages)) is not None:
-                filling.take(message.data)
-            filling.check_whole()
+                upload.take(message.data)
+            upload.check_complete()
             items = [(reserved.reservation_id, header.checksum)]
             outcome = (await self.store.commit(session, self.store.epoch, items))[0]
         if outcome != pb.COMMIT_OUTCOME_COMMITTED:
-            raise _not_committed(outcome)
+            raise _commit_error(outcome)
         return pb.StoreResponse(prefix_hash=reserved.prefix_hash)
 
     @unary
     async def Fill(self, request_iterator: AsyncIterator[pb.FillRequest], context: Context) -> pb.FillResponse:
         messages = aiter(request_iterator)
         session = self.session(context, (await _first(messages, "Fill", "session_id")).session_id)
-        filled: list[_Filling] = []
+        filled: list[_PayloadUpload] = []
         with self.stream(context, "Fill", caller_budgets.STREAMS):
             while (message := await _next(messages)) is not None:
                 if message.WhichOneof("message") == "reservation_id":
                     if filled:
-                        filled[-1].check_whole()
-                    filled.append(_Filling(session, message.reservation_id))
+                        filled[-1].check_complete()
+                    filled.append(_PayloadUpload(session, message.reservation_id))
                 elif not filled:
                     raise InvalidRequest("a payload has no reservation; send its reservation_id first")
                 else:
                     filled[-1].take(message.data)
             if filled:
-                filled[-1].check_whole()
+                filled[-1].check_complete()
         return pb.FillResponse(filled=len(filled))
 
     @streaming
@@ -142,10 +142,12 @@ async def _send(context: Context, header: ChunkHeader, payload: memoryview) -> N
 
 async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:
     try:
-        async with asyncio.timeout(STALL_SECONDS):
+        async with asyncio.timeout(STREAM_TIMEOUT_SECONDS):
             await context.write(answer)
     except TimeoutError:
-        raise DeadlineExceeded(f"the caller took nothing for {STALL_SECONDS:g} s; fetch the chunk again") from None
+        raise DeadlineExceeded(
+            f"the caller took nothing for {STREAM_TIMEOUT_SECONDS:g} s; fetch the chunk again"
+        ) from None
 
 
 async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
@@ -158,13 +160,13 @@ async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
 
 async def _next(messages: AsyncIterator[T]) -> T | None:
     try:
-        async with asyncio.timeout(STALL_SECONDS):
-            return await decoded(await anext(messages, None))
+        async with asyncio.timeout(STREAM_TIMEOUT_SECONDS):
+            return await decode_request(await anext(messages, None))
     except TimeoutError:
-        raise DeadlineExceeded(f"the caller sent nothing for {STALL_SECONDS:g} s; send it again") from None
+        raise DeadlineExceeded(f"the caller sent nothing for {STREAM_TIMEOUT_SECONDS:g} s; send it again") from None
 
 
-class _Filling:
+class _PayloadUpload:
     """A reservation's payload that arrives, into its session's staging. Raises UnknownLease when the reservation ends
     meanwhile."""
 
@@ -174,7 +176,7 @@ class _Filling:
 
     def take(self, data: bytes) -> None:
         """Raises InvalidRequest for more than was announced, and for a message that is too large."""
-        request_validation.at_most("the size of a data message in bytes", len(data), request_validation.MESSAGE_BYTES)
+        request_validation.check_max("the size of a data message in bytes", len(data), request_validation.MESSAGE_BYTES)
         if self._at + len(data) > self._size:
             raise InvalidRequest(f"more than the announced {self._size} payload bytes were sent")
         staging, place = self._session.staging, Slot(self._place().offset + self._at, len(data))
@@ -183,7 +185,7 @@ class _Filling:
             target[:] = data
         self._at += len(data)
 
-    def check_whole(self) -> None:
+    def check_complete(self) -> None:
         """Raises InvalidRequest when less was sent than was announced."""
         if self._at != self._size:
             raise InvalidRequest(f"{self._at} payload bytes were sent, the header announced {self._size}")
@@ -195,7 +197,7 @@ class _Filling:
         return reservation.staged
 
 
-def _not_reserved(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
+def _reserve_error(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
     match outcome:
         case pb.RESERVE_OUTCOME_PARENT_MISSING:
             return InvalidRequest("parent_prefix_hash is not stored, or does not end where start_position begins")
@@ -207,7 +209,7 @@ def _not_reserved(outcome: pb.ReserveOutcome.ValueType) -> KVSidecarError:
             return InvalidRequest("the chunk is larger than the staging memory, the arena or the tenant's quota")
 
 
-def _not_committed(outcome: pb.CommitOutcome.ValueType) -> KVSidecarError:
+def _commit_error(outcome: pb.CommitOutcome.ValueType) -> KVSidecarError:
     match outcome:
         case pb.COMMIT_OUTCOME_CHECKSUM_MISMATCH:
             return ChecksumMismatch("the bytes received do not have the header's checksum; the chunk was discarded")

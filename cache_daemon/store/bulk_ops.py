@@ -14,7 +14,7 @@ from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED,
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
@@ -156,7 +156,7 @@ class BulkOps:
         return dropped
 
 
-def _removal_outcome(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
+def _removal_outcome(writer: GroupCommitWriter) -> asyncio.Future[PutOutcome]:
     """What comes of all that is to be removed now."""
     heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
 
@@ -164,5 +164,5 @@ def _removal_outcome(writer: DurableWriter) -> asyncio.Future[PutOutcome]:
         if not heard.done():
             heard.set_result(result.outcome)
 
-    writer.written(hear)
+    writer.flush(hear)
     return heard

@@ -29,7 +29,7 @@ from kvsidecar.errors import ArenaFull, ChunkNotFound, NamespaceMismatch
 
 from cache_daemon.durable import expiry_note
 from cache_daemon.durable.durable_tier import DurableTier
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.memory.arena import Arena, footprint
 from cache_daemon.memory.staging import Staging
@@ -95,7 +95,7 @@ class ChunkStore:
         self._read_threads = ThreadPoolExecutor(_READ_THREADS, "durable-read")
         hot = TierLedger(new_policy, lambda limits: limits.arena_bytes)
         cold = TierLedger(new_policy, lambda limits: limits.store_bytes) if durable else None
-        self._writer = DurableWriter(durable, asyncio.get_running_loop()) if durable is not None else None
+        self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), hot, cold, self._writer, self.events, self.accounts, self.counters,
             clock or Clock(),
@@ -140,7 +140,7 @@ class ChunkStore:
             self.verdicts.restore(name, value)
         elif name.startswith(pins.NOTE_PREFIX):
             self._pins.restore(name, value)
-        elif name.startswith(expiry_note.NOTE_PREFIX):
+        elif name.startswith(expiry_note.EXPIRY_NOTE_PREFIX):
             self.ttl.restore(name, value)
         elif self.remote is not None:
             self.remote.restore(name, value)

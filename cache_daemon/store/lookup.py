@@ -254,7 +254,7 @@ class Lookup:
         assert durable is not None
 
         def read() -> list[ReadResult]:
-            direct = [self._tiers.arena.direct(slot) for _, slot in jobs]
+            direct = [self._tiers.arena.writable_view(slot) for _, slot in jobs]
             targets = [
                 view if view is not None else memoryview(bytearray(slot.size_bytes))
                 for view, (_, slot) in zip(direct, jobs, strict=True)
@@ -263,7 +263,7 @@ class Lookup:
                 [ReadJob(c.key, t, c.header.checksum) for (c, _), t in zip(jobs, targets, strict=True)]
             )
             for view, target, (_, slot), result in zip(direct, targets, jobs, found, strict=True):
-                if view is None and result is ReadResult.SOUND:
+                if view is None and result is ReadResult.OK:
                     self._tiers.arena.write(slot, target)
             return found
 
@@ -277,7 +277,7 @@ class Lookup:
     def _finish_load(self, chunk: Chunk, slot: Slot, outcome: ReadResult) -> None:
         arrival, chunk.load_future = chunk.load_future, None
         chunk.arena_state = Residency.ABSENT
-        if outcome is ReadResult.SOUND:
+        if outcome is ReadResult.OK:
             self._tiers.finish_load(chunk, slot)
         else:
             self._tiers.release_slot(slot)

@@ -18,7 +18,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
 )
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult, whole_pages
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_accounting import TierLedger
 from cache_daemon.store.tier_manager import TierManager
@@ -42,7 +42,7 @@ log = structlog.get_logger("cache_daemon")
 class Persistence:
     """Of a store with a durable tier of ``budget_bytes``."""
 
-    def __init__(self, tiers: TierManager, cold: TierLedger, writer: DurableWriter, budget_bytes: int) -> None:
+    def __init__(self, tiers: TierManager, cold: TierLedger, writer: GroupCommitWriter, budget_bytes: int) -> None:
         self._tiers, self._ledger, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._in_flight = 0
@@ -141,7 +141,7 @@ class Persistence:
         budget had no place for, where there is one now. Call it once a second.
 
         While the disk hangs, nothing waits for it but what is being written: the arena needs the room."""
-        if self._writer.hung and (given_up := self._writer.give_up_queued()):
+        if self._writer.hung and (given_up := self._writer.fail_queued()):
             log.error("the disk hangs; chunks that waited for it are in memory alone", chunks=given_up)
         # While nothing can be written, one is enough to see whether it can again.
         most = (1 if self.failing else _MAX_RETRIES_IN_FLIGHT) - self._in_flight
@@ -237,7 +237,7 @@ class Persistence:
             self._tiers.emit(EVENT_TYPE_PERSISTED, chunk)
         else:
             self._tiers.abort_write(chunk)
-            if result.outcome is PutOutcome.DAMAGED:
+            if result.outcome is PutOutcome.CORRUPT:
                 self._drop_corrupt(chunk)
             elif result.outcome is not PutOutcome.CANCELLED:
                 self._record_failure(chunk, result.outcome)
@@ -256,7 +256,7 @@ class Persistence:
     def _record_failure(self, chunk: Chunk, outcome: PutOutcome) -> None:
         self._tiers.counters.failed_writes += 1
         chunk.maybe_on_disk = chunk.maybe_on_disk or outcome is PutOutcome.FAILED
-        if outcome is PutOutcome.NO_ROOM:
+        if outcome is PutOutcome.OUT_OF_SPACE:
             if not self._is_full:
                 self._full_since = time.monotonic()
                 self._target_bytes = self._ledger.used_bytes * _FULL_DISK_WATERMARK

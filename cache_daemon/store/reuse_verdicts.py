@@ -10,7 +10,7 @@ from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 
 NOTE_PREFIX = b"verdict:"
 _WRITTEN_SECONDS = 10.0
@@ -19,7 +19,7 @@ _WRITTEN_SECONDS = 10.0
 class ReuseVerdicts:
     """Kept in memory, so that a heartbeat asks no disk, and as notes in the durable tier, if there is one."""
 
-    def __init__(self, writer: DurableWriter | None) -> None:
+    def __init__(self, writer: GroupCommitWriter | None) -> None:
         self._writer = writer
         self._verdicts: dict[bytes, ReuseVerdict] = {}
 

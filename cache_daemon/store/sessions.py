@@ -15,7 +15,7 @@ from kvsidecar.errors import UnknownLease, UnknownSession
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
-from cache_daemon.memory.staging import Allowance, Staging
+from cache_daemon.memory.staging import Staging, StagingBudget
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenant_usage import TenantAccount
 
@@ -137,13 +137,13 @@ class SessionTable:
 
     def __init__(self) -> None:
         self._open: dict[bytes, Session] = {}
-        self._allowances: WeakValueDictionary[object, Allowance] = WeakValueDictionary()
+        self._allowances: WeakValueDictionary[object, StagingBudget] = WeakValueDictionary()
 
-    def allowance(self, owner: object, size_bytes: int) -> Allowance:
+    def allowance(self, owner: object, size_bytes: int) -> StagingBudget:
         """What an owner's sessions that share no memory may reserve together. Kept while one of them has it."""
         found = self._allowances.get(owner)
         if found is None:
-            found = self._allowances[owner] = Allowance(size_bytes)
+            found = self._allowances[owner] = StagingBudget(size_bytes)
         return found
 
     def expire_leases(self, older_than_seconds: float = LEASE_SECONDS) -> None:

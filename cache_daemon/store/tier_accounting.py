@@ -102,10 +102,10 @@ class TierLedger:
 
     @staticmethod
     def _update_evictable(chunk: Chunk, place: _Entry) -> None:
-        parked = place.protected or place.children > 0
-        if parked is not place.unevictable:
-            place.unevictable = parked
-            (place.partition.policy.park if parked else place.partition.policy.unpark)(chunk)
+        unevictable = place.protected or place.children > 0
+        if unevictable is not place.unevictable:
+            place.unevictable = unevictable
+            (place.partition.policy.make_unevictable if unevictable else place.partition.policy.make_evictable)(chunk)
 
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
         """Whether so many bytes more are beyond the tenant's quota."""

@@ -19,7 +19,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
     EventType,
 )
 
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.counters import Counters
@@ -41,7 +41,7 @@ class TierManager:
     index: PrefixIndex
     arena_ledger: TierLedger
     disk_ledger: TierLedger | None
-    writer: DurableWriter | None
+    writer: GroupCommitWriter | None
     events: EventLog
     accounts: TenantAccounts
     counters: Counters

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import inf
 
-from cache_daemon.durable.expiry_note import NOTE_PREFIX, note_of, until_of
+from cache_daemon.durable.expiry_note import EXPIRY_NOTE_PREFIX, decode_expiry, encode_expiry
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import TierManager
 
@@ -54,7 +54,7 @@ class TtlIndex:
             if chunk is None:
                 self._forget(key)
             elif chunk.disk_state is Residency.PRESENT:
-                self._write_note(NOTE_PREFIX + key, note_of(chunk.expires_at))
+                self._write_note(EXPIRY_NOTE_PREFIX + key, encode_expiry(chunk.expires_at))
                 self._persisted.add(key)
             else:
                 continue  # it may arrive there
@@ -62,8 +62,8 @@ class TtlIndex:
 
     def restore(self, name: bytes, value: bytes) -> None:
         """Takes up a note of an earlier start, when all chunks are listed."""
-        key = name.removeprefix(NOTE_PREFIX)
-        chunk, until = self._tiers.index.get(key), until_of(value)
+        key = name.removeprefix(EXPIRY_NOTE_PREFIX)
+        chunk, until = self._tiers.index.get(key), decode_expiry(value)
         self._persisted.add(key)
         if chunk is None or until is None:
             self._forget(key)
@@ -91,7 +91,7 @@ class TtlIndex:
     def _forget(self, key: bytes) -> None:
         if key in self._persisted:
             self._persisted.discard(key)
-            self._write_note(NOTE_PREFIX + key, None)
+            self._write_note(EXPIRY_NOTE_PREFIX + key, None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless the books are of listed chunks, and no chunk outlives what it continues."""

@@ -1,4 +1,5 @@
-"""Reuse of text that was read in another context: cutting, placing, repairing, proving.
+"""Approximate reuse: chunking, RoPE shift, token selectors, verification.
 
-May import ``model`` and ``engine.rows``; the engine hands plans over and gets rows back.
+``chunking``, ``reuse_plan``, ``reuse_policy``, ``rope_shift``, ``selectors`` and ``token_provenance`` import nothing of
+the worker; ``reuse_lab`` and ``verify`` run a model and import ``model_runner``, ``kv_pool`` and ``models``.
 """

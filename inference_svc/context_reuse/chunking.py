@@ -1,14 +1,14 @@
-"""Where a prompt is cut into chunks.
+"""Chunkers: where a prompt is split into chunks.
 
-Every strategy cuts from the start and looks only at tokens up to the cut and a few behind it, so that a longer
-prompt with the same beginning is cut the same there. Only ``document`` and ``content_defined`` cut the same text
-alike wherever it stands.
+Every chunker splits from the start and depends only on tokens up to a boundary and a few after it, so that a longer
+prompt with the same beginning has the same chunks there. Only ``document`` and ``content_defined`` split the same text
+alike at any position.
 
 ================  ==============================================================================================
 fixed             every N tokens
 boundary          every N tokens, moved back to the last end of a sentence within a window
-document          before every separator and at the ends of segments that the client marks; long ones every N
-content_defined   where the hash of the last tokens is the largest far around (local maximum chunking: Bjorner,
+document          before every separator and at segment ends marked by the client; long documents every N
+content_defined   where the hash of the last tokens is a local maximum (local maximum chunking: Bjorner,
                   Blass, Gurevich, "Content-dependent chunking for differential compression", JCSS 2010)
 ================  ==============================================================================================
 """
@@ -32,21 +32,21 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class DocumentMarks:
-    """What a request says about its documents: a separator's token ids, and where marked segments end."""
+    """Document structure of a request: token ids of its separator, and the ends of marked segments."""
 
     separator: tuple[int, ...] = ()
     segment_ends: tuple[int, ...] = ()
 
 
 class Chunker(Protocol):
-    """Cuts token ids. ``ends`` returns rising end indices, the last one ``len(tokens)``."""
+    """Splits token ids. ``ends`` returns rising end indices, the last one ``len(tokens)``."""
 
     def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class FixedChunker:
-    """Every ``size`` tokens."""
+    """Chunks of ``size`` tokens."""
 
     size: int
 
@@ -56,7 +56,7 @@ class FixedChunker:
 
 @dataclass(frozen=True)
 class SentenceChunker:
-    """Every ``size`` tokens, but after the last of the ``sentence_ends`` tokens within ``window`` before that."""
+    """Chunks of up to ``size`` tokens that end with a sentence, if one ends in their last ``window`` tokens."""
 
     size: int
     sentence_ends: frozenset[int]
@@ -77,7 +77,7 @@ class SentenceChunker:
 
 @dataclass(frozen=True)
 class DocumentChunker:
-    """Before every separator and at marked ends; documents of more than ``largest`` tokens are cut further."""
+    """One chunk per document; documents of more than ``max_tokens`` tokens are split further."""
 
     separator: tuple[int, ...]
     max_tokens: int
@@ -94,10 +94,10 @@ class DocumentChunker:
 
 @dataclass(frozen=True)
 class ContentDefinedChunker:
-    """Cuts where the hash of the tokens before is larger than at ``reach`` places on both sides.
+    """Chunks that end where the rolling hash exceeds that of ``reach`` positions on both sides.
 
-    No cut depends on the one before it, so that the same text is cut alike as soon as ``reach`` tokens of it have
-    passed, and no chunk but the last is shorter than ``reach``; on average they have ``2 * reach + 1`` tokens.
+    No boundary depends on the one before it, so that the same text is split alike after its first ``reach`` tokens. No
+    chunk but the last is shorter than ``reach``; the average is ``2 * reach + 1`` tokens.
     """
 
     reach: int
@@ -117,7 +117,7 @@ class ContentDefinedChunker:
 
 
 def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
-    """``[i]`` hashes the ``_HASH_WINDOW`` tokens before index ``i`` (a cut at ``i`` depends on them alone)."""
+    """Hashes ``[len(tokens) + 1]``: number ``i`` covers the ``_HASH_WINDOW`` tokens before index ``i``."""
     mixed = (np.asarray(tokens, np.uint64) + np.uint64(1)) * _MIX
     mixed ^= mixed >> np.uint64(29)
     out = np.zeros(len(tokens) + 1, np.uint64)
@@ -132,7 +132,7 @@ def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
 
 
 def new_chunker(strategy: Strategy, size: int, separator: Sequence[int], sentence_ends: frozenset[int]) -> Chunker:
-    """The chunker of a worker's settings; ``size`` is the (target) number of tokens."""
+    """Build the chunker of a worker's settings; ``size`` is the (target) number of tokens."""
     if strategy == "fixed":
         return FixedChunker(size)
     if strategy == "boundary":

@@ -1,12 +1,11 @@
-"""Reuse in a laboratory: store chunks of one prompt, put them into another, repair, and look at the logits.
+"""Approximate reuse without processes: store, relocate, recompute, compare logits.
 
-The same forward, kernels, chunk format and repair as the worker's, without processes around them. ``verify`` and the
-quality benchmark are made of this.
+Uses the worker's decoder, kernels, chunk format and selective recompute. ``verify`` and the quality benchmarks are
+built on it.
 """
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -31,13 +30,13 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 from inference_svc.models.loader import LoadedModel
 
-# Bits that nobody should store: what a benchmark with power must see failing.
+# A width at which reuse must fail: a benchmark that does not notice has no statistical power.
 _COARSE_BITS = 2
 
 
 @dataclass(frozen=True)
 class StoredChunk:
-    """A chunk as the cache would hold it."""
+    """A chunk as the cache stores it."""
 
     header: ChunkHeader
     payload: memoryview
@@ -49,10 +48,12 @@ class StoredChunk:
 
 @dataclass(frozen=True)
 class LabResult:
-    """Logits ``[wanted, vocabulary]`` in float32, the seconds that they took, greedy tokens that follow, the logits
-    ``[answer, vocabulary]`` from which each token of an answer is predicted (the greedy one, or one that was given),
-    the share of the approximate tokens that was computed again, and ``cost``: rows times layers that were computed, as
-    a share of those of all tokens that are not exact."""
+    """Logits of a prompt and of its answer.
+
+    ``logits [wanted, vocabulary]`` are float32; ``answer_logits [answer, vocabulary]`` predict each token of the answer
+    (the greedy one, or a given one). ``recomputed_ratio`` is the share of approximate tokens that was recomputed,
+    ``cost`` the computed rows times layers as a share of those of all tokens that are not exact.
+    """
 
     logits: Tensor
     seconds: float
@@ -62,19 +63,9 @@ class LabResult:
     cost: float = 1.0
 
 
-def shuffled_order(count: int, rng: random.Random) -> list[int]:
-    """A random order of so many documents that is not theirs. Raises ValueError for fewer than two."""
-    if count < 2:
-        raise ValueError(f"{count} documents have no other order")
-    order = list(range(count))
-    while order == sorted(order):
-        rng.shuffle(order)
-    return order
-
-
 @dataclass(frozen=True)
 class LabDocuments:
-    """Documents behind a beginning, read in their order or in another."""
+    """Documents after a common head, in their order or in another."""
 
     lab: ReuseLab
     head: list[int]
@@ -82,29 +73,31 @@ class LabDocuments:
 
     @property
     def tokens(self) -> list[int]:
-        """In their order."""
+        """Head and documents in their order."""
         return self.head + [t for part in self.parts for t in part]
 
     def stored(self, bits: int) -> list[StoredChunk]:
-        """As they stand: the beginning and each document a chunk."""
+        """Chunks in their order: the head, and each document."""
         return self.stored_at((bits,))[0]
 
     def stored_at(self, widths: Sequence[int]) -> list[list[StoredChunk]]:
-        """The same at several widths."""
+        """As ``stored``, at several widths."""
         return self.lab.store_at(self.tokens, self._ends(range(len(self.parts))), widths)
 
     def stored_in_order(
         self, order: Sequence[int], bits: int
     ) -> tuple[list[StoredChunk], list[tuple[int, StoredChunk]]]:
-        """As they were when they stood in another order: the beginning, and documents with the places where they stand
-        now. They are ``exact`` and ``placed`` of ``Laboratory.reuse``."""
+        """Chunks of another order: the head, and documents with their start positions in this order.
+
+        They are the arguments ``exact`` and ``placed`` of ``ReuseLab.reuse``.
+        """
         elsewhere = self.head + [t for i in order for t in self.parts[i]]
         head, *chunks = self.lab.store(elsewhere, self._ends(order), bits)
         by_document, starts = dict(zip(order, chunks, strict=True)), self._ends(range(len(self.parts)))
         return [head], [(starts[i], by_document[i]) for i in range(len(self.parts))]
 
     def prefill_once(self, bits: int, longest: int) -> PrefilledText:
-        """Reads them, in their order, for several texts of up to ``longest`` tokens behind them. For a ``with``."""
+        """Context that prefills them once for several continuations of up to ``longest`` tokens."""
         return PrefilledText(self.lab, self.tokens, self._ends(range(len(self.parts))), bits, longest)
 
     def _ends(self, order: Sequence[int]) -> list[int]:
@@ -112,9 +105,10 @@ class LabDocuments:
 
 
 class ReuseLab:
-    """One model with a pool for one prompt at a time. A loaded model serves one Decoder: give it, if there is one.
+    """One model with a pool for one prompt at a time.
 
-    Raises ModelUnsupported when the model's keys cannot be moved.
+    A loaded model has one Decoder: pass it if there is one. Raises ModelUnsupported if the model's keys cannot be
+    shifted.
     """
 
     def __init__(self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None) -> None:
@@ -138,7 +132,7 @@ class ReuseLab:
         go_on: int = 0,
         answer: Sequence[int] = (),
     ) -> LabResult:
-        """A prefill without any reuse, ``piece`` rows at a time; after it ``go_on`` greedy tokens, or ``answer``."""
+        """Prefill without reuse, ``piece`` rows at a time, then ``go_on`` greedy tokens or the given ``answer``."""
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             logits = self.prefill(tokens, table, logits_at, piece)
@@ -146,18 +140,20 @@ class ReuseLab:
             return LabResult(logits, seconds, *self.continue_answer(table, len(tokens), logits, go_on, answer))
 
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
-        """Prefills a prompt and stores its chunks, which end at ``ends``. ``bits`` 2 rounds values to 2 bits and stores
-        the result in 8, which the format itself does not offer."""
+        """Prefill a prompt and store its chunks, which end at ``ends``.
+
+        ``bits`` 2, which the format does not offer, rounds values to 2 bits and stores the result in 8.
+        """
         return self.store_at(tokens, ends, (bits,))[0]
 
     def store_at(self, tokens: Sequence[int], ends: Sequence[int], widths: Sequence[int]) -> list[list[StoredChunk]]:
-        """The same at several widths, 2 bits last: they are prefilled once."""
+        """As ``store``, at several widths (2 bits last) after one prefill."""
         with self.pages(len(tokens)) as table:
             self.prefill(tokens, table, np.asarray([len(tokens) - 1]))
             return [self.chunks(table, tokens, ends, bits) for bits in widths]
 
     def chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
-        """What was prefilled into a table's pages, as chunks that end at ``ends``. Rounds it coarsely for 2 bits."""
+        """Pack prefilled pages as chunks that end at ``ends``. For 2 bits it rounds the pages in place."""
         out = []
         if bits == _COARSE_BITS:
             self._round_coarsely(table, len(tokens))
@@ -180,8 +176,10 @@ class ReuseLab:
         go_on: int = 0,
         answer: Sequence[int] = (),
     ) -> LabResult:
-        """With the leading chunks ``exact`` as stored and others ``placed`` at ``(start, chunk)``. After it come
-        ``go_on`` greedy tokens, or the ``answer`` that is given; the logits of either are the outcome's."""
+        """Run a prompt with leading chunks ``exact`` and relocated chunks ``placed`` as ``(start, chunk)``.
+
+        ``strategy`` selects the tokens to recompute. Then come ``go_on`` greedy tokens or the given ``answer``.
+        """
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             plan = self.place_chunks(table, tokens, exact, placed)
@@ -204,7 +202,7 @@ class ReuseLab:
         exact: Sequence[StoredChunk],
         placed: Sequence[tuple[int, StoredChunk]],
     ) -> ReusePlan:
-        """Puts stored chunks where they stand in a prompt."""
+        """Unpack stored chunks at their positions in a prompt, with RoPE shift."""
         at = 0
         for chunk in exact:
             self._place(table, at, chunk)
@@ -214,19 +212,19 @@ class ReuseLab:
         return ReusePlan(len(tokens), at, tuple(RelocatedSpan(start, start + len(c.tokens)) for start, c in placed))
 
     def documents(self, head: Sequence[int], parts: Sequence[Sequence[int]]) -> LabDocuments:
-        """Documents to be stored in one order and used in another."""
+        """Build documents to store in one order and use in another."""
         return LabDocuments(self, list(head), tuple(list(part) for part in parts))
 
     def continue_answer(
         self, table: BlockTable, at: int, logits: Tensor, go_on: int, answer: Sequence[int]
     ) -> tuple[list[int], Tensor]:
-        """What follows the prompt, and what predicted each token of it."""
+        """Answer tokens after the prompt, and the logits that predict each of them."""
         if answer:
             return list(answer), self.teacher_forced_logits(table, at, logits, answer)
         return self._generate_greedy(table, at, logits, go_on)
 
     def _generate_greedy(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
-        """Greedy tokens after the last logits, and what predicted each."""
+        """Greedy tokens after the last logits, and the logits that predict each of them."""
         out: list[int] = []
         found = [logits[-1:].float()]
         for i in range(count):
@@ -237,14 +235,14 @@ class ReuseLab:
         return out, torch.cat(found[:count]) if count else logits[:0]
 
     def teacher_forced_logits(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
-        """What predicts each token of an answer that is given, after the last logits: ``[answer, vocabulary]``."""
+        """Logits ``[answer, vocabulary]`` that predict each token of a given answer after the last logits."""
         if len(answer) == 1:
             return logits[-1:].float()
         span = forward_batch.SequenceSlice(list(answer[:-1]), at, table, False)
         return torch.cat((logits[-1:].float(), self.logits(span, np.arange(len(answer) - 1)).float()))
 
     def logits(self, span: forward_batch.SequenceSlice, wanted: Positions) -> Tensor:
-        """Computes a span: logits of its rows of these numbers."""
+        """Compute a slice and return the logits of its rows ``wanted``."""
         batch = forward_batch.build_batch([span], self.pool, self.loaded.device)
         padded = np.concatenate((wanted, np.zeros(-len(wanted) % ROW_MULTIPLE, np.int64)))
         where = torch.from_numpy(padded).to(self.loaded.device)
@@ -265,7 +263,7 @@ class ReuseLab:
         unpack_chunk(self.pool.keys, self.pool.values, slots, chunk.header, chunk.payload, rotation)
 
     def prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int = 512) -> Tensor:
-        """Reads a prompt into its pages; logits at these positions, float32."""
+        """Prefill a prompt into its pages; return float32 logits at positions ``logits_at``."""
         out = []
         for start in range(0, len(tokens), piece):
             span = forward_batch.SequenceSlice(list(tokens[start : start + piece]), start, table, False)
@@ -276,13 +274,15 @@ class ReuseLab:
         return torch.cat(out)
 
     def pages(self, tokens: int) -> _Pages:
-        """Pages for one prompt, for a ``with``. Raises ValueError for more than the pool holds."""
+        """Context with pages for one prompt. Raises ValueError for more tokens than the pool holds."""
         return _Pages(self.pool, tokens)
 
 
 class PrefilledText:
-    """Text that is read once, as chunks at a storage width and as what other text stands behind. A row's bits do not
-    depend on what is computed with it where ``numerics`` says so: there it is as if all were read anew."""
+    """A prefilled text: its chunks at a storage width, and continuations after it.
+
+    Where a row's bits do not depend on its batch (``models.mkl_determinism``), the result is that of a new prefill.
+    """
 
     def __init__(self, lab: ReuseLab, tokens: Sequence[int], ends: Sequence[int], bits: int, longest: int) -> None:
         self._lab, self._tokens, self._ends, self._bits = lab, tokens, ends, bits
@@ -302,7 +302,7 @@ class PrefilledText:
         return self._lab.chunks(self._table, self._tokens, self._ends, self._bits)
 
     def continue_with(self, tail: Sequence[int], judged: int, go_on: int = 0) -> LabResult:
-        """A prefill of what stands behind it: logits at the last ``judged`` tokens, and ``go_on`` greedy ones."""
+        """Prefill a continuation: logits at its last ``judged`` tokens, then ``go_on`` greedy tokens."""
         began, start = time.perf_counter(), len(self._tokens)
         span = forward_batch.SequenceSlice(list(tail), start, self._table, False)
         logits = self._lab.logits(span, np.arange(len(tail) - judged, len(tail))).float()
@@ -311,7 +311,7 @@ class PrefilledText:
 
 
 class _Pages:
-    """Pages for one prompt, given back at the end."""
+    """Context that allocates pages for one prompt and frees them."""
 
     def __init__(self, pool: KVPool, tokens: int) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""What of a prompt is known, and in which context it was read."""
+"""Exact, relocated and uncached tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RelocatedSpan:
-    """Tokens ``start`` to ``end`` of a prompt whose keys and values were computed in another context."""
+    """Tokens ``start`` to ``end`` of a prompt whose keys and values were computed behind another prefix."""
 
     start: int
     end: int
@@ -24,8 +24,11 @@ class RelocatedSpan:
 
 @dataclass(frozen=True)
 class ReusePlan:
-    """``exact`` leading tokens are as computed in place; ``approximate`` stretches, in order and apart, are not; all
-    others are fresh. The last token is always fresh."""
+    """Reuse of a prompt of ``tokens`` tokens.
+
+    The first ``exact`` tokens have the keys and values of a prefill; ``approximate`` spans, in order and disjoint, are
+    relocated; all others are uncached. The last token is always uncached.
+    """
 
     tokens: int
     exact: int
@@ -51,5 +54,5 @@ class ReusePlan:
         return np.flatnonzero(~known)
 
     def budget(self, ratio: float) -> int:
-        """How many approximate tokens a share is."""
+        """Number of approximate tokens that a share is."""
         return round(ratio * len(self.approximate_positions))

@@ -1,4 +1,4 @@
-"""What a worker does with text that was read in another context."""
+"""A worker's policy for approximate reuse."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Mode = Literal["off", "verified", "always"]
 
 @dataclass(frozen=True)
 class RecomputeSetting:
-    """A repair, and the share of approximate tokens that it computes again."""
+    """A selector, and the share of approximate tokens that it selects for recomputation."""
 
     selector: TokenSelector
     ratio: float
@@ -24,8 +24,11 @@ class RecomputeSetting:
 
 @dataclass(frozen=True)
 class ReusePolicy:
-    """How prompts are cut, and whether and how chunks are reused elsewhere. ``rotary`` is None for models whose keys
-    cannot be moved, ``repair`` and ``ratio`` None for those that have been verified."""
+    """Chunking, and whether and how relocated chunks are reused.
+
+    ``key_rotation`` is None for a model without RoPE shift. ``selector`` and ``ratio`` are None for those of the
+    verdict.
+    """
 
     chunker: Chunker
     key_rotation: KeyRotation | None
@@ -34,8 +37,10 @@ class ReusePolicy:
     mode: Mode = "verified"
 
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
-        """How approximate tokens are repaired, or None where they are not reused: without an operator who insists, that
-        takes a verification which this very repair has passed."""
+        """Selector and ratio for approximate tokens; None if they may not be reused.
+
+        Unless the operator set ``always``, reuse needs a passed verification of this very selector.
+        """
         if self.key_rotation is None or self.mode == "off":
             return None
         if self.mode == "always":

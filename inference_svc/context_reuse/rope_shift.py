@@ -1,10 +1,10 @@
-"""Turning stored keys to new positions.
+"""RoPE shift: rotates stored keys to new positions.
 
-A key is stored as computed, rotated for its original position. RoPE's rotations add, so that turning it further by
-the difference of positions gives the key of the new position (Su et al., arXiv:2104.09864). That holds for every
-variant whose frequencies are fixed: plain, linear, llama3, YaRN (whose scale is in the stored key already), and
-partial rotary, where only the first channels turn. Variants whose frequencies depend on the sequence's length
-have no such difference and are refused.
+A key is stored as computed, rotated for its original position. RoPE's rotations add, so that rotating it further by the
+difference of positions gives the key of the new position (Su et al., arXiv:2104.09864). That holds for every variant
+with fixed frequencies: plain, linear, llama3, YaRN (whose scale is part of the stored key), and partial rotary, which
+rotates only the first channels. Variants whose frequencies depend on the sequence length have no such difference and
+are refused.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _REASONS = {
 
 
 class KeyRotation:
-    """The rotation of one model. ``by`` returns what ``kvkernels.unpack_chunk`` takes."""
+    """RoPE rotations of one model. ``by(delta)`` returns the argument of ``kvkernels.unpack_chunk``."""
 
     def __init__(self, frequencies: NDArray[np.float64]) -> None:
         self.frequencies = frequencies
         self.by: Callable[[int], Rotation] = lru_cache(4096)(self._by)
 
     def _by(self, delta: int) -> Rotation:
-        """Cosine and sine ``[rotary_dim / 2]`` (float32) of turning by ``delta`` positions; may be negative."""
+        """Cosine and sine ``[rotary_dim / 2]`` (float32) of a shift by ``delta`` positions, which may be negative."""
         angles = self.frequencies * delta
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def why_not_shiftable(config: Any) -> str:
-    """Why keys of a model cannot be moved; empty when they can."""
+    """Reason why a model's keys cannot be shifted; empty if they can."""
     rope = getattr(config, "rope_parameters", None)
     if not rope:
         return "the model has no rotary position embedding"
@@ -51,7 +51,7 @@ def why_not_shiftable(config: Any) -> str:
 
 
 def key_rotation_of(model: Any) -> KeyRotation:
-    """The rotation of a loaded model. Raises ModelUnsupported with the reason."""
+    """Build the key rotation of a loaded model. Raises ModelUnsupported with the reason."""
     why = why_not_shiftable(model.config)
     if why:
         raise ModelUnsupported(f"keys of this model cannot be moved to other positions: {why}")

@@ -1,4 +1,4 @@
-"""How each part of a prompt came about: for whoever asks what was reused."""
+"""Provenance of a prompt's keys and values, for requests with ``explain``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 
 
 class Provenance(enum.Enum):
-    """How keys and values came about; see ``kvsidecar.inference.v1.Reading``."""
+    """Origin of keys and values; see ``kvsidecar.inference.v1.Reading``."""
 
     EXACT = 1
     RELOCATED = 2
@@ -22,7 +22,7 @@ class Provenance(enum.Enum):
 
 @dataclass(frozen=True)
 class ProvenanceSpan:
-    """Tokens ``start`` to ``end`` of a prompt."""
+    """Tokens ``start`` to ``end`` of a prompt, all of one provenance."""
 
     provenance: Provenance
     start: int
@@ -32,8 +32,11 @@ class ProvenanceSpan:
 def provenance_spans(
     tokens: int, exact: int, plan: ReusePlan | None, repaired: Positions | None
 ) -> tuple[ProvenanceSpan, ...]:
-    """All of a prompt of ``tokens`` in order, neighbours different: ``exact`` leading tokens were read before, and with
-    a ``plan`` its approximate ones, of which those at ``repaired`` were computed again."""
+    """Split a prompt of ``tokens`` tokens into spans of equal provenance.
+
+    The first ``exact`` tokens were loaded exactly. With a ``plan``, its approximate tokens are relocated, except for
+    the recomputed ones at ``repaired``.
+    """
     found = np.full(tokens, Provenance.COMPUTED.value, np.uint8)
     found[:exact] = Provenance.EXACT.value
     if plan is not None:

@@ -1,25 +1,26 @@
-"""Measures whether a model may reuse text that was read in another context.
+"""Verifies approximate reuse for a model: thresholds, measurement, report and verdict.
 
-Each prompt is documents and a question. The documents are stored as they were in another order, put into the prompt,
-repaired, and compared with a full prefill over every token of the question and of the greedy answer. A control quotes
-one of the documents instead of asking: what follows is in that document, so that reuse without repair does no harm, and
-a repair must not. The report can fail; only a repair that passes is used by workers that are set to
-``approximate=verified``.
+Each prompt is documents and a question. The documents are stored in another order, relocated into the prompt,
+selectively recomputed, and compared with a full prefill over every token of the question and of the greedy answer. A
+control quotes one of the documents instead of asking: its continuation needs no other document, so that reuse without
+recomputation does no harm, and recomputation must not. A verification can fail; workers with ``approximate=verified``
+use only a selector that passed.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import InvalidRequest
 
-from inference_svc.context_reuse.reuse_lab import LabDocuments, LabResult, ReuseLab, shuffled_order
-from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failure_reason
 from inference_svc.context_reuse.selectors import (
     AUTO_SELECTORS,
     DEFAULT_RATIO,
@@ -28,17 +29,154 @@ from inference_svc.context_reuse.selectors import (
     THOROUGH_SELECTOR,
 )
 
+if TYPE_CHECKING:
+    # They need torch: `kvsidecar verify` reads its flags first.
+    from inference_svc.context_reuse.reuse_lab import LabDocuments, LabResult, ReuseLab
+
 BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
 _ANSWER = 16
-# Other sizes in which a prompt is read: what they change is the noise floor.
+# The prompt is prefilled again in pieces of this size: the difference is the noise floor.
 _NOISE_PIECE = 40
-# A control quotes so many tokens; what a model predicts of the last ones is judged.
+# A control quotes this many tokens; the predictions of the last ones are judged.
 _QUOTED, _JUDGED = 32, 16
+
+
+EXACT = "exact prefix"
+Outcome = Literal["passed", "failed", "inconclusive"]
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Limits that a selector must meet.
+
+    ``max_kl`` is the mean KL divergence in nats per token, ``min_agreement`` the share of equal top-1 tokens, both over
+    questions and answers. On controls it may be worse than no recomputation by ``max_harm`` nats. With fewer than
+    ``min_prompts`` prompts the result is inconclusive.
+    """
+
+    max_kl: float = 0.05
+    min_agreement: float = 0.95
+    max_harm: float = 0.01
+    min_prompts: int = 8
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Measurements of one arm over ``prompts`` prompts.
+
+    ``first_divergence`` is the mean number of equal greedy tokens, of 16; ``control_kl`` the mean divergence of the
+    controls; ``cost`` rows times layers as a share of a prefill; ``why`` the reason of a failure, empty if it passed.
+    An arm is not run on further prompts once none of them could make it pass.
+    """
+
+    arm: str
+    bits: int
+    strategy: str
+    ratio: float
+    kl_mean: float
+    kl_p99: float
+    top1_agreement: float
+    first_divergence: float
+    control_kl: float
+    cost: float
+    why: str = ""
+    prompts: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return not self.why
+
+
+def failure_reason(finding: Finding, none: Finding, limits: Thresholds) -> str:
+    """Reason why an arm fails, compared with reuse without recomputation; empty if it passes."""
+    if finding.kl_mean > limits.max_kl:
+        return f"KL {finding.kl_mean:.3g} is more than {limits.max_kl:g}"
+    if finding.top1_agreement < limits.min_agreement:
+        return f"agreement {finding.top1_agreement:.3g} is less than {limits.min_agreement:g}"
+    if finding.control_kl > none.control_kl + limits.max_harm:
+        return f"harms controls: KL {finding.control_kl:.3g}, without repair {none.control_kl:.3g}"
+    return ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings of a verification.
+
+    ``noise_kl`` is the divergence between full prefills in pieces of different size. ``chosen`` is the cheapest
+    candidate that passes, else the closest one.
+    """
+
+    model: str
+    prompts: int
+    noise_kl: float
+    findings: tuple[Finding, ...]
+    chosen: Finding
+    thresholds: Thresholds
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.inconclusive_reason:
+            return "inconclusive"
+        return "passed" if self.chosen.passed else "failed"
+
+    @property
+    def passed(self) -> bool:
+        return self.outcome == "passed"
+
+    @property
+    def conclusive(self) -> bool:
+        return self.outcome != "inconclusive"
+
+    @property
+    def inconclusive_reason(self) -> str:
+        """Reason why these prompts are inconclusive; empty if they are conclusive."""
+        if self.prompts < self.thresholds.min_prompts:
+            return f"{self.prompts} prompts are too few, at least {self.thresholds.min_prompts} are needed"
+        none = next(f for f in self.findings if f.strategy == "none" and f.arm != EXACT)
+        if none.passed:
+            return "reuse without any repair passes as well, so that these prompts need no other document's context"
+        return ""
+
+    @property
+    def sentence(self) -> str:
+        """One sentence for operators: the text that workers will and will not reuse."""
+        exact = next(f for f in self.findings if f.arm == EXACT)
+        known = f"Prefixes that were read before are reused (KL {exact.kl_mean:.2g} with {exact.bits}-bit storage)"
+        c = self.chosen
+        if self.passed:
+            return (
+                f"{known}, and so is text that was read in another context, repaired by {c.strategy}, which computes "
+                f"{c.ratio:.0%} of its tokens again (KL {c.kl_mean:.2g}, agreement {c.top1_agreement:.1%})."
+            )
+        sooner = f" after {c.prompts} of them, which no other could make good" if 0 < c.prompts < self.prompts else ""
+        closest = f"no repair passed, and {c.strategy} at {c.ratio:g}, the closest, does not: {c.why}{sooner}"
+        why = self.inconclusive_reason or closest
+        return f"{known}; text that was read in another context is not reused: {why}."
+
+    def verdict(self) -> ReuseVerdict:
+        """The verdict to store with the namespace."""
+        c = self.chosen
+        return ReuseVerdict(
+            strategy=c.strategy,
+            ratio=c.ratio,
+            passed=self.passed,
+            kl_mean=c.kl_mean,
+            top1_agreement=c.top1_agreement,
+            prompts=c.prompts or self.prompts,
+            measured_at=int(time.time()),
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        found = asdict(self)
+        found["findings"] = [{**asdict(f), "passed": f.passed} for f in self.findings]
+        found["chosen"]["passed"] = self.chosen.passed
+        more = {"passed": self.passed, "conclusive": self.conclusive, "outcome": self.outcome}
+        return {**found, **more, "sentence": self.sentence}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt: documents in their order, then what is asked."""
+    """A prompt: documents in order, then a question."""
 
     documents: tuple[str, ...]
     question: str
@@ -46,15 +184,14 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A repair to be judged, at a share of the tokens."""
+    """A selector to verify, at a share of the relocated tokens."""
 
     strategy: str
     ratio: float
 
 
 def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]:
-    """What a verification of a worker's setting measures: the repair of that name, or those of ``auto``, at that share,
-    or at those that are tried where none is set."""
+    """Candidates for a worker's settings ``repair`` (``auto``: several) and ``repair_ratio`` (None: the defaults)."""
     names = AUTO_SELECTORS if repair == "auto" else (repair,)
     found = [Candidate(name, DEFAULT_RATIO if ratio is None else ratio) for name in names]
     if ratio is None and THOROUGH_SELECTOR in names:
@@ -63,7 +200,7 @@ def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Reads JSONL of ``{"documents": [...], "question": "..."}``. Raises InvalidRequest naming the line."""
+    """Read JSONL of ``{"documents": [...], "question": "..."}``. Raises InvalidRequest naming the line."""
     out = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -77,7 +214,7 @@ def read_questions(path: Path) -> list[Question]:
 
 
 class Verifier:
-    """Verifies one model at one storage width."""
+    """Verification of one model at one storage width."""
 
     def __init__(self, lab: ReuseLab, bits: int, thresholds: Thresholds | None = None) -> None:
         self._lab, self._bits, self._thresholds = lab, bits, thresholds or Thresholds()
@@ -89,8 +226,10 @@ class Verifier:
         compare: Sequence[str] = (),
         progress: Callable[[], None] = lambda: None,
     ) -> Report:
-        """Measures candidates, of which the cheapest that passes is chosen, and, for comparison, ``none`` and others at
-        the first candidate's ratio. Raises InvalidRequest."""
+        """Measure candidates, and for comparison ``none`` and ``compare`` at the first candidate's ratio.
+
+        The cheapest candidate that passes is chosen. ``progress`` is called after each prompt. Raises InvalidRequest.
+        """
         if not questions or any(len(q.documents) < 2 or not q.question for q in questions):
             raise InvalidRequest("at least one prompt is needed, each with two documents or more and a question")
         first = candidates[0].ratio
@@ -118,7 +257,7 @@ class Verifier:
         return Report(self._lab.loaded.id, len(questions), noise_kl, (prefix, *found), chosen, self._thresholds)
 
     def _positions(self, question: Question) -> int:
-        """How many predictions of a question and its answer are judged."""
+        """Number of judged predictions of a question and its answer."""
         return len(self._asked(question)) + _ANSWER - 1
 
     def _asked(self, question: Question) -> list[int]:
@@ -128,8 +267,11 @@ class Verifier:
     def _undecided_arms(
         self, arms: dict[Candidate, _Divergence], none: Candidate, total: int
     ) -> dict[Candidate, _Divergence]:
-        """The arms that further prompts can tell something of: a divergence is never negative, so one whose sum is too
-        large for all ``total`` predictions has failed. Reuse without repair is needed beside those that may pass."""
+        """Arms whose result further prompts can change.
+
+        A divergence is never negative, so an arm whose sum is too large for all ``total`` predictions has failed. The
+        arm without recomputation is needed beside every arm that may pass.
+        """
         undecided = {c for c, d in arms.items() if not d.must_fail(self._thresholds, total)}
         judged = undecided | {none} if undecided - {none} else undecided
         return {c: d for c, d in arms.items() if c in judged}
@@ -180,7 +322,7 @@ class Verifier:
 
 
 class _Tail:
-    """What follows documents, and the positions whose logits are judged: all of it, or the ``last`` so many."""
+    """Tokens after the documents, and the positions of the judged logits (all, or the ``last`` ones)."""
 
     def __init__(self, read: LabDocuments, tail: Sequence[int], last: int | None = None) -> None:
         self.tail = list(tail)
@@ -188,16 +330,28 @@ class _Tail:
         self.at = np.arange(len(self.tokens) - (last or len(tail)), len(self.tokens))
 
 
+def shuffled_order(count: int, rng: random.Random) -> list[int]:
+    """A random order of ``count`` documents other than the original. Raises ValueError for fewer than two."""
+    if count < 2:
+        raise ValueError(f"{count} documents have no other order")
+    order = list(range(count))
+    while order == sorted(order):
+        rng.shuffle(order)
+    return order
+
+
 def _quote(parts: Sequence[Sequence[int]], rng: random.Random) -> list[int]:
-    """Tokens from inside one of the documents."""
+    """A run of tokens from inside a random document."""
     part = list(rng.choice(parts))
     start = rng.randrange(max(1, len(part) - _QUOTED))
     return part[start : start + _QUOTED]
 
 
 def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]]:
-    """For each judged position and each token of the answer: nats from full prefill, and whether the likeliest token is
-    the same. The last position's logits are the answer's first."""
+    """KL divergence from full prefill in nats, and top-1 agreement, of each judged position and answer token.
+
+    The logits of the last position predict the first token of the answer.
+    """
     pairs = ((full.logits, got.logits), (full.answer_logits[1:], got.answer_logits[1:]))
     kl: list[float] = []
     same: list[bool] = []
@@ -209,7 +363,7 @@ def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]
 
 
 class _Divergence:
-    """Collects how far an arm is from full prefill."""
+    """Accumulated divergence of an arm from full prefill."""
 
     def __init__(self) -> None:
         self.kl: list[float] = []
@@ -223,13 +377,13 @@ class _Divergence:
         self.kl += kl
         self.same += same
         self.costs.append(got.cost)
-        # The likeliest token at every place of the same answer: a greedy one would differ from the first other one on.
+        # Top-1 tokens along the same answer: a greedy continuation would differ after the first other token.
         likeliest = got.answer_logits.argmax(-1).tolist()
         pairs = enumerate(zip(full.greedy_tokens, likeliest, strict=True))
         self.first_differences.append(next((i for i, (a, b) in pairs if a != b), len(full.greedy_tokens)))
 
     def must_fail(self, limits: Thresholds, total: int) -> bool:
-        """Whether it fails whatever else is measured, of ``total`` predictions in all."""
+        """True if the arm fails whatever the rest of the ``total`` predictions are."""
         right = total - len(self.same) + sum(self.same)
         return sum(self.kl) > limits.max_kl * total or right / total < limits.min_agreement
 

@@ -1,4 +1,4 @@
-"""Loading: from the daemon into the pool, what of a prompt was read before."""
+"""Loads the cached tokens of a prompt from the daemon into the KV pool."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ import grpc
 import torch
 from kvkernels import Piece
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.chunk_layout import MAX_CUTS, SINK_TOKENS, Geometry
+from kvsidecar.chunk_layout import MAX_CUTS, SINK_TOKENS
 from kvsidecar.kv_transfer.prefix_lookup import header_of
 from kvsidecar.kv_transfer.session import Session
 from torch import Tensor
 
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
-from inference_svc.context_reuse.reuse_policy import RecomputeSetting, ReusePolicy
+from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.context_reuse.rope_shift import Rotation
 from inference_svc.context_reuse.selectors.selector import recompute_cost
-from inference_svc.kv_client.cache_stats import CacheStats
-from inference_svc.kv_client.load_cost_model import LoadCostModel
+from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_client.window_plan import WindowPlan, load_layers, plan_window
 from inference_svc.kv_pool.block_table import UNMAPPED
@@ -35,20 +34,23 @@ from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
 
-# Shorter chunks are not worth a seam.
+# Shorter relocated chunks are not worth a seam.
 _MIN_RELOCATED_TOKENS = 8
-# From so many tokens on, the forward begins when the first layers are there; layers are copied so many at a time.
+# From this many tokens on, the forward starts when the first group of layers is loaded.
 _MIN_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
-# What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
+# The daemon may have to read matched chunks from disk: the timeout of Match grows with their size.
 _DISK_BYTES_PER_SECOND = 200e6
-# The daemon waits no longer for a remote tier.
+# Longest time that the daemon waits for the remote tier.
 _MAX_REMOTE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class ChunkCopy:
-    """A leased chunk, the slots of its leading tokens, and by how much its keys are turned. Of a ``far`` one, only
-    layers without a window get them."""
+    """A leased chunk to copy into ``slots`` of its leading tokens.
+
+    ``rotation`` is the RoPE shift of its keys. With ``global_layers_only`` it is copied for layers without a window
+    only.
+    """
 
     match: pb.ChunkMatch
     slots: Tensor
@@ -57,14 +59,16 @@ class ChunkCopy:
 
     @property
     def size_bytes(self) -> int:
-        """Of its payload, what belongs to these tokens."""
+        """Payload bytes of these tokens."""
         return self.match.payload_bytes * len(self.slots) // self.match.tokens
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Leased chunks to copy for a load, and what the engine is told when they are there. ``asked_seconds`` is what the
-    question took here, without the remote tier."""
+    """Leased chunks to copy for a load, and the report for the engine when they are copied.
+
+    ``lookup_seconds`` is the time of the lookup without that of the remote tier.
+    """
 
     lease_id: bytes
     copies: tuple[ChunkCopy, ...]
@@ -73,26 +77,21 @@ class LoadPlan:
 
 
 class ChunkLoader:
-    """``timeout`` is in seconds, for a prompt of no length."""
+    """Looks prompts up and copies their chunks. Methods block; any thread may call them."""
 
-    def __init__(
-        self,
-        geometry: Geometry,
-        policy: ReusePolicy,
-        economy: LoadCostModel,
-        stats: CacheStats,
-        projection_share: float,
-        timeout: float,
-    ) -> None:
-        self._geometry, self._policy, self._cost_model, self._stats = geometry, policy, economy, stats
-        self._projection_share, self._timeout = projection_share, timeout
+    def __init__(self, context: ClientContext) -> None:
+        self._geometry, self._policy = context.geometry, context.policy
+        self._cost_model, self._stats = context.cost_model, context.stats
+        self._projection_share, self._timeout = context.projection_share, context.timeout_seconds
         self._counting = threading.Lock()
-        g = geometry
+        g = context.geometry
         self._token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
 
     def skips_lookup(self, session: Session, root: bytes, sequence: Sequence) -> bool:
-        """Whether the daemon need not be asked for a prompt's beginning; counted for it. Others may have read what the
-        summary knows nothing of."""
+        """True if the Bloom filter excludes a prefix match; counts the skipped lookup.
+
+        With a remote tier, other nodes may have stored chunks that the filter does not know.
+        """
         if session.remote or session.may_contain(root, sequence.tokens):
             return False
         with self._counting:
@@ -100,15 +99,18 @@ class ChunkLoader:
         return True
 
     def allows_relocation(self, session: Session, sequence: Sequence) -> bool:
-        """Whether what was read in another context may be reused. Not where a window's pages do not reach so far."""
-        table = sequence.kv.table  # the engine may take the pages of a load back that nobody wants any more
+        """True if relocated chunks may be used: not if a window's pages do not cover the prompt."""
+        table = sequence.kv.table  # the engine takes back the pages of a load that is not wanted any more
         if table is not None and table.tokens < len(sequence.tokens):
             return False
         return not sequence.request.cache.exact_only and self._policy.recompute_setting(session.verdict) is not None
 
     def look_up(self, session: Session, root: bytes, load: SequenceLoad) -> LoadPlan | None:
-        """Looks a prompt up and chooses what is to be copied. None where nothing is: the engine was told then, or is to
-        be. The sequence stays as it is. Any thread may call it, for several loads at once."""
+        """Look a prompt up and plan its load; None if there is nothing to copy.
+
+        In that case the load was reported, or the caller reports it. Does not change the sequence. Any thread may call
+        it, for several loads at once.
+        """
         began, sequence = time.perf_counter(), load.sequence
         contents = self._content_probes(session, root, sequence, sequence.tokens)
         if not contents and self.skips_lookup(session, root, sequence):
@@ -132,7 +134,7 @@ class ChunkLoader:
             if answer.epoch != session.epoch:
                 raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
             if load.claim():
-                # The prompt's own end is no cut.
+                # The end of the prompt is no boundary between chunks.
                 found = self._plan_load(session, load, answer, cuts[:-1] if session.remote else None, began, looked_up)
         finally:
             if found is None or not found.copies:
@@ -151,7 +153,7 @@ class ChunkLoader:
         began: float,
         looked_up: float,
     ) -> LoadPlan:
-        """What of an answer is copied, and what the engine is told of it."""
+        """Choose the chunks of an answer to copy, and build the report for the engine."""
         sequence, pool = load.sequence, load.pool
         stored = _stored_prefix(answer.passed_tokens, answer.matches, cuts)
         use = self._plan_window(sequence, pool, answer, stored)
@@ -174,12 +176,15 @@ class ChunkLoader:
             transfer_ms=answer.promote_ms,
             looked_up_at=looked_up,
         )
-        # What the remote tier takes, the daemon weighs: it knows what that has, and was told what computing takes.
+        # The daemon weighs the remote tier's time itself: it knows that tier, and the request told it the prefill cost.
         return LoadPlan(answer.lease_id, tuple(parts), restored, looked_up - began - answer.remote_ms / 1e3)
 
     def copy(self, session: Session, found: LoadPlan, load: SequenceLoad) -> None:
-        """Copies what was found, layers in order. Of much, the engine is told before the first ones are there, with a
-        gate that opens as they come. It is not told of what was not copied."""
+        """Copy planned chunks into the pool, in order of layers, and release their lease.
+
+        A large load is reported before its first layers are copied, with a gate that opens layer by layer. An
+        incomplete copy is not reported here.
+        """
         began, parts, pool = time.perf_counter(), found.copies, load.pool
         layers, gate = self._geometry.layers, None
         shares = [len(pool.wide_layers) / layers if part.global_layers_only else 1.0 for part in parts]
@@ -218,11 +223,14 @@ class ChunkLoader:
             load.report(replace(found.restored, restore_ms=(ended - found.restored.looked_up_at) * 1e3))
 
     def _pieces(
-        self, session: Session, lease_id: bytes, parts: tuple[ChunkCopy, ...], most: float
+        self, session: Session, lease_id: bytes, parts: tuple[ChunkCopy, ...], max_seconds: float
     ) -> Generator[tuple[list[Piece], list[Piece]], None, None]:
-        """Parts with their payloads, those that all layers get and the far ones: all at once where they are in memory,
-        so that layers can be copied in order; else one by one, as they come, for ``most`` seconds."""
-        payloads = session.read(lease_id, [part.match for part in parts], self._timeout, most)
+        """Yield pieces for all layers, and pieces for global layers only.
+
+        Payloads in shared memory come all at once, so that layers can be copied in order; others one by one as they
+        arrive, for at most ``max_seconds``.
+        """
+        payloads = session.read(lease_id, [part.match for part in parts], self._timeout, max_seconds)
         with closing(payloads):
             pieces = (
                 (
@@ -236,20 +244,23 @@ class ChunkLoader:
 
     @staticmethod
     def _plan_window(sequence: Sequence, pool: KVPool, answer: pb.MatchResponse, stored: StoredPrefix) -> WindowPlan:
-        """What of the longest stored prefix is used, and how much of it is loaded."""
+        """Choose how much of the longest stored prefix is used and loaded."""
         tokens = passed = answer.passed_tokens
         for match in answer.matches:
             if match.start_position != tokens:
                 raise ValueError(f"a chunk at {match.start_position} does not continue {tokens} tokens")
             tokens += match.matched_tokens
         assert sequence.kv.table is not None
-        # The last token is always computed: its logits are wanted.
-        found, goes_on = min(tokens, len(sequence.tokens) - 1), stored.tokens if sequence.request.cache.write else None
-        return plan_window(pool, sequence.kv.table, sequence.kv.num_computed, found, goes_on, passed)
+        # The last token is always computed: the sampler needs its logits.
+        found, save_from = (
+            min(tokens, len(sequence.tokens) - 1),
+            stored.tokens if sequence.request.cache.write else None,
+        )
+        return plan_window(pool, sequence.kv.table, sequence.kv.num_computed, found, save_from, passed)
 
     @staticmethod
     def _prefix_copies(sequence: Sequence, pool: KVPool, matches: Any, use: WindowPlan) -> list[ChunkCopy]:
-        """The chunks that all layers get, and those that only layers without a window do."""
+        """Copies of the prefix chunks, for all layers or for global layers only."""
         out: list[ChunkCopy] = []
         for match in matches:
             start = match.start_position
@@ -257,7 +268,7 @@ class ChunkLoader:
             whole = end > use.start
             if end > max(start, sequence.kv.num_computed) and (whole or pool.wide_layers):
                 slots = torch.from_numpy(use.table.slots(start, end))
-                # What the pool has already stays as it is; others may be reading it.
+                # Tokens that the pool already has are not overwritten: other sequences may be reading them.
                 slots[: max(0, sequence.kv.num_computed - start)] = pool.padding_slot
                 slots[slots == UNMAPPED] = pool.padding_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
@@ -266,8 +277,10 @@ class ChunkLoader:
     def chunks_at(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], position: int
     ) -> list[bytes]:
-        """Prefix hashes of the stored chunks that a prompt has at a position, where it begins so or anywhere. Raises
-        grpc.RpcError."""
+        """Prefix hashes of stored chunks that hold a prompt's token at a position.
+
+        Both prefix and content matches count. Raises grpc.RpcError.
+        """
         contents = self._content_probes(session, root, sequence, tokens)
         salt = sequence.request.cache.tenant_salt
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
@@ -280,11 +293,10 @@ class ChunkLoader:
     def _content_probes(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int]
     ) -> list[pb.ContentProbe]:
-        """The chunks of a prompt that might have been read elsewhere, where such may be reused."""
+        """Chunks of a prompt that may be stored behind another prefix, if relocation is allowed."""
         if not self.allows_relocation(session, sequence):
             return []
-        # The last token is always computed.
-        tokens = tokens[:-1]
+        tokens = tokens[:-1]  # the last one is always computed
         return [
             pb.ContentProbe(start=a, tokens=b - a)
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, document_marks(sequence))])
@@ -296,14 +308,14 @@ class ChunkLoader:
     def _relocated_copies(
         self, sequence: Sequence, pool: KVPool, contents: Any, exact: int
     ) -> tuple[list[ChunkCopy], list[RelocatedSpan]]:
-        """Chunks that were found by content, keys turned to where the prompt has them."""
+        """Copies of content matches, with the RoPE shift to their positions in the prompt."""
         assert sequence.kv.table is not None
         out: list[ChunkCopy] = []
         stretches: list[RelocatedSpan] = []
         for found in contents:
             match = found.match
             end = found.start + match.tokens
-            # The first tokens of all attract attention whatever they say; elsewhere they must not.
+            # The first tokens of a prompt are attention sinks whatever they are; relocated, they must not be.
             start = max(found.start + (SINK_TOKENS if match.start_position == 0 else 0), exact)
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue
@@ -317,12 +329,12 @@ class ChunkLoader:
         return out, stretches
 
     def _relocation_pays(self, chosen: RecomputeSetting) -> bool:
-        """Whether loading and repairing a token is cheaper than computing it; not asked when the operator insists."""
+        """True if loading and recomputing is cheaper than prefill, or if the operator set ``always``."""
         share = recompute_cost(chosen.selector, chosen.ratio, self._geometry.layers, self._projection_share)
         return self._policy.mode == "always" or self._cost_model.worth_reusing(share)
 
     def _chunk_ends(self, session: Session, sequence: Sequence) -> list[int]:
-        """Where the prompt would be cut into chunks, for a daemon that can ask others for them."""
+        """Chunk boundaries of the prompt, for a daemon that can fetch chunks from the remote tier."""
         if not session.remote:
             return []
         ends = self._policy.chunker.ends(sequence.tokens, document_marks(sequence))
@@ -331,22 +343,27 @@ class ChunkLoader:
         return cuts[:MAX_CUTS]
 
     def _match_timeout(self, session: Session, tokens: int) -> float:
-        """Seconds to wait for a Match, which may have to read so many tokens from disk, or from afar in the time that
-        they could be computed in."""
+        """Timeout of a Match in seconds.
+
+        The daemon may read ``tokens`` tokens from disk, or from the remote tier within their prefill time.
+        """
         afar = tokens * self._cost_model.prefill_seconds_per_token if session.remote else 0.0
         return self._timeout + tokens * self._token_bytes / _DISK_BYTES_PER_SECOND + min(afar, _MAX_REMOTE_SECONDS)
 
 
 def document_marks(sequence: Sequence) -> DocumentMarks:
-    """The request's marks, and one where its prompt ends: the answer is no part of the last document."""
+    """Marks of a request, with one at the end of its prompt: the answer is not part of the last document."""
     marks = sequence.request.cache.marks
     return replace(marks, segment_ends=(*marks.segment_ends, sequence.request.num_prompt_tokens))
 
 
 def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredPrefix:
-    """Where storing goes on: after the last chunk that matched wholly. Where nodes share chunks, which they know by
-    their ``cuts``, after the last one up to which all are cut so: a tail in between would be unknown to others, with
-    what follows it, so the chunk that takes its place is stored anew. ``matches`` come after ``passed`` tokens."""
+    """Prefix after which saving continues: the last chunk that matched completely.
+
+    Nodes that share chunks expect the boundaries ``cuts``: there, saving continues after the last chunk up to which all
+    boundaries agree. A shorter tail in between would be unknown to other nodes, with all that follows it, so it is
+    stored again. ``matches`` follow ``passed`` tokens.
+    """
     tokens, last, covered, shared = 0, b"", passed, True
     for n, match in enumerate(matches):
         covered += match.matched_tokens

@@ -1,4 +1,4 @@
-"""Storing: from the pool to the daemon, which makes chunks visible by Commit."""
+"""Saves computed tokens from the KV pool to the daemon as chunks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from dataclasses import dataclass
 import torch
 from kvkernels import pack_chunk
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
+from kvsidecar.chunk_layout import new_header
+from kvsidecar.kv_transfer import chunk_writer
+from kvsidecar.kv_transfer.chunk_writer import StoreTarget, WriteResult, store_chunks
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.kv_transfer.transport import Fill
 
-from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.kv_client.cache_stats import CacheStats
+from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.kv_client.chunk_loader import document_marks
-from inference_svc.kv_client.load_cost_model import LoadCostModel
+from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
@@ -25,142 +24,133 @@ from inference_svc.sequence.sequence import Sequence
 
 
 @dataclass(frozen=True)
-class PartialSave:
-    """The first ``tokens`` tokens of a running sequence, of which ``stored`` is stored. ``table`` holds the pages
-    behind that, ``known`` are all of its tokens so far, ``prefill`` what was computed of them in how many seconds."""
+class SaveSnapshot:
+    """The first ``tokens`` tokens of a sequence, of which ``stored`` is stored, and the pages that hold the rest.
+
+    ``known`` are all tokens of the sequence so far; ``prefill`` is the number of tokens that were computed, and the
+    seconds that it took.
+    """
 
     pool: KVPool
     table: BlockTable
     tokens: int
     stored: StoredPrefix
     known: list[int]
+    marks: DocumentMarks
     prefill: tuple[int, float]
 
     @classmethod
-    def snapshot(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> PartialSave:
-        """As the engine's thread sees it now."""
-        fresh, seconds = _prefill(sequence)
+    def of_finished(cls, sequence: Sequence, pool: KVPool) -> SaveSnapshot:
+        """All reusable tokens of a sequence that does not change any more."""
+        assert sequence.kv.table is not None
+        known = sequence.tokens[: sequence.kv.num_exact]
+        prefill = _prefill(sequence)
+        return cls(pool, sequence.kv.table, len(known), sequence.kv.stored, known, document_marks(sequence), prefill)
+
+    @classmethod
+    def of_running(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> SaveSnapshot:
+        """The first ``tokens`` tokens, as the engine's thread sees the sequence now."""
+        prefill = _prefill(sequence)
         if not sequence.timestamps.first_token_at:
-            fresh, seconds = (
+            prefill = (
                 sequence.kv.num_computed - sequence.usage.num_cached,
                 time.perf_counter() - sequence.timestamps.started_at,
             )
-        return cls(pool, table, tokens, sequence.kv.stored, list(sequence.tokens), (fresh, seconds))
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What is stored: of the tokens ``known``, the chunks that end at ``end`` or before, from ``table``'s pages."""
-
-    session: Session
-    root: bytes
-    sequence: Sequence
-    pool: KVPool
-    table: BlockTable
-    known: list[int]
-    end: int
-    prefill: tuple[int, float]
-    yield_to_loads: Callable[[], None]
+        known, marks = list(sequence.tokens), document_marks(sequence)
+        return cls(pool, table, tokens, sequence.kv.stored, known, marks, prefill)
 
 
 class ChunkSaver:
-    """``timeout`` is in seconds, for a call that moves nothing. Each group of chunks waits for ``give_way``, which the
-    caller gives, first."""
+    """Saves snapshots. Before each group of chunks it calls ``yield_to_loads``. For one thread at a time."""
 
-    def __init__(
-        self, geometry: Geometry, policy: ReusePolicy, economy: LoadCostModel, stats: CacheStats, timeout: float
-    ) -> None:
-        self._geometry, self._policy, self._cost_model = geometry, policy, economy
-        self._stats, self._timeout = stats, timeout
+    def __init__(self, context: ClientContext) -> None:
+        self._context = context
 
     def save(
-        self, session: Session, root: bytes, sequence: Sequence, pool: KVPool, give_way: Callable[[], None]
+        self,
+        session: Session,
+        root: bytes,
+        sequence: Sequence,
+        snapshot: SaveSnapshot,
+        yield_to_loads: Callable[[], None],
     ) -> StoredPrefix:
-        """Stores what of a finished sequence is not stored yet. Returns what is stored then."""
-        assert sequence.kv.table is not None
-        known = sequence.tokens[: sequence.kv.num_exact]
-        job = _Job(session, root, sequence, pool, sequence.kv.table, known, len(known), _prefill(sequence), give_way)
-        return self._save(job, sequence.kv.stored)
+        """Save the tokens of a snapshot that are not stored yet. Returns the stored prefix."""
+        before, complete = snapshot.stored, not snapshot.table.first_valid_token
+        if (
+            before.tokens < snapshot.table.first_valid_token
+        ):  # their parent chunk is not stored: no match would ever find them
+            return before
+        cache, context = sequence.request.cache, self._context
+        target = StoreTarget(session, root, cache.tenant_salt, context.timeout_seconds, cache.ttl_seconds)
+        source = _SnapshotSource(context, session.max_chunk_tokens, snapshot, yield_to_loads)
+        prefix = chunk_writer.StoredPrefix(before.tokens, before.prefix_hash)
+        stored = store_chunks(target, source, prefix, can_restart=complete)
+        tokens = stored.prefix.tokens
+        if stored.before_last is None:
+            return before if tokens == before.tokens else StoredPrefix()
+        if session.remote and tokens == len(snapshot.known):
+            # The last chunk ends with the sequence, where no other node would end one: a longer one replaces it.
+            return StoredPrefix(stored.before_last.tokens, stored.before_last.prefix_hash, tokens)
+        return StoredPrefix(tokens, stored.prefix.prefix_hash, tokens)
 
     def save_part(
-        self, session: Session, root: bytes, sequence: Sequence, part: PartialSave, give_way: Callable[[], None]
+        self,
+        session: Session,
+        root: bytes,
+        sequence: Sequence,
+        snapshot: SaveSnapshot,
+        yield_to_loads: Callable[[], None],
     ) -> StoredPrefix | None:
-        """Stores the chunks of a running sequence that end within a part of it. Returns what is stored then; None for
-        values that are not finite, of which no answer has told yet."""
-        table, pool = part.table, part.pool
-        if part.stored.tokens < table.first_valid_token:  # nobody could find it without what comes before
-            return part.stored
-        slots = torch.from_numpy(table.slots(part.stored.tokens, part.tokens))
+        """Save the whole chunks of a running sequence's snapshot. Returns the stored prefix.
+
+        None for values that are not finite: the sampler has not seen their logits yet.
+        """
+        table, pool, stored = snapshot.table, snapshot.pool, snapshot.stored
+        if stored.tokens < table.first_valid_token:
+            return stored
+        slots = torch.from_numpy(table.slots(stored.tokens, snapshot.tokens))
         if not pool.values[-1].index_select(1, slots.to(pool.values.device)).isfinite().all():
             return None
-        job = _Job(session, root, sequence, pool, table, part.known, part.tokens, part.prefill, give_way)
-        return self._save(job, part.stored)
+        return self.save(session, root, sequence, snapshot, yield_to_loads)
 
-    def _save(self, job: _Job, before: StoredPrefix) -> StoredPrefix:
-        stored = self._save_from(job, before) if job.table.first_valid_token <= before.tokens else before
-        if (
-            stored is None and not job.table.first_valid_token
-        ):  # the parent is gone meanwhile: the pool still has it all
-            stored = self._save_from(job, StoredPrefix())
-        return stored or StoredPrefix()
 
-    def _save_from(self, job: _Job, prefix: StoredPrefix) -> StoredPrefix | None:
-        """Stores the tokens after ``prefix``. Returns what is stored, or None when its last chunk is gone."""
-        session, root, sequence = job.session, job.root, job.sequence
-        headers, stored, first = self._headers(job, prefix), prefix, True
-        for group, hashes in linked_groups(session, headers, prefix.prefix_hash, root):
-            job.yield_to_loads()
-            filler = _filler(job, group)
-            cache = sequence.request.cache
-            written = write(session, cache.tenant_salt, group, filler, self._timeout, cache.ttl_seconds)
-            if first and written.parent_missing:
-                return None
-            first = False
-            self._stats.stored_chunks += sum(written.newly_stored)
-            self._stats.refused_chunks += written.stored.count(False)
-            chunks = written.num_leading_stored
-            if chunks:
-                tokens = stored.tokens + sum(h.token_count for h in group[:chunks])
-                before, stored = stored, StoredPrefix(tokens, hashes[chunks - 1], tokens)
-                if session.remote and chunks == len(group) and tokens == len(job.known):
-                    stored = _without_tail(before, group, hashes)
-            if chunks < len(group):
-                break
-        return stored
+class _SnapshotSource:
+    """Chunks of a snapshot that end within its tokens."""
 
-    def _headers(self, job: _Job, prefix: StoredPrefix) -> list[ChunkHeader]:
-        """Headers of the chunks to store after ``prefix``, with the tail; none longer than the daemon takes."""
-        per_token = self._cost_model.seconds_per_token(*job.prefill)
-        headers, start = list[ChunkHeader](), prefix.tokens
-        for end in self._policy.chunker.ends(job.known, document_marks(job.sequence)):
-            while start < end <= job.end:
-                stop = min(end, start + job.session.max_chunk_tokens)
-                header = new_header(self._geometry, job.known[start:stop], start)
+    def __init__(
+        self,
+        context: ClientContext,
+        max_chunk_tokens: int,
+        snapshot: SaveSnapshot,
+        yield_to_loads: Callable[[], None],
+    ) -> None:
+        self._context, self._max_chunk_tokens = context, max_chunk_tokens
+        self._snapshot, self.before_group = snapshot, yield_to_loads
+
+    def headers(self, start: int) -> list[ChunkHeader]:
+        """Headers of the chunks from ``start`` on, none longer than the daemon takes."""
+        context, snapshot = self._context, self._snapshot
+        per_token = context.cost_model.seconds_per_token(*snapshot.prefill)
+        headers = list[ChunkHeader]()
+        for end in context.policy.chunker.ends(snapshot.known, snapshot.marks):
+            while start < end <= snapshot.tokens:
+                stop = min(end, start + self._max_chunk_tokens)
+                header = new_header(context.geometry, snapshot.known[start:stop], start)
                 header.prefill_seconds = per_token * (stop - start)
                 headers.append(header)
                 start = stop
         return headers
 
+    def fill(self, header: ChunkHeader, payload: memoryview) -> None:
+        start, pool = header.start_position, self._snapshot.pool
+        slots = torch.from_numpy(self._snapshot.table.slots(start, start + header.token_count))
+        pack_chunk(pool.keys, pool.values, slots, header, payload)
 
-def _filler(job: _Job, headers: list[ChunkHeader]) -> Fill:
-    """Writes the payloads of a sequence's chunks from the pool."""
-
-    def fill(i: int, payload: memoryview) -> None:
-        start = headers[i].start_position
-        slots = torch.from_numpy(job.table.slots(start, start + headers[i].token_count))
-        pack_chunk(job.pool.keys, job.pool.values, slots, headers[i], payload)
-
-    return fill
+    def after_group(self, result: WriteResult) -> None:
+        self._context.stats.stored_chunks += sum(result.newly_stored)
+        self._context.stats.refused_chunks += result.stored.count(False)
 
 
 def _prefill(sequence: Sequence) -> tuple[int, float]:
-    """How many tokens of its prompt were computed, in how many seconds."""
+    """Number of computed prompt tokens, and the seconds that it took."""
     return sequence.request.num_prompt_tokens - sequence.usage.num_cached, sequence.timings.prefill_ms / 1e3
-
-
-def _without_tail(before: StoredPrefix, group: list[ChunkHeader], hashes: list[bytes]) -> StoredPrefix:
-    """What is stored when all of a last group is, with storing to go on before its last chunk: that ends where the
-    sequence does, and nowhere that another node would cut. What goes on from there takes its place."""
-    tail = group[-1].start_position
-    last = hashes[-2] if len(hashes) > 1 else before.prefix_hash
-    return StoredPrefix(tail, last, tail + group[-1].token_count)

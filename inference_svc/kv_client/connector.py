@@ -1,11 +1,11 @@
-"""The engine's cache over a daemon: loads sequences before they run, and stores finished ones.
+"""KV connector over a cache daemon: loads sequences before they run, saves finished ones.
 
-Three lanes, so that no request waits for what is another's. Threads of a small pool ask the daemon: a Match may wait
-for a disk or a remote tier. One thread copies what they found, in order of arrival. One thread stores, and gives way to
-copies, but for a sequence that begins as one that waits to be loaded: what a finished request stores is there for the
-next turn of its conversation. Where chunks are streamed to another host, storing has a thread of its own, for which
-nobody waits who loads, and stores only what the link takes.
-Nothing here fails a request: whatever goes wrong is counted, logged once, and the prompt is computed.
+Lookups, copies and saves have threads of their own, so that no request waits for another's work. A small pool of
+threads looks prompts up, because a Match may wait for a disk or the remote tier. One thread copies found chunks in
+order of arrival. One thread saves, and yields to copies, except for a sequence with the same beginning as one that
+waits for its load: a finished request is saved before the next turn of its conversation is looked up. Chunks that are
+streamed to another host are saved by another thread, for which no load waits, and only as many as the link takes.
+No failure here fails a request: it is counted and logged once, and the prompt is computed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import grpc
 import structlog
@@ -24,17 +25,18 @@ from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar import keys
 from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.errors import KVSidecarError, from_rpc
+from kvsidecar.errors import KVSidecarError, Unavailable, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
+from kvsidecar.net.channel import Address
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.kv_client.cache_stats import CacheStats
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
-from inference_svc.kv_client.chunk_saver import ChunkSaver, PartialSave
-from inference_svc.kv_client.load_cost_model import LoadCostModel
+from inference_svc.kv_client.chunk_saver import ChunkSaver, SaveSnapshot
+from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_pool.block_table import BlockTable
@@ -45,21 +47,24 @@ from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("cache")
 
-# With a prefix in the pool already, the daemon is asked only when at least this many tokens are missing.
+# A prompt whose prefix is in the pool is looked up only if at least this many more tokens are uncached.
 _MIN_UNCACHED_TOKENS = 64
-# Finished sequences that are to be sent to another host.
+# Finished sequences that wait to be sent to another host.
 _MAX_QUEUED_SENDS = 4
-# Questions that wait for an answer at one time: their threads only wait.
+# Concurrent lookups: their threads only wait.
 _MAX_LOOKUPS = 32
-# Before each group of chunks, storing waits no longer than this for copies.
+# Longest wait of a save for copies, before each group of chunks.
 _MAX_YIELD_SECONDS = 1.0
-# How soon a question that waits for a save notices that nobody wants the answer any more.
+# Interval at which a lookup that waits for a save checks whether its request was cancelled.
 _POLL_SECONDS = 0.05
+_VERDICT_SECONDS = 3.0
 
 
 class DaemonConnector:
-    """The engine's ``Cache`` over a daemon, with a session for the model and one for each adapter: a session has one
-    namespace."""
+    """The engine's ``Cache`` over a daemon.
+
+    It has one connection for the model and one for each adapter, because a session has one namespace.
+    """
 
     def __init__(
         self,
@@ -69,12 +74,11 @@ class DaemonConnector:
         projection_share: float,
         timeout: float,
     ) -> None:
-        """``daemons`` are by the fingerprints of adapters; that of the model itself is empty."""
-        self.stats = CacheStats()
+        """``daemons`` maps adapter fingerprints (empty: the model itself) to connections; ``timeout`` is in seconds."""
+        context = ClientContext(geometry, policy, projection_share, timeout)
+        self.stats, self._cost_model = context.stats, context.cost_model
         self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
-        self._cost_model = LoadCostModel()
-        self._loader = ChunkLoader(geometry, policy, self._cost_model, self.stats, projection_share, timeout)
-        self._saver = ChunkSaver(geometry, policy, self._cost_model, self.stats, timeout)
+        self._loader, self._saver = ChunkLoader(context), ChunkSaver(context)
         self._lookup_threads = ThreadPoolExecutor(_MAX_LOOKUPS, "kv-ask")
         self._probe_thread = ThreadPoolExecutor(1, "kv-probe")
         self._copies = PriorityExecutor("kv-copy")
@@ -82,27 +86,22 @@ class DaemonConnector:
         self._sends = PriorityExecutor("kv-send")  # to another host
         self._loads: set[SequenceLoad] = set()
         self._counting = threading.Lock()
-        self._epoch: int | None = None  # of the daemon that the economy knows
+        self._epoch: int | None = None  # of the daemon whose load times the cost model knows
 
     @property
     def attached(self) -> bool:
         return all(daemon.session is not None for daemon in self._daemons.values())
 
     def close(self) -> None:
-        """Finishes what is queued and ends the sessions. Blocks."""
-        for thread in (
-            self._probe_thread,
-            self._lookup_threads,
-            self._copies,
-            self._saves,
-            self._sends,
-        ):  # asking feeds copies
+        """Finish queued jobs and end the sessions. Blocks."""
+        # Lookups submit copies: they end first.
+        for thread in (self._probe_thread, self._lookup_threads, self._copies, self._saves, self._sends):
             thread.shutdown()
-        with ThreadPoolExecutor(len(self._daemons)) as threads:  # a daemon that hangs is waited for once
+        with ThreadPoolExecutor(len(self._daemons)) as threads:  # in parallel: a hung daemon costs one timeout
             list(threads.map(DaemonConnection.close, self._daemons.values()))
 
     def warm_up(self, pool: KVPool) -> None:
-        """Compiles the chunk kernels before the first request needs them. Writes only to the padding slots."""
+        """Compile the chunk kernels before the first request. Writes only to the padding slots."""
         header = new_header(self._geometry, [0] * 8, 0)
         payload = bytearray(header.payload_bytes)
         slots = torch.arange(pool.padding_slot, pool.padding_slot + 8)
@@ -110,15 +109,15 @@ class DaemonConnector:
         unpack_chunk(pool.keys, pool.values, slots, header, memoryview(payload).toreadonly())
 
     def has_adapter(self, adapter: bytes) -> bool:
-        """Whether an adapter has a link."""
+        """True if an adapter has a connection."""
         return adapter in self._daemons
 
     def add_adapter(self, adapter: bytes, daemon: DaemonConnection) -> None:
-        """A link for an adapter that has none. Not beside ``remove``."""
+        """Add a connection for an adapter without one. Not concurrently with ``remove_adapter``."""
         self._daemons = {**self._daemons, adapter: daemon}
 
     def remove_adapter(self, adapter: bytes) -> None:
-        """Ends the session of an adapter that no sequence has any more, once what is queued for it is done. Blocks."""
+        """End the session of an adapter that no sequence uses, after its queued jobs. Blocks."""
         jobs: list[SequenceLoad | Job] = [*list(self._loads), *self._saves.jobs, *self._sends.jobs]
         for job in [job for job in jobs if job.sequence.cache_scope.adapter == adapter]:
             job.finished.wait()
@@ -129,7 +128,7 @@ class DaemonConnector:
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
-        # Of few missing tokens, fewer still would be found: the question alone costs as much as they do.
+        # For a few uncached tokens the lookup alone costs as much as their prefill.
         least = 2 if not sequence.kv.num_computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
         if found is None or sequence.num_uncomputed < least:
@@ -138,7 +137,7 @@ class DaemonConnector:
         if session.epoch != self._epoch:
             self._epoch = session.epoch
             self._cost_model.reset_loads()
-        # The summary will know of what is being stored now.
+        # The Bloom filter will contain the chunks that are being saved now.
         saves = [job for job in self._saves.jobs if _share_head(sequence.tokens, job.sequence.tokens)]
         asked = self._loader.allows_relocation(session, sequence) or bool(saves)
         if not asked and self._loader.skips_lookup(session, root, sequence):
@@ -160,7 +159,7 @@ class DaemonConnector:
         return self._cost_model.load_seconds(tokens)
 
     def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
-        """The session for a sequence, if there is one, and the root of its tenant's chunks."""
+        """The session for a sequence, if there is one, and its tenant root."""
         daemon = self._daemons.get(sequence.cache_scope.adapter)
         session = None if daemon is None else daemon.session
         if daemon is None or session is None:
@@ -194,7 +193,7 @@ class DaemonConnector:
             self._probe_thread.submit(self._probe, sequence, done)
 
     def _probe(self, sequence: Sequence, done: ProbeCallback) -> None:
-        """A Match without a session: nothing is leased. A failure is left to the load that follows."""
+        """Match without a session, so that nothing is leased. The load that follows will handle a failure."""
         daemon = self._daemons.get(sequence.cache_scope.adapter)
         session = None if daemon is None else daemon.session
         if daemon is None or session is None or sequence.state is not SequenceState.WAITING:
@@ -205,7 +204,7 @@ class DaemonConnector:
         with contextlib.suppress(grpc.RpcError):
             done(sequence, session.stub.Match(request, timeout=self._timeout).matched_tokens)
 
-    # ---- storing --------------------------------------------------------------------------------------------
+    # ---- saving ---------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         if sequence.kv.plan is None:
@@ -221,28 +220,28 @@ class DaemonConnector:
         found = self._session(sequence)
         if found is None:
             return False
-        part = PartialSave.snapshot(sequence, pool, table, tokens)
-        return self._queue_save(found[0], sequence, tokens, partial(self._save_part, sequence, part, done))
+        snapshot = SaveSnapshot.of_running(sequence, pool, table, tokens)
+        return self._queue_save(found[0], sequence, tokens, partial(self._save_part, sequence, snapshot, done))
 
     def _queue_save(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[Job], None]) -> bool:
-        """Has so many tokens stored, if they are to be."""
-        lane = self._saves
+        """Queue a save of ``tokens`` tokens; False if they are not worth it."""
+        executor = self._saves
         if not session.transport.zero_copy:
-            # The pages are kept until they are sent; what would hardly be loaded again is not worth that.
-            lane = self._sends
-            if len(lane.jobs) >= _MAX_QUEUED_SENDS or not self._cost_model.load_pays(tokens):
+            # Pages are kept until they are sent: too expensive for tokens that would hardly be loaded again.
+            executor = self._sends
+            if len(executor.jobs) >= _MAX_QUEUED_SENDS or not self._cost_model.load_pays(tokens):
                 return False
-        lane.submit(sequence, save)
+        executor.submit(sequence, save)
         return True
 
     def _yield_to_loads(self, job: Job) -> None:
-        """Lets copies go first, unless a load waits for what the job stores."""
+        """Let copies go first, unless a load waits for this save."""
         self._copies.wait_idle(_MAX_YIELD_SECONDS, unless=lambda: job.urgent)
 
-    # ---- failing --------------------------------------------------------------------------------------------
+    # ---- jobs -----------------------------------------------------------------------------------------------
 
     def _look_up(self, load: SequenceLoad, saves: list[Job]) -> None:
-        """On a thread that may wait: asks for a load, behind what is stored for it, and has it copied."""
+        """Wait for saves that the load needs, look its prompt up, and queue the copy. On a lookup thread."""
         self._await_saves(saves, load)
         with self._guard(load.sequence) as found:
             if found is not None and load.wanted:
@@ -253,7 +252,7 @@ class DaemonConnector:
         self._finish_load(load)
 
     def _await_saves(self, saves: list[Job], load: SequenceLoad) -> None:
-        """Waits for saves, no longer than loading is worth waiting for."""
+        """Wait for saves, at most for the timeout of the load."""
         deadline = time.monotonic() + self._cost_model.load_timeout(len(load.sequence.tokens))
         for save in saves:
             while load.wanted and time.monotonic() < deadline and not save.finished.wait(_POLL_SECONDS):
@@ -265,7 +264,7 @@ class DaemonConnector:
         self._finish_load(load)
 
     def _finish_load(self, load: SequenceLoad) -> None:
-        load.report(LoadResult())  # without effect where it was told more
+        load.report(LoadResult())  # no effect after an earlier report
         self._loads.discard(load)
         load.finished.set()
 
@@ -273,21 +272,24 @@ class DaemonConnector:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
-                stored = self._saver.save(*found, sequence, pool, partial(self._yield_to_loads, job))
+                snapshot = SaveSnapshot.of_finished(sequence, pool)
+                stored = self._saver.save(*found, sequence, snapshot, partial(self._yield_to_loads, job))
         done(sequence, stored)
 
-    def _save_part(self, sequence: Sequence, part: PartialSave, done: SaveCallback, job: Job) -> None:
+    def _save_part(self, sequence: Sequence, snapshot: SaveSnapshot, done: SaveCallback, job: Job) -> None:
         stored: StoredPrefix | None = None
         with self._guard(sequence) as found:
             if found is not None:
-                stored = self._saver.save_part(*found, sequence, part, partial(self._yield_to_loads, job))
+                stored = self._saver.save_part(*found, sequence, snapshot, partial(self._yield_to_loads, job))
         done(sequence, stored)
 
     @contextlib.contextmanager
     def _guard(self, sequence: Sequence, session: Session | None = None) -> Iterator[tuple[Session, bytes] | None]:
-        """The session and its root, if there is one, of all that is done in ``session`` or else in this one; any
-        failure counts, and the request goes on without. A call that was not answered in time is undone by the daemon,
-        one that was refused changed nothing; any other failure ends the session."""
+        """Yield the sequence's session and tenant root, and turn any failure into a computed prompt.
+
+        Failures are attributed to ``session``, by default the yielded one. The daemon undoes a call that timed out, and
+        a refused call changed nothing; any other failure ends the session.
+        """
         found = self._session(sequence)
         if session is None and found is not None:
             session = found[0]
@@ -318,6 +320,25 @@ class DaemonConnector:
 
 
 def _share_head(a: list[int], b: list[int]) -> bool:
-    """As far as the summary tells prompts apart."""
+    """True if the Bloom filter cannot tell two prompts apart."""
     head = min(HEAD_TOKENS, len(a), len(b))
     return a[:head] == b[:head]
+
+
+def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.ReuseVerdict) -> None:
+    """Store a verification's verdict with a model's namespace; workers see it with their next heartbeat.
+
+    Raises Unavailable, and what the daemon refuses.
+    """
+    link = DaemonConnection(Address(socket), "verify", descriptor)
+    try:
+        session = link.session if link.wait(_VERDICT_SECONDS) else None
+        if session is None:
+            raise Unavailable(f"no cache daemon answers on {socket}; start one, or leave --store-verdict out")
+        request = pb.SetVerdictRequest(session_id=session.id, verdict=verdict)
+        try:
+            session.stub.SetVerdict(request, timeout=_VERDICT_SECONDS)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
+    finally:
+        link.close()

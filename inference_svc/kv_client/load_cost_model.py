@@ -1,21 +1,25 @@
-"""Decides whether loading pays: measured times of loading against measured times of prefill."""
+"""Decides whether loading pays: measured load times against measured prefill times."""
 
 from __future__ import annotations
 
 _EWMA_WEIGHT = 0.1
 _RETRY_EVERY = 16
-# Loads of fewer tokens say what a load costs at least, longer ones what a token costs.
+# Loads of fewer tokens measure the fixed cost of a load, longer ones the cost of a token.
 _MIN_PER_TOKEN_LOAD = 256
-# A prefill of fewer tokens costs what a forward costs, and says nothing about a token.
+# A prefill of fewer tokens costs as much as any step, and tells nothing about the cost of a token.
 _MIN_PREFILL = 32
-# A wrong decision must cost this much before it is worth skipping the cache.
+# A wrong decision must cost this much before the cache is bypassed.
 _MARGIN_SECONDS = 0.01
-# A load that takes so much longer than computing is given up, but none before this.
+# A load is given up after this multiple of the prefill time, but not before the minimum.
 _TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 2.0, 1.0
 
 
 class LoadCostModel:
-    """Running means of both. Loading is skipped while it would clearly lose, but tried again now and then."""
+    """Moving averages of load and prefill times.
+
+    While loading is clearly slower than prefill, the model advises against it, except for one retry in
+    ``_RETRY_EVERY`` lookups.
+    """
 
     def __init__(self) -> None:
         self._load_fixed: float | None = None
@@ -25,8 +29,11 @@ class LoadCostModel:
         self._last_was_slow = False
 
     def record_load(self, tokens: int, seconds: float) -> None:
-        """Records a load. Of one that was tried again although loads had not paid, what it found now is what counts. A
-        disk may have held up a single one: what was slower than computing counts if the load before it was, too."""
+        """Record a load. A retry after a bypass replaces the averages.
+
+        A single slow load may be a disk's hiccup: a load that was slower than prefill counts only if the load before it
+        was slow, too.
+        """
         if self._prefill_per_token is None or not tokens:
             return
         stale = not self.load_pays(tokens)
@@ -42,66 +49,71 @@ class LoadCostModel:
             self._load_per_token = _moving_average(None if stale else self._load_per_token, each)
 
     def reset_loads(self) -> None:
-        """Another daemon: what loading took from the last one says nothing about it."""
+        """Forget load times: they were those of another daemon."""
         self._load_fixed = self._load_per_token = None
         self._last_was_slow = False
 
     def record_timeout(self, tokens: int, seconds: float) -> None:
-        """Records a load that was not complete after so long: it takes at least that."""
+        """Record a load that was incomplete after ``seconds``, as a lower bound of its cost."""
         if 0 < tokens < _MIN_PER_TOKEN_LOAD:
             self._load_fixed = max(self._load_fixed or 0.0, seconds)
         elif tokens:
             self._load_per_token = max(self._load_per_token or 0.0, seconds / tokens)
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Records a prefill."""
+        """Record a prefill; short ones are ignored."""
         if tokens >= _MIN_PREFILL:
             self._prefill_per_token = _moving_average(self._prefill_per_token, seconds / tokens)
 
     def seconds_per_token(self, tokens: int, seconds: float) -> float:
-        """What a token costs that was computed among so many; of a few behind a hit, what others have cost, or at most
-        as much as if there had been enough of them to tell."""
+        """Prefill cost of one of ``tokens`` tokens that took ``seconds``.
+
+        For a few tokens behind a hit it is the average of other prefills, or at most the cost in a batch that would
+        have been large enough to measure.
+        """
         if tokens < _MIN_PREFILL and self._prefill_per_token is not None:
             return self._prefill_per_token
         return seconds / max(tokens, _MIN_PREFILL)
 
     @property
     def prefill_seconds_per_token(self) -> float:
-        """Seconds that computing a token takes; 0 as long as nothing is known."""
+        """Average prefill time of a token; 0 until one was measured."""
         return self._prefill_per_token or 0.0
 
     def load_timeout(self, tokens: int) -> float:
-        """Seconds after which loading so much is given up for computing it."""
+        """Seconds after which a load of ``tokens`` is given up for prefill."""
         if self._prefill_per_token is None:
             return float("inf")
         return max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * self._prefill_per_token * tokens)
 
     def load_pays(self, tokens: int) -> bool:
-        """Whether loading so much is not clearly slower than computing it, as far as is known."""
+        """False if loading ``tokens`` is known to be clearly slower than computing them."""
         if self._prefill_per_token is None:
             return True
         return self.load_seconds(tokens) <= self._break_even_seconds(tokens)
 
     def load_seconds(self, tokens: int) -> float:
-        """Seconds that loading so much is expected to take; 0 as long as nothing is known."""
+        """Expected load time of ``tokens``; 0 until one was measured."""
         return (self._load_fixed or 0.0) + (self._load_per_token or 0.0) * tokens
 
     def should_load(self, tokens: int) -> bool:
-        """Whether to look a prompt of this length up."""
+        """Decide whether to look a prompt of this length up; counts retries."""
         if self.load_pays(tokens):
             return True
         self._skipped += 1
         return self._skipped % _RETRY_EVERY == 0
 
-    def worth_reusing(self, repair_cost: float) -> bool:
-        """Whether tokens that were read elsewhere are cheaper to load and repair than to compute. ``repair_cost`` is
-        the share of a prefill that the repair takes."""
+    def worth_reusing(self, recompute_cost: float) -> bool:
+        """True if loading and recomputing relocated tokens is cheaper than prefill.
+
+        ``recompute_cost`` is the share of a prefill that selective recompute takes.
+        """
         if self._prefill_per_token is None:
-            return repair_cost < 1.0
-        return (self._load_per_token or 0.0) + repair_cost * self._prefill_per_token < self._prefill_per_token
+            return recompute_cost < 1.0
+        return (self._load_per_token or 0.0) + recompute_cost * self._prefill_per_token < self._prefill_per_token
 
     def _break_even_seconds(self, tokens: int) -> float:
-        """Seconds that loading so much may take before it is clearly slower than computing it."""
+        """Longest load time of ``tokens`` that is not clearly slower than prefill."""
         return self.prefill_seconds_per_token * tokens + _MARGIN_SECONDS
 
 

@@ -1,4 +1,4 @@
-"""A thread that runs jobs in order, urgent ones first."""
+"""Single-threaded executor that runs urgent jobs first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.005
 
 @dataclass(eq=False)
 class Job:
-    """Work for a sequence, which raises nothing. ``over`` is set when it ended."""
+    """Work for a sequence. ``work`` raises nothing; ``finished`` is set after it returned."""
 
     sequence: Sequence
     work: Callable[[Job], None]
@@ -24,10 +24,10 @@ class Job:
 
 
 class PriorityExecutor:
-    """One thread's queue of jobs. Any thread may use it."""
+    """One thread with a queue of jobs. Thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """``name`` is the thread's; it starts with the first job."""
+        """``name`` is the thread's name; the thread starts with the first job."""
         self._thread = ThreadPoolExecutor(1, name)
         self._changed = threading.Condition()
         self._waiting: list[Job] = []
@@ -35,12 +35,12 @@ class PriorityExecutor:
 
     @property
     def jobs(self) -> list[Job]:
-        """The jobs that are not over, in the order in which they came."""
+        """Unfinished jobs, in order of submission."""
         with self._changed:
             return [*([self._current] if self._current else []), *self._waiting]
 
     def submit(self, sequence: Sequence, work: Callable[[Job], None]) -> Job:
-        """Queues work. Raises RuntimeError after ``shutdown``."""
+        """Queue work. Raises RuntimeError after ``shutdown``."""
         job = Job(sequence, work)
         with self._changed:
             self._thread.submit(self._run_next)
@@ -48,20 +48,20 @@ class PriorityExecutor:
         return job
 
     def prioritize(self, jobs: Iterable[Job]) -> None:
-        """Runs jobs before those that are not urgent."""
+        """Mark jobs as urgent: they run before others."""
         with self._changed:
             for job in jobs:
                 job.urgent = True
 
     def wait_idle(self, seconds: float, unless: Callable[[], bool]) -> None:
-        """Waits until there is no job, so many seconds at most, or until ``unless()``."""
+        """Wait until no job is left, ``unless()`` is true, or ``seconds`` have passed."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while (self._current or self._waiting) and not unless() and time.monotonic() < deadline:
                 self._changed.wait(_POLL_SECONDS)
 
     def shutdown(self) -> None:
-        """Finishes the queued jobs and ends the thread. Blocks."""
+        """Finish the queued jobs and end the thread. Blocks."""
         self._thread.shutdown()
 
     def _run_next(self) -> None:

@@ -1,4 +1,4 @@
-"""One sequence's load, from the question to its pages."""
+"""State of one sequence's load."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from inference_svc.sequence.sequence import Sequence
 
 
 class SequenceLoad:
-    """A load that tells the engine its result once. Thread-safe.
+    """A load that reports its result to the engine exactly once. Thread-safe.
 
-    Until ``claim`` nobody reads the sequence's pages, and the engine can have them back at any time. ``over`` is set
-    when the last thread is done with the load.
+    Until ``claim`` no thread writes to the sequence's pages, and the engine can take them back at any time.
+    ``finished`` is set when the last thread is done with the load.
     """
 
     def __init__(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> None:
@@ -24,17 +24,17 @@ class SequenceLoad:
 
     @property
     def wanted(self) -> bool:
-        """Whether the request still waits for its prefix."""
+        """True while the request still waits for its prefix."""
         return not self.sequence.cancelled.is_set() and self.sequence.queue.abort_error is None
 
     def claim(self) -> bool:
-        """Takes the sequence's pages until the load tells its result; False when the engine has them back."""
+        """Claim the sequence's pages until ``report``; False if the engine has taken them back."""
         with self._lock:
             self._claimed = not self._reported and self.wanted
             return self._claimed
 
     def abandon(self) -> None:
-        """Gives the pages back to the engine unless somebody writes to them."""
+        """Return the pages to the engine unless they are claimed."""
         with self._lock:
             if self._claimed or self._reported:
                 return
@@ -42,7 +42,7 @@ class SequenceLoad:
         self._done(self.sequence, LoadResult())
 
     def report(self, restored: LoadResult) -> None:
-        """Tells the engine, unless it was told before."""
+        """Report the result to the engine; later calls have no effect."""
         with self._lock:
             if self._reported:
                 return

@@ -1,7 +1,7 @@
-"""What of a stored prefix is loaded: all of it, or, for layers with a sliding window, what they see of it.
+"""Chooses the tokens of a stored prefix to load for layers with a sliding window.
 
-Where all layers have one, a sequence has pages for about as much as that, and they are moved to where the prefix ends.
-Where only some have, the others get what lies further back.
+If all layers have a window, a sequence has pages for about one window, and they move to the end of the prefix. If only
+some layers have one, the others are loaded further back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """Of a prompt, ``tokens`` leading tokens are used. All layers get those from ``start`` on, in ``table``'s pages."""
+    """The first ``tokens`` tokens of a prompt are used; all layers load those from ``start`` on into ``table``."""
 
     tokens: int
     start: int
@@ -28,13 +28,15 @@ class WindowPlan:
 def plan_window(
     pool: KVPool, table: BlockTable, computed: int, found: int, save_from: int | None, unloadable: int = 0
 ) -> WindowPlan:
-    """``found`` leading tokens are stored, of which the first ``passed`` cannot be loaded; of ``computed`` ones,
-    ``table``'s pages have what is seen from behind them. What comes after ``goes_on`` tokens is stored later, unless
-    that is None, and should be there for it. The table stays as it is."""
+    """Plan the load of a stored prefix of ``found`` tokens, of which the first ``unloadable`` cannot be loaded.
+
+    ``table`` holds the window of the ``computed`` tokens. Tokens from ``save_from`` on (None: none) will be saved after
+    the prefill, and must be in the pool for it. Does not change the table.
+    """
     if found <= computed or not pool.max_window:
         return WindowPlan(found, computed, table)
     if found > table.tokens:
-        # Pages for as much as a window needs: those behind what is computed are moved to where they are needed.
+        # The table has pages for one window only: those behind the computed tokens move to the end of the prefix.
         at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
         seen = pool.first_visible(found)
         for start in (min(seen, pool.round_to_step(seen if save_from is None else save_from)), seen):
@@ -54,13 +56,15 @@ def plan_window(
 def load_layers(
     pool: KVPool, pieces: Sequence[Piece], far: Sequence[Piece], groups: Sequence[range]
 ) -> Iterator[range]:
-    """Writes pieces of chunks into the pool, and of ``far`` ones the layers that see all; gives each group of layers
-    when the pool holds it."""
+    """Write pieces of chunks into the pool and yield each group of layers when it is complete.
+
+    Of ``far`` pieces only layers without a window are written.
+    """
     wide = set(pool.wide_layers)
     runs = [runs_of([i for i in group if i in wide]) for group in groups]
     behind = unpack_chunks(pool.keys, pool.values, far, [run for some in runs for run in some]) if far else iter(())
     near = unpack_chunks(pool.keys, pool.values, pieces, groups) if pieces else iter(groups)
     for group, some in zip(near, runs, strict=True):
-        for _ in zip(some, behind, strict=False):  # one after the other as they are asked for
+        for _ in zip(some, behind, strict=False):  # the generator writes one run per iteration
             pass
         yield group

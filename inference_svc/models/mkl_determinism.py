@@ -3,7 +3,7 @@
 MKL multiplies few rows in another order than many, unless it is told to be reproducible ("conditional numerical
 reproducibility", strict mode). It reads that once, at its first product; so it is set before a model is loaded. On CPUs
 that are not Intel's the strict mode does not exist, and rows padded to a multiple of four are enough
-(docs/decisions.md).
+(docs/adr/004-batch-invariance.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an answer tells of tokens, in the protocol's words: log probabilities, and by what it ended."""
+"""Log probabilities and stop reasons as protocol fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Decode = Callable[[list[int]], str]
 
 
 def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
-    """A token that was drawn, or one of a prompt, with the likeliest ones in its place."""
+    """Message for a sampled token or prompt token, with its most likely alternatives."""
     return pb.TokenLogprob(
         token_id=drawn.token,
         text=decode([drawn.token]),
@@ -24,8 +24,10 @@ def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
 
 
 def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]:
-    """All of the prompt of a sequence that has its first token; nothing unless it was asked for. Takes as long as
-    decoding each different token alone."""
+    """Prompt logprobs of a sequence that has its first token; empty unless requested.
+
+    Takes as long as decoding each distinct token alone.
+    """
     if sequence.request.num_prompt_logprobs is None:
         return []
     texts: dict[int, str] = {}
@@ -41,14 +43,14 @@ def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]
 
 
 def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
-    """By what of the request's a stream ended, for an answer made of its parts."""
+    """Copy the stop reason of a stream's last part into a whole answer."""
     kind = part.WhichOneof("stopped_by")
     if kind is not None:
         setattr(answer, kind, getattr(part, kind))
 
 
 def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.GenerateStreamResponse) -> None:
-    """Writes into an answer by what of the request's it ended."""
+    """Write the request's stop string or stop token that ended the sequence into an answer."""
     if finish is not FinishReason.STOP:
         return
     if sequence.detokenizer.stopped:

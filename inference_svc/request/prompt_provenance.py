@@ -1,4 +1,4 @@
-"""Answers to `explain`: which parts of a prompt had been read before, with their texts."""
+"""Answers to ``explain``: provenance of a prompt's parts, with their texts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ _READING = {
 
 
 def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list[pb.PromptPart]:
-    """The parts of a sequence that has its first token and was asked to explain. Takes as long as decoding its prompt
-    twice."""
+    """Parts of a prompt by provenance, for a sequence with ``explain`` that has its first token.
+
+    Takes as long as decoding the prompt twice.
+    """
     tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
     texts = split_text(decode, tokens, [part.end for part in sequence.usage.provenance])
     return [
@@ -31,5 +33,5 @@ def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list
 
 
 def numerics_of(loaded: LoadedModel) -> pb.Numerics:
-    """Which bits a worker of the model computes."""
+    """Identity of the numerics that a worker of the model computes with."""
     return pb.Numerics(id=loaded.numerics.id, shared_across_machines=loaded.numerics.shared)

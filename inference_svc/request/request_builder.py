@@ -1,9 +1,9 @@
-"""Requests into sequences: prompts to token ids, options to parameters, each checked."""
+"""Builds sequences from requests: tokenizes prompts, checks options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from secrets import token_hex
 
@@ -27,7 +27,7 @@ from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.prompt_messages import chat_texts
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
-# A text with more characters for each token than this is unusual.
+# Texts with more characters per token are unusual: they are counted in pieces first.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
     pb.SPECULATION_OFF: SpeculationMode.OFF,
@@ -36,40 +36,48 @@ _MODES = {
     pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
-# A prompt that is cut to its end may be so many times what the context holds.
+# A prompt that is truncated may be this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
 
 
+@dataclass(frozen=True)
+class RequestDefaults:
+    """Worker settings for requests that set nothing else."""
+
+    document_separator: str = ""
+    tool_call_parser: str = "auto"
+    speculate: str = "off"
+    has_draft_model: bool = False
+
+
 class RequestBuilder:
-    """Reads requests for one model. All methods raise InvalidRequest with one clear sentence."""
+    """Builds sequences for one model. Methods may run on any thread, and raise InvalidRequest in one sentence."""
 
     def __init__(
         self,
         loaded: LoadedModel,
         context_length: int,
-        document_separator: str = "",
-        tool_call_parser: str = "auto",
-        speculate: str = "off",
-        has_draft_model: bool = False,
+        defaults: RequestDefaults = RequestDefaults(),
         adapters: Mapping[str, LoraAdapter] | None = None,
         room: PoolCapacity | None = None,
     ) -> None:
-        """``speculate`` is what requests get that do not say; ``adapters`` can be asked for by name. ``room`` tells why
-        the context is no longer, where it is not the model's."""
-        self._adapters = adapters if adapters is not None else {}  # others come while requests run
+        """``adapters`` may change while requests run. ``room`` explains a context shorter than the model's."""
+        self._adapters = adapters if adapters is not None else {}
         self._room = room or PoolCapacity(context_length, context_length, 0)
-        self._speculate, self._has_draft_model = SpeculationMode(speculate), has_draft_model
+        self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
-        self._separator = document_separator
+        self._separator = defaults.document_separator
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
-        self._conversations = Conversations(loaded.id, self._tokenizer, self._grammar_compiler, tool_call_parser)
-        # No text of more characters than this fits: each token stands for at most as many as the longest one.
+        self._conversations = Conversations(
+            loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser
+        )
+        # A longer text cannot fit: no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def warm_up(self) -> None:
-        """Does before the first request what would hold the GIL for seconds in the first one with a grammar."""
+        """Prepare grammars, which would hold the GIL for seconds during the first request with one."""
         self._grammar_compiler.warm_up()
 
     def checked_tokens(
@@ -80,8 +88,11 @@ class RequestBuilder:
         max_tokens: int | None = None,
         middle: bool = False,
     ) -> tuple[list[int], DocumentMarks]:
-        """``tokens`` of a prompt that is to be read, if need be the last ``most`` of them, or, without the ``middle``,
-        that many of the first and the last. Raises PromptTooLong, before anything is tokenized where its size tells."""
+        """``tokens`` of a prompt that must fit into the context.
+
+        With ``max_tokens``, a longer prompt is truncated to its last tokens, or with ``middle`` to its first and last
+        ones. Raises PromptTooLong, before tokenization if the number of characters tells.
+        """
         if max_tokens is not None:
             size = self._check_characters(*_prompt_texts(prompt))
             if size > _MAX_TRUNCATION_FACTOR * self._context * _USUAL_CHARACTERS_PER_TOKEN:
@@ -100,8 +111,10 @@ class RequestBuilder:
     def _truncate(
         self, prompt: pb.Prompt, ids: list[int], marks: DocumentMarks, most: int, middle: bool
     ) -> tuple[list[int], DocumentMarks]:
-        """The last ``most`` of a prompt's tokens, and the special ones that its text begins with; or as many of the
-        first and of the last."""
+        """Truncate a prompt to ``most`` tokens.
+
+        Keeps the special tokens at its start and its last tokens, or with ``middle`` equally many first and last ones.
+        """
         head = most // 2 if middle else 0
         if not middle and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
             special = self._ids("", True)
@@ -117,12 +130,12 @@ class RequestBuilder:
         self._room.check(tokens)
 
     def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
-        """``tokens`` of a prompt that need not fit into the context, but may not have more characters than could."""
+        """``tokens`` of a prompt that need not fit into the context; only its characters are limited."""
         self._check_characters(*_prompt_texts(prompt))
         return self.tokens(prompt)[0]
 
     def _check_characters(self, *texts: str) -> int:
-        """How many characters there are, if not too many."""
+        """Return the number of characters. Raises PromptTooLong for more than the context can hold."""
         size = sum(map(len, texts))
         if size > self._max_characters:
             raise PromptTooLong(
@@ -132,15 +145,17 @@ class RequestBuilder:
         return size
 
     def _check_size(self, *texts: str) -> None:
-        """Tokenizing takes hundreds of bytes for each of a text: what cannot fit is refused by its size, and what
-        hardly can is counted in pieces first."""
+        """Refuse texts that cannot fit before they are tokenized as a whole.
+
+        Tokenization takes hundreds of bytes for each character, so texts that hardly fit are counted in pieces first.
+        """
         size = self._check_characters(*texts)
         if size <= self._context * _USUAL_CHARACTERS_PER_TOKEN:
             return
         counted = 0
         for text in texts:
             for at in range(0, len(text), _PIECE_CHARACTERS):
-                # A cut within a word makes a few tokens more of it.
+                # A boundary within a word makes a few more tokens of it.
                 cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
                 counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
                 self._room.check(counted, f"its first {at + _PIECE_CHARACTERS} characters have about")
@@ -148,10 +163,10 @@ class RequestBuilder:
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
     ) -> tuple[list[int], DocumentMarks]:
-        """Token ids of a prompt, at least one, and where its documents end.
+        """Token ids of a prompt (at least one), and its document marks.
 
-        Text with a document separator is tokenized piece by piece, so that a document has the same tokens wherever
-        it stands.
+        Text with a document separator is tokenized piece by piece, so that a document has the same tokens at any
+        position.
         """
         cache = pb.CacheOptions() if cache is None else cache
         separator = cache.document_separator if cache.HasField("document_separator") else self._separator
@@ -199,24 +214,25 @@ class RequestBuilder:
         return DocumentMarks(tuple(self._ids(separator, False)) if separator else (), ends)
 
     def text(self, ids: list[int]) -> str:
-        """What token ids say, special tokens included; those that only pad the vocabulary say nothing."""
+        """Decode token ids, special tokens included; padding ids of the vocabulary have no text."""
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
     def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
-        """A sequence ready to be submitted. Raises UnknownModel, PromptTooLong, InvalidRequest."""
+        """Build a sequence to submit. Raises UnknownModel, PromptTooLong, InvalidRequest."""
         return self.tokenize(request, sink, arrived)(self.grammar_state(request))
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Compiles what keeps the answer to a grammar, which may take seconds; None where nothing does. Raises
-        InvalidRequest."""
+        """Compile the request's grammar, which may take seconds; None without one. Raises InvalidRequest."""
         return self._conversations.grammar_state(request)
 
     def tokenize(
         self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
     ) -> Callable[[GrammarState | None], Sequence]:
-        """Tokenizes a request: returns what makes a sequence of it, given its ``steering``. Raises UnknownModel,
-        PromptTooLong, InvalidRequest."""
+        """Tokenize and check a request; return a function from its grammar state to the sequence.
+
+        Raises UnknownModel, PromptTooLong, InvalidRequest.
+        """
         adapter = self.adapter(request.model)
         middle = request.truncation == pb.TRUNCATION_MIDDLE
         most = self._max_prompt_tokens(request)
@@ -228,7 +244,7 @@ class RequestBuilder:
         scored = request_options.logprobs("prompt_logprobs", request)
         request_options.check_prompt_logprobs(scored, len(tokens))
         ends = self._loaded.stop_tokens
-        # A call that must be made is not cut short by what may stand in it.
+        # Stop strings and tokens may occur in the arguments of a required call, and must not end it.
         must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
         strings = () if must_call else request_options.stop_strings(request)
         own_stops = frozenset() if must_call else request_options.request_stop_ids(request, self._vocabulary)
@@ -265,7 +281,7 @@ class RequestBuilder:
         return lambda grammar: Sequence(parameters, tokens, text, sink, grammar)
 
     def adapter(self, name: str) -> LoraAdapter | None:
-        """The adapter of this name; None for the model itself. Raises UnknownModel."""
+        """Return the adapter of this name; None for the model itself. Raises UnknownModel."""
         if name in ("", self._loaded.id):
             return None
         found = self._adapters.get(name)
@@ -274,13 +290,13 @@ class RequestBuilder:
         return found
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
-        """The prompt as it was read."""
+        """The prompt's text after truncation."""
         if request.prompt.WhichOneof("kind") == "text" and self._max_prompt_tokens(request) is None:
             return request.prompt.text
         return self.text(sequence.tokens[: sequence.request.num_prompt_tokens])
 
     def _max_prompt_tokens(self, request: pb.GenerateRequest) -> int | None:
-        """How many tokens of a prompt are read at most; None for no truncation. Raises InvalidRequest."""
+        """Tokens to which a prompt is truncated; None for no truncation. Raises InvalidRequest."""
         if request.truncation not in pb.Truncation.values():
             raise InvalidRequest(f"truncation is {request.truncation}, which is none", param="truncation")
         if not request.HasField("truncate_prompt_tokens") and not request.truncation:
@@ -298,12 +314,12 @@ class RequestBuilder:
         return self._context - answer
 
     def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
-        """What reads calls of tools out of the answer's text; None where none is asked for."""
+        """Return a parser of tool calls for the answer's text; None if the request allows none."""
         return self._conversations.parser(request)
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
-        """What the request sent, over what the model's makers recommend (generation_config.json)."""
-        # ListFields leaves out nothing that was set: single fields are `optional`.
+        """Sampling parameters of a request, over the model's defaults (generation_config.json)."""
+        # ListFields omits no field that was set: scalar fields are `optional`.
         sent = {field.name: value for field, value in given.ListFields()}
         if given.logit_bias:
             sent["logit_bias"] = dict(given.logit_bias)
@@ -312,7 +328,7 @@ class RequestBuilder:
         return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
 
     def speculation(self, given: pb.Speculation.ValueType) -> SpeculationMode:
-        """Who guesses for a request."""
+        """SpeculationMode mode of a request. Raises InvalidRequest."""
         if given == pb.SPECULATION_UNSPECIFIED:
             return self._speculate
         if given not in _MODES:
@@ -327,7 +343,7 @@ class RequestBuilder:
 
 
 def _branches(given: int) -> int | None:
-    """How many branches of guesses a request asks for; None for as many as the worker is set to."""
+    """Number of draft branches that a request asks for; None for the worker's setting."""
     if given > MAX_BRANCHES:
         raise InvalidRequest(
             f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
@@ -336,5 +352,5 @@ def _branches(given: int) -> int | None:
 
 
 def _prompt_texts(prompt: pb.Prompt) -> list[str]:
-    """All that is to be tokenized, for counting; nothing of token ids."""
+    """Texts of a prompt that will be tokenized, for counting."""
     return [prompt.text, *chat_texts(prompt.chat)]

@@ -1,4 +1,4 @@
-"""Options of a request, each checked: when an answer ends, what is told of it, what it may do with the cache."""
+"""Checks request options: limits, stops, logprobs, cache use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
-# Of a prompt, tokens with all of their alternatives: each takes a hundred bytes here, and more where it is shown.
+# Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
 def max_new_tokens(request: pb.GenerateRequest, room: int) -> int:
-    """How many tokens are generated at most, where there is ``room`` for so many. Raises InvalidRequest."""
+    """Largest number of new tokens, at most ``room``. Raises InvalidRequest."""
     wanted = max(DEFAULT_MAX_TOKENS, request.min_tokens)
     if request.HasField("max_tokens"):
         wanted = request.max_tokens
@@ -33,7 +33,7 @@ def max_new_tokens(request: pb.GenerateRequest, room: int) -> int:
 
 
 def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[int]:
-    """The tokens by which the request wants to end. Raises InvalidRequest."""
+    """Stop token ids of a request. Raises InvalidRequest."""
     if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
         raise InvalidRequest(
             f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed",
@@ -49,7 +49,7 @@ def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[
 
 
 def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
-    """The strings by which the request wants to end. Raises InvalidRequest."""
+    """Stop strings of a request. Raises InvalidRequest."""
     if len(request.stop) > _MAX_STOPS:
         raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop")
     if any(not s for s in request.stop):
@@ -58,7 +58,7 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
 
 
 def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
-    """What the request may do with the cache. Raises InvalidRequest."""
+    """Cache permissions and TTL of a request. Raises InvalidRequest."""
     if len(given.tenant_salt) > _MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
     if given.HasField("ttl_seconds") and not 1 <= given.ttl_seconds <= MAX_TTL_SECONDS:
@@ -77,7 +77,7 @@ def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
 
 
 def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateRequest) -> int | None:
-    """How many alternatives are asked for; None for no log probabilities. Raises InvalidRequest."""
+    """Number of alternatives per token; None for no log probabilities. Raises InvalidRequest."""
     if not request.HasField(name):
         return None
     most: int = getattr(request, name)
@@ -87,7 +87,7 @@ def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateR
 
 
 def check_prompt_logprobs(scored: int | None, tokens: int) -> None:
-    """Raises InvalidRequest where a prompt of so many tokens has too many log probabilities."""
+    """Raise InvalidRequest if a prompt of ``tokens`` tokens would have too many log probabilities."""
     if scored is not None and tokens * (scored + 1) > _MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"prompt_logprobs is {scored} for a prompt of {tokens} tokens; tokens times (prompt_logprobs + 1) may be "

@@ -11,8 +11,10 @@ _FILES = ("cache_token_file", "cache_ca", "cache_cert", "cache_key")
 
 
 def daemon_address(config: WorkerConfig) -> Address | None:
-    """None for a worker without a daemon. Raises ConfigurationError for settings that do not go together, and for files
-    that cannot be used."""
+    """Address of the worker's daemon; None without one.
+
+    Raises ConfigurationError for contradicting settings, and for files that cannot be used.
+    """
     if config.cache_address:
         if config.cache_socket is not None and "cache_socket" in config.model_fields_set:
             raise ConfigurationError(

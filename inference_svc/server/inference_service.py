@@ -1,4 +1,4 @@
-"""InferenceService over gRPC."""
+"""gRPC servicer of InferenceService."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel
 from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
-from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
@@ -43,35 +42,25 @@ from inference_svc.tool_calls.call_response import FINISH, read_calls
 
 log = structlog.get_logger("worker")
 T = TypeVar("T")
-# Of so large a request, what was used to read it is given back.
+# After larger requests, memory that tokenization used is returned to the system.
 _LARGE_BYTES = 1 << 18
 _MAX_DETOKENIZED = 1 << 17
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(InferenceServiceServicer):
-    """One instance per worker; all methods run on its event loop, the engine on a thread of its own."""
+    """Servicer of one worker. Methods run on its event loop, the engine on its own thread."""
 
     def __init__(self, runtime: Runtime, observer: RequestObserver = NOOP) -> None:
         self._runtime, self._engine, self._observer = runtime, runtime.engine, observer
         self._loaded = runtime.engine.loaded
-        config = runtime.config
-        self._requests = RequestBuilder(
-            self._loaded,
-            runtime.engine.context_length,
-            config.document_separator,
-            config.tool_call_parser,
-            config.speculate,
-            bool(config.draft_model),
-            runtime.engine.adapters,
-            runtime.engine.room,
-        )
+        self._requests = runtime.request_builder()
         self._requests.warm_up()
         self._adapters = LoraAdmin(runtime)
         self._loop = asyncio.get_running_loop()
-        # Templates and tokenizers take seconds for a long prompt: answers are streamed meanwhile.
+        # Templates and tokenizers take seconds for a long prompt: the event loop must keep streaming.
         self._tokenize_threads = ThreadPoolExecutor(2, "tokenize")
-        # Grammars may take seconds as well: only requests with one wait for those.
+        # Grammars may take seconds as well: only requests with one wait for them.
         self._grammar_threads = ThreadPoolExecutor(2, "compile")
 
     # ---- generating -----------------------------------------------------------------------------------------
@@ -112,7 +101,7 @@ class InferenceService(InferenceServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """The pieces of an answer. Leaving early, for whatever reason, cancels the sequence."""
+        """Yield the parts of an answer. Closing it early cancels the sequence."""
         calls, first = None, True
         async with aclosing(self.outputs(request, seen)) as outputs:
             async for sequence, output in outputs:
@@ -129,7 +118,7 @@ class InferenceService(InferenceServiceServicer):
     async def outputs(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncGenerator[tuple[Sequence, SequenceOutput], None]:
-        """What the engine says of a request. Leaving early, for whatever reason, cancels the sequence."""
+        """Yield the engine's outputs for a request. Closing it early cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
             finished = False
@@ -165,13 +154,13 @@ class InferenceService(InferenceServiceServicer):
         return sequence, outputs
 
     async def _grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Compiles what keeps the answer to a grammar, beside the event loop where there may be one."""
+        """Compile the request's grammar, on a thread if it may have one."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
             return self._requests.grammar_state(request)
         return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
 
     async def _tokenize_beside(self, request: Message, work: Callable[[], T]) -> T:
-        """Does what takes as long as a request is large beside the event loop."""
+        """Run work that takes long for a large request on a tokenizer thread."""
 
         def read() -> T:
             try:
@@ -185,7 +174,7 @@ class InferenceService(InferenceServiceServicer):
     def _add_prompt_fields(
         self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse
     ) -> None:
-        """What the first part says of the prompt."""
+        """Write the requested fields about the prompt into the first part."""
         if sequence.usage.provenance:
             part.prompt_parts.extend(prompt_parts(sequence, self._requests.text))
         if request.explain:
@@ -268,7 +257,7 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         ailment = self._engine.ailment
-        if ailment:  # gateways ask this to know whom to send requests to
+        if ailment:  # gateways choose workers by this call
             raise Unavailable(ailment)
         m = self._loaded
         return pb.GetModelResponse(
@@ -313,13 +302,13 @@ class InferenceService(InferenceServiceServicer):
 
 
 def _require_unix_socket(context: Context) -> None:
-    """Only the worker's own user can connect to its Unix socket; at TCP everybody who reaches it is let in."""
+    """Refuse callers over TCP: only the worker's own user can connect to its Unix socket."""
     if not context.peer().startswith("unix"):
         raise FailedPrecondition("adapters come and go at the worker's Unix socket only")
 
 
 def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
-    """A worker's counters and gauges."""
+    """Collect a worker's counters and gauges."""
     engine, cache, guessed = runtime.engine, runtime.cache, runtime.engine.speculator.stats
     running, waiting, saving = engine.load
     return pb.GetStatsResponse(

@@ -1,6 +1,7 @@
-"""Adapters that come and go while a worker serves: folders below ``--lora-root``, and nothing else.
+"""Loads and unloads LoRA adapters while a worker serves.
 
-One at a time, and never on the engine's thread but for a row that is tried: requests go on meanwhile.
+Only folders below ``--lora-root`` are loaded, one at a time, and off the engine's thread except for one trial row, so
+that requests continue.
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ log = structlog.get_logger("worker")
 
 
 class LoraAdmin:
-    """A worker's adapters. Methods block, may be called on any thread, and raise KVSidecarError in one sentence."""
+    """Administration of a worker's adapters.
+
+    Methods block, may be called on any thread, and raise KVSidecarError in one sentence.
+    """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._engine, self._config = runtime, runtime.engine, runtime.config
         self._lock = threading.Lock()
         loaded, allowed = runtime.engine.loaded, runtime.config.lora_root is not None
-        # Now, before requests run: transformers sets torch's default type meanwhile, which is every thread's.
+        # Before requests run: transformers sets torch's default dtype meanwhile, for every thread.
         self._linears: Linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME) if allowed else {}
 
     def load(self, name: str, path: str, namespace: bytes = b"") -> LoraAdapter:
-        """An adapter of this name from a folder below the root. One that is there already is left as it is, and another
-        of its name is refused, as is one of another ``namespace``, if one is given; so nothing changes under a name."""
+        """Load an adapter from a folder below the root.
+
+        The same adapter may be loaded again without effect. Another one of the same name is refused, as is one of
+        another ``namespace`` if it is given: a name never changes its meaning.
+        """
         root = self._root()
         if not ADAPTER_NAME.fullmatch(name):
             raise InvalidRequest(
@@ -57,12 +64,12 @@ class LoraAdmin:
             return _on_short_lived_thread(lambda: self._load(name, _resolve_below(root, path), namespace))
 
     def unload(self, name: str) -> None:
-        """Ends an adapter, its requests and its session with the daemon."""
+        """Unload an adapter: end its requests and its session with the daemon."""
         self._root()
         with self._lock:
             self._unload(name)
         trim_freed_memory()
-        log.info("an adapter is gone", adapter=name)
+        log.info("adapter unloaded", adapter=name)
 
     def _root(self) -> Path:
         if self._config.lora_root is None:
@@ -110,7 +117,7 @@ class LoraAdmin:
             self._detach(gone.fingerprint)
 
     def _attach(self, name: str, fingerprint: bytes) -> bool:
-        """Gives an adapter a session with the daemon, before its first request. False where it has one."""
+        """Open an adapter's session with the daemon before its first request; False if it has one."""
         cache, address = self._runtime.cache, daemon_address(self._config)
         if cache is None or address is None or cache.has_adapter(fingerprint):
             return False
@@ -125,7 +132,10 @@ class LoraAdmin:
 
 
 def _resolve_below(root: Path, path: str) -> Path:
-    """A folder below the root, symbolic links followed. What it says of others tells nothing about them."""
+    """Resolve a folder below the root, following symbolic links.
+
+    The refusal reveals nothing about folders elsewhere.
+    """
     refusal = InvalidRequest(f"{path[:200]!r} is no folder below --lora-root", param="path")
     try:
         folder = (root / path).resolve()
@@ -141,6 +151,6 @@ def _resolve_below(root: Path, path: str) -> Path:
 
 
 def _on_short_lived_thread(work: Callable[[], T]) -> T:
-    """What a thread that ends with it makes of something: see ``runtime.build``."""
+    """Run work on a thread that ends with it: see ``runtime.build_runtime``."""
     with ThreadPoolExecutor(1, "load") as thread:
         return thread.submit(work).result()

@@ -1,7 +1,7 @@
-"""What a worker tells OpenTelemetry of its requests: spans, and the metrics of a model server.
+"""OpenTelemetry spans and metrics of a worker's requests.
 
-Names are those of https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ (``gen_ai.server.*``) and, of
-attributes that these do not have, vLLM's (``gen_ai.latency.*``). No text, token, salt or id is among them.
+Names are those of https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ (``gen_ai.server.*``), and vLLM's
+for attributes that these lack (``gen_ai.latency.*``). No text, token, salt or id is exported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.sequence.sequence import Sequence
 SERVICE_NAME = "kvsidecar-worker"
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _PROVIDER = "kvsidecar"
-# Advised by the conventions.
+# Bucket boundaries that the conventions advise, in seconds.
 _DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -30,7 +30,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ObservedRequest:
-    """A request while it is served; of this one nobody is told. To be entered."""
+    """Context of one served request; this base class exports nothing."""
 
     span: Span = NOT_TRACED
 
@@ -40,22 +40,22 @@ class ObservedRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """It is over, or failed."""
+        """End the observation, with the error of a failed request."""
 
     def answered(self, sequence: Sequence) -> None:
-        """The answer is whole."""
+        """Record a complete answer."""
 
 
 NOOP_REQUEST = ObservedRequest()
 
 
 class RequestObserver:
-    """Hears of requests; this one does nothing."""
+    """Observer of requests; this base class does nothing."""
 
     def request(
         self, method: str, context: Context | None, prompt: pb.Prompt | None = None, service: str = SERVICE
     ) -> ObservedRequest:
-        """A call of a method begins; one that generates has a prompt."""
+        """Observe a call of ``method``; ``prompt`` is set for calls that generate."""
         return NOOP_REQUEST
 
 
@@ -63,7 +63,7 @@ NOOP = RequestObserver()
 
 
 class OtelObserver(RequestObserver):
-    """To OpenTelemetry."""
+    """Exports requests as OpenTelemetry spans and histograms."""
 
     def __init__(self, providers: Providers, model: str) -> None:
         self._tracer, self.model = providers.tracer("inference_svc"), model
@@ -74,7 +74,7 @@ class OtelObserver(RequestObserver):
                 f"gen_ai.server.{name}", "s", text, explicit_bucket_boundaries_advisory=buckets
             )
 
-        self.duration = histogram("request.duration", "From a request's arrival to its end", _DURATION_BUCKETS)
+        self.duration = histogram("request.duration", "Time from arrival to the end of a request", _DURATION_BUCKETS)
         self.ttft = histogram("time_to_first_token", "From a request's arrival to its first token", _TTFT_BUCKETS)
         self.time_per_token = histogram(
             "time_per_output_token", "Of a request, between tokens after the first", _ITL_BUCKETS

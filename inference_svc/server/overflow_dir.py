@@ -1,4 +1,4 @@
-"""Where the overflow of a worker's pool lies, and how large it is."""
+"""Location and size of the disk overflow of a worker's pool."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from inference_svc.server.worker_config import WorkerConfig
 
 log = structlog.get_logger("worker")
 
-# Of a disk, others want some of what is free.
+# At most this fraction of a disk's free space is used.
 _SHARE_OF_FREE = 4
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> DiskOverflow | None:
-    """What lies behind a pool of so many tokens; None where nothing is asked for, or ``auto`` finds that nothing is
-    needed, or that nothing can be had. Raises ConfigurationError where what is asked for cannot be."""
+    """Open the disk overflow of a pool of ``pool_tokens`` tokens.
+
+    None if it is off, or if ``auto`` finds that none is needed or possible. Raises ConfigurationError if the configured
+    size is impossible.
+    """
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     shape = (loaded.layers, loaded.kv_heads, loaded.head_dim)
     if config.overflow_bytes == "auto":
@@ -56,17 +59,17 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
             return None
         ensure_private_dir(config.overflow_dir)
         found = DiskOverflow(config.overflow_dir, *shape, pool_tokens, tokens, loaded.dtype)
-    log.info("requests beyond the pool have room on disk", tokens=tokens, most=format_size(found.size_bytes))
+    log.info("requests larger than the pool use disk overflow", tokens=tokens, most=format_size(found.size_bytes))
     return found
 
 
 def _reclaims_window(loaded: LoadedModel) -> bool:
-    """Whether a request's pages move on with its window, so that it never needs many."""
+    """True if all layers have a window, so that a request's pages are reclaimed and it never needs many."""
     return bool(loaded.windows) and all(loaded.windows) and cpu_attention.serves(loaded.dtype, loaded.head_dim)
 
 
 def _free_disk_bytes(folder: Path) -> int:
-    """Bytes that are free on a folder's disk. Makes the folder. Raises ConfigurationError, also where it is none."""
+    """Free bytes on a folder's disk; creates the folder. Raises ConfigurationError, also for a folder in memory."""
     ensure_private_dir(folder)
     at = folder.resolve()
     mounts = {Path(p.mountpoint): p.fstype for p in psutil.disk_partitions(all=True)}

@@ -1,4 +1,7 @@
-"""What can be said of a model, a device and a type within a second: before torch is imported, which takes many."""
+"""Checks of a worker's settings before torch is imported.
+
+They take less than a second; importing torch takes many.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,10 @@ M = TypeVar("M", bound=ModelSettings)
 
 
 def checked_settings(settings: M) -> M:
-    """The settings with a model that is here, fetched first where that can be done. Raises ConfigurationError or
-    ModelUnsupported for what would certainly be refused later."""
+    """Check settings, and fetch the default model if none is named.
+
+    Raises ConfigurationError or ModelUnsupported for settings that would certainly be refused later.
+    """
     check_device(settings.device)
     check_dtype(settings.dtype, settings.device)
     try:
@@ -25,13 +30,13 @@ def checked_settings(settings: M) -> M:
             settings = settings.model_copy(update={"model": default_model()})
         check_model(settings.model, settings.strict)
         open_adapters(settings)
-    except PermissionError as error:  # a folder that this user may not look into
+    except PermissionError as error:  # a folder that this user may not read
         raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
     return settings
 
 
 def open_adapters(settings: ModelSettings) -> list[AdapterDir]:
-    """What is known of the adapters before a model is loaded. Raises ConfigurationError."""
+    """Open the adapters' folders before the model is loaded. Raises ConfigurationError."""
     model = settings.public_name
     if model in settings.adapters:
         raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
@@ -41,7 +46,7 @@ def open_adapters(settings: ModelSettings) -> list[AdapterDir]:
 
 
 def check_draft(speculate: str, name: str, strict: bool) -> None:
-    """Raises ConfigurationError or ModelUnsupported for a model that cannot guess."""
+    """Raise ConfigurationError or ModelUnsupported for settings without a usable draft model."""
     if speculate == "draft" and not name:
         raise ConfigurationError(
             "speculate is draft, and no draft_model is named; name a smaller model with the same tokenizer, or choose "

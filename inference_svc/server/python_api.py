@@ -1,6 +1,6 @@
-"""The engine in process, for Python programs: ``Engine.from_pretrained(...)``.
+"""In-process engine for Python programs: ``Engine.from_pretrained(...)``.
 
-The same engine and the same daemon as behind the servers; only gRPC towards the client is left out.
+The same engine and daemon as the servers', without gRPC to the client.
 """
 
 from __future__ import annotations
@@ -28,13 +28,19 @@ from kvsidecar.process.runtime_dir import socket_target
 from kvsidecar.requests import Options, Prompt, add_calls, to_prompt, to_request
 
 from inference_svc.context_reuse.reuse_lab import ReuseLab
-from inference_svc.context_reuse.reuse_report import Report, Thresholds
-from inference_svc.context_reuse.verify import BUILT_IN, Question, Verifier, candidates, read_questions
-from inference_svc.kv_client.verdict_report import store_verdict
+from inference_svc.context_reuse.verify import (
+    BUILT_IN,
+    Question,
+    Report,
+    Thresholds,
+    Verifier,
+    candidates,
+    read_questions,
+)
+from inference_svc.kv_client.connector import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.logprobs_output import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import prompt_parts
-from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.sequence.sequence import FinishReason, SequenceOutput
 from inference_svc.sequence.sequence import Sequence as EngineSequence
 from inference_svc.server.runtime import Runtime, build_runtime
@@ -43,7 +49,7 @@ from inference_svc.tool_calls.call_response import FINISH, read_calls
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 _DAEMON_START_SECONDS = 30.0
-# How often a full queue is tried again.
+# Interval between attempts to submit to a full queue.
 _FULL_SECONDS = 0.01
 
 
@@ -70,13 +76,13 @@ class Result:
 
     @property
     def kv_reuse_ratio(self) -> float:
-        """Share of the prompt that was not computed."""
+        """Share of prompt tokens that were cached."""
         return self.cached_tokens / self.prompt_tokens
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of an answer; ``result`` is set in the last one."""
+    """A part of a streamed answer; ``result`` is set in the last one."""
 
     text: str
     token_ids: list[int]
@@ -89,16 +95,7 @@ class Engine:
 
     def __init__(self, runtime: Runtime, daemon: subprocess.Popen[bytes] | None, folder: Path | None) -> None:
         self._runtime, self._daemon, self._folder = runtime, daemon, folder
-        self._requests = RequestBuilder(
-            runtime.engine.loaded,
-            runtime.engine.context_length,
-            runtime.config.document_separator,
-            runtime.config.tool_call_parser,
-            runtime.config.speculate,
-            bool(runtime.config.draft_model),
-            runtime.engine.adapters,
-            runtime.engine.room,
-        )
+        self._requests = runtime.request_builder()
 
     @classmethod
     def from_pretrained(
@@ -111,12 +108,12 @@ class Engine:
         arena_bytes: str = "512MiB",
         **settings: Any,
     ) -> Engine:
-        """Loads a model.
+        """Load a model and start its engine.
 
-        ``cache`` is "embedded" (a daemon of this engine's own, ended with it), the socket of a running daemon, or
-        None. ``store`` keeps an embedded daemon's cache on disk. Further settings are those of the worker
-        (``device``, ``dtype``, ``pool_bytes``, ...), but that prompts beyond the pool are refused unless
-        ``overflow_bytes`` says that they may be on disk. Raises ModelUnsupported, ConfigurationError.
+        ``cache`` is "embedded" (a private daemon that ends with this engine), the socket of a running daemon, or None.
+        ``store`` is a folder in which an embedded daemon keeps its cache. Further settings are those of the worker
+        (``device``, ``dtype``, ``pool_bytes``, ...), except that prompts beyond the pool are refused unless
+        ``overflow_bytes`` allows pages on disk. Raises ModelUnsupported, ConfigurationError.
         """
         quiet_transformers()
         if not structlog.is_configured():
@@ -146,33 +143,34 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stores what is queued, ends the engine and an embedded daemon."""
+        """Finish queued saves, then end the engine and an embedded daemon."""
         self._runtime.close()
         _end_daemon(self._daemon, self._folder)
         self._daemon = self._folder = None
 
     def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Result:
-        """Generates one answer. ``prompt`` is text, token ids or chat messages; options as in ``kvsidecar.Client``."""
+        """Generate one answer. ``prompt`` is text, token ids or chat messages; options as in ``kvsidecar.Client``."""
         return self.generate_many([(prompt, options)])[0]
 
     def generate_batch(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Result]:
-        """Generates an answer for each prompt, any number of them, all with the same options, batched. An error ends
-        all of them."""
+        """Generate answers for any number of prompts with the same options, batched. An error ends all of them."""
         return self.generate_many([(p, options) for p in prompts])
 
     def generate_many(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Result]:
-        """Generates an answer for each ``(prompt, options)``, any number of them, batched, in the order given. Of an
-        error, which ends all of them, raises the first."""
+        """Generate answers for any number of ``(prompt, options)``, batched, in the order given.
+
+        An error ends all of them; the first one is raised.
+        """
         results, running = list[Result](), deque[_Call]()
         try:
             for prompt, options in requests:
                 call = self._build(prompt, options)
-                while not self._try_submit(call):  # as many wait as may: the first of ours makes room
+                while not self._try_submit(call):  # the queue is full until one of ours or of other threads ends
                     if running:
                         results.append(_result(running[0]))
                         running.popleft()
                     else:
-                        time.sleep(_FULL_SECONDS)  # they are other threads'
+                        time.sleep(_FULL_SECONDS)
                 running.append(call)
             while running:
                 results.append(_result(running[0]))
@@ -184,7 +182,7 @@ class Engine:
         return results
 
     def _try_submit(self, call: _Call) -> bool:
-        """Queues a request, unless as many wait as may."""
+        """Submit a request; False if the queue is full."""
         try:
             self._runtime.engine.submit(call.sequence)
         except Overloaded:
@@ -192,7 +190,7 @@ class Engine:
         return True
 
     def stream(self, prompt: Prompt, **options: Unpack[Options]) -> Generator[Chunk, None, None]:
-        """Generates one answer piece by piece. Closing the iterator cancels the request."""
+        """Stream one answer. Closing the iterator cancels the request."""
         call = self._submit(prompt, options)
         ended = False
         try:
@@ -204,8 +202,7 @@ class Engine:
                 self._runtime.engine.cancel(call.sequence)
 
     def warm(self, prompt: Prompt, model: str = "") -> int:
-        """Reads a prompt into the cache, for an adapter if ``model`` names one. Returns how many of its tokens are
-        stored."""
+        """Prefill a prompt into the cache, for an adapter if ``model`` names one. Returns the stored tokens."""
         tokens, marks = self._requests.checked_tokens(to_prompt(prompt), generation_prompt=False)
         call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends, "model": model})
         _result(call)
@@ -225,11 +222,11 @@ class Engine:
         thresholds: Thresholds | None = None,
         store: bool = True,
     ) -> Report:
-        """Measures what answers lose when the prompts' documents are reused that were read in another order.
+        """Verify approximate reuse: measure the answers' loss when documents were cached in another order.
 
-        Judged is the engine's own repair unless another is named; for ``auto`` the cheapest that passes is chosen. With
-        ``store``, the cache daemon keeps the verdict with the namespace, and its workers reuse text elsewhere only if
-        it passed. Call it when nothing else runs. Raises InvalidRequest, ModelUnsupported.
+        Verifies the engine's own ``repair`` unless another selector is named; for ``auto`` the cheapest that passes is
+        chosen. With ``store``, the daemon keeps the verdict with the namespace, and its workers use approximate reuse
+        only if it passed. Call it while nothing else runs. Raises InvalidRequest, ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
         lab = ReuseLab(engine.loaded, decoder=engine.decoder)
@@ -241,7 +238,7 @@ class Engine:
         return report
 
     def cache_stats(self) -> dict[str, Any]:
-        """Counters of this engine and, under ``daemon``, of its cache daemon."""
+        """Return counters of this engine and, under ``daemon``, of its cache daemon."""
         engine, cache = self._runtime.engine, self._runtime.cache
         found: dict[str, Any] = dict(vars(engine.stats))
         found["speculation"] = dict(vars(engine.speculator.stats))
@@ -284,13 +281,13 @@ class _Call:
 
 
 def _result(call: _Call) -> Result:
-    """Waits for the whole answer. Raises what ended it."""
+    """Wait for the whole answer. Raises the error that ended it."""
     (found,) = (chunk.result for chunk in _chunks(call) if chunk.result is not None)
     return found
 
 
 def _chunks(call: _Call) -> Iterator[Chunk]:
-    """The pieces as they come. Raises what ended the answer."""
+    """Yield parts of the answer as they arrive. Raises the error that ended it."""
     s = call.sequence
     text, calls, logprobs, finish = list[str](), list[pb.ToolCall](), list[pb.TokenLogprob](), None
     while finish is None:
@@ -324,7 +321,7 @@ def _ended(
 ) -> Result:
     s, ended_by = call.sequence, last.WhichOneof("stopped_by")
     called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS
-    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # others may have been waited for first
+    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # not the time until this function was called
     return Result(
         text=text,
         token_ids=s.tokens[s.request.num_prompt_tokens :],

@@ -1,4 +1,7 @@
-"""Puts a worker together: model, pool, cache, engine. Used by the gRPC worker and by the in-process Engine."""
+"""Assembles a worker: model, pool, connector, engine.
+
+Used by the gRPC worker and by the in-process Engine.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,7 @@ from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.models.model_check import SELF
 from inference_svc.models.numerics_identity import NumericsIdentity
+from inference_svc.request.request_builder import RequestBuilder, RequestDefaults
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.overflow_dir import open_overflow
@@ -56,32 +60,40 @@ _ATTACH_SECONDS, _NAME_LENGTH = 1.0, 64
 
 @dataclass(frozen=True)
 class Runtime:
-    """A running engine with its cache link (None without a daemon)."""
+    """A running engine with its connector (None without a daemon)."""
 
     engine: Engine
     cache: DaemonConnector | None
     config: WorkerConfig
 
     def close(self) -> None:
-        """Stops the engine, stores what is queued, ends the session. Blocks."""
+        """Stop the engine, finish queued saves, end the sessions. Blocks."""
         self.engine.stop()
         if self.engine.loaded.streamed is not None:
             self.engine.loaded.streamed.close()
         if self.cache is not None:
             self.cache.close()
 
+    def request_builder(self) -> RequestBuilder:
+        """Build the request builder for this engine and its settings."""
+        config, engine = self.config, self.engine
+        defaults = RequestDefaults(
+            config.document_separator, config.tool_call_parser, config.speculate, bool(config.draft_model)
+        )
+        return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.room)
+
 
 def build_runtime(config: WorkerConfig) -> Runtime:
-    """Loads the model and starts the engine. Raises ConfigurationError, ModelUnsupported.
+    """Load the model and start the engine. Raises ConfigurationError, ModelUnsupported.
 
-    Works on a thread that ends with it: OpenMP keeps a team of threads for every thread that computed, and once
-    there are more of them than cores it lets all of them sleep between operations. A decode step is 15 to 25 %
-    slower then. So only the engine's thread may be left with a team.
+    Runs on a thread that ends afterwards: OpenMP keeps a team of threads for every thread that computed, and once there
+    are more of them than cores it lets all of them sleep between operations, which makes a decode step 15 to 25 %
+    slower. So only the engine's thread may be left with a team.
     """
     keep_freed_memory()
     with ThreadPoolExecutor(1, "load") as thread:
         built = thread.submit(_load_and_assemble, config).result()
-    trim_freed_memory()  # of weights before they were packed
+    trim_freed_memory()  # weights were loaded before they were packed
     return built
 
 
@@ -116,7 +128,7 @@ def _load_and_assemble(config: WorkerConfig) -> Runtime:
 
 
 def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDir], address: Address | None) -> Runtime:
-    """What serves a model that is loaded, with the adapters of some folders and the daemon at an address."""
+    """Assemble the runtime of a loaded model with its adapters and the daemon at ``address``."""
     if config.context_length:
         if config.context_length > loaded.context_length:
             raise ConfigurationError(
@@ -169,7 +181,7 @@ def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDi
 
 
 def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWeights]:
-    """Their weights, checked against the model's layers. Raises ConfigurationError."""
+    """Read adapter weights, checked against the model's layers. Raises ConfigurationError."""
     if not folders:
         return []
     linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME)
@@ -179,8 +191,10 @@ def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWei
 def _daemon_connections(
     address: Address | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
 ) -> dict[bytes, DaemonConnection]:
-    """A link to the daemon for the model and one for each adapter, by its fingerprint: each has a namespace of its own,
-    and with it a verdict on reuse elsewhere. Empty where there is no daemon."""
+    """Connections for the model and for each adapter, by fingerprint; empty without a daemon.
+
+    Each has its own namespace, and with it a verdict on approximate reuse.
+    """
     if address is None:
         return {}
     names = {b"": ""} | {a.fingerprint: a.name for a in adapters}
@@ -190,7 +204,7 @@ def _daemon_connections(
 def daemon_connection(
     address: Address, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
 ) -> DaemonConnection:
-    """The link for the adapter of this name and fingerprint; both are empty for the model."""
+    """Connect for the adapter of this name and fingerprint; both are empty for the model."""
     return DaemonConnection(
         address,
         f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
@@ -201,7 +215,7 @@ def daemon_connection(
 
 
 def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
-    """What guesses, if a model is to. Its pool has a page for each of the model's."""
+    """Load the draft model, if one is configured. Its pool has a page for each of the model's."""
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
@@ -222,7 +236,7 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
 def _log_numerics(numerics: NumericsIdentity) -> None:
     if numerics.shared:
         log.warning(
-            "share_across_machines is on: workers share chunks whatever computed them, so a hit may change an answer",
+            "share_across_machines is on: workers share chunks of any numerics, so a hit may change an answer",
             numerics=numerics.id,
         )
     else:
@@ -244,8 +258,8 @@ def _probe_batch_invariance(loaded: LoadedModel) -> None:
 def _warn_batch_variance(bad: list[str], loaded: LoadedModel) -> None:
     if bad:
         log.warning(
-            "this CPU gives a row other bits in another batch, so answers with the cache may differ from those without "
-            "in their last bits; kvsidecar doctor says more",
+            "a row's bits depend on its batch on this CPU, so answers with the cache may differ in their last bits; "
+            "kvsidecar doctor says more",
             products=bad,
             dtype=str(loaded.dtype),
         )
@@ -255,13 +269,11 @@ def _log_adapters(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
         engine.between_steps(partial(log_adapter_ready, adapter, engine.loaded))
     if engine.adapters and cached and config.approximate == "verified":
-        log.info(
-            "what adapters have read is reused where a prompt begins with it, exactly: kvsidecar verify is of the model"
-        )
+        log.info("adapters reuse prefixes only, exactly: kvsidecar verify verifies the model without adapters")
 
 
 def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
-    """Logs that it is there, and which of its products keep no bits on this thread, the engine's."""
+    """Log that an adapter is ready, and its layers whose bits depend on the batch. On the engine's thread."""
     log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
     if loaded.device.type == "cpu":
         products = [product for pair in adapter.pairs.values() for product in pair.products]
@@ -275,8 +287,7 @@ def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
     if policy.recompute_setting(session.verdict) is None:
         known = "failed its verification" if session.verdict is not None else "has not been verified: kvsidecar verify"
         log.info(
-            "what was read before is reused where a prompt begins with it, exactly; elsewhere it is not, because the "
-            f"model {known}"
+            f"stored chunks are reused as prefixes only, exactly; approximate reuse is off because the model {known}"
         )
 
 
@@ -286,11 +297,11 @@ def _prompt_counters(engine: Engine) -> ServedCounts:
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
-    """How this worker cuts prompts and reuses text elsewhere. Models whose keys cannot be moved say why, once."""
+    """Build the worker's chunking and reuse policy. Logs why a model's keys cannot be shifted."""
     separator: list[int] = []
     if config.document_separator:
         separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
-    # Reading the whole vocabulary takes a second for a large one.
+    # Decoding the whole vocabulary takes a second for a large one.
     ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
     chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends)
     why = why_not_shiftable(loaded.config)
@@ -308,7 +319,7 @@ def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
             f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
         )
-    # No batch can use more than this.
+    # A batch cannot use more tokens than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
     return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
 
@@ -319,5 +330,5 @@ def _new_pool(loaded: LoadedModel, tokens: int, overflow: DiskOverflow | None = 
     kernels = find_kernels(loaded.device, loaded.dtype, loaded.head_dim)
     if kernels is not None:
         pool.native = select_cuda_attention(pool, kernels, loaded.heads)
-        log.info("our attention serves where it is faster", kinds=sorted(pool.native.kinds))
+        log.info("native attention kernels are used where they are faster", kinds=sorted(pool.native.kinds))
     return pool

@@ -1,6 +1,6 @@
-"""``kvsidecar verify MODEL``: may this model reuse text that was read in another context?
+"""``kvsidecar verify MODEL``: verifies approximate reuse for a model.
 
-What computes is imported when the command line was understood: that takes seconds, and a mistyped flag none.
+Modules that need torch are imported after the flags were parsed: that takes seconds, and a mistyped flag none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from inference_svc.context_reuse.reuse_report import Report, Thresholds
 from inference_svc.context_reuse.selectors import (
     AUTO_SELECTORS,
     DEFAULT_RATIO,
@@ -25,14 +24,15 @@ from inference_svc.context_reuse.selectors import (
     THOROUGH_RATIO,
     THOROUGH_SELECTOR,
 )
+from inference_svc.context_reuse.verify import Report, Thresholds
 
 _EXIT = {"passed": 0, "failed": 1, "inconclusive": 3}
 
 _LIMITS = {
-    "--max-kl": "passes with at most so much divergence (KL) from a full prefill, in nats per token",
-    "--min-agreement": "passes with at least this share of tokens equal",
-    "--max-harm": "passes when no control is worse than without repair by more nats",
-    "--min-prompts": "with fewer prompts it is inconclusive",
+    "--max-kl": "maximum mean KL divergence from a full prefill, in nats per token",
+    "--min-agreement": "minimum share of equal top-1 tokens",
+    "--max-harm": "maximum nats by which controls may be worse than without recomputation",
+    "--min-prompts": "with fewer prompts the result is inconclusive",
 }
 
 
@@ -40,8 +40,8 @@ def parser() -> argparse.ArgumentParser:
     out = FlagParser(
         prog="kvsidecar verify",
         usage="%(prog)s MODEL [flags]",
-        description="Measures what a model's answers lose when documents are reused that were read in another order, "
-        "and says whether that passes. Exit status: 0 passed, 1 failed, 2 could not be measured, 3 inconclusive.",
+        description="Measures the loss of a model's answers when documents were cached in another order, and decides "
+        "whether approximate reuse passes. Exit status: 0 passed, 1 failed, 2 could not be measured, 3 inconclusive.",
     )
     out.add_argument("model", metavar="MODEL", nargs="?", help="as `kvsidecar serve` takes it")
     out.add_argument("--model", dest="named", metavar="MODEL", help="the same as a flag, as `kvsidecar serve` has it")
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         "--repair",
         choices=["auto", *sorted(SELECTORS)],
         default="auto",
-        help=f"the repair to be judged; auto takes the cheapest that passes of {', '.join(AUTO_SELECTORS)}",
+        help=f"selector to verify; auto takes the cheapest that passes of {', '.join(AUTO_SELECTORS)}",
     )
     out.add_argument(
         "--ratio",
@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def report_table(report: Report) -> Table:
-    """The report as a table."""
+    """Format the report as a table."""
     title = f"{report.model}, {report.prompts} prompts, noise floor {report.noise_kl:.2g} nats"
     table = Table(title=title, box=None, padding=(0, 1), pad_edge=False)  # all of it within 80 columns
     for name in ("arm", "KL mean", "KL p99", "agrees", "of 16", "control", "cost", "asked", "pass"):
@@ -95,7 +95,7 @@ def report_table(report: Report) -> Table:
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """The options, of which ``model`` is set. Ends the process with status 2 for what they cannot be."""
+    """Parse the options; ``model`` is set. Exits with status 2 for invalid ones."""
     asking = parser()
     options = asking.parse_args(arguments)
     if options.model and options.named and options.model != options.named:
@@ -110,13 +110,13 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> Report:
-    """Loads the model, measures it, and hands the verdict on if that was asked for. Raises KVSidecarError, OSError."""
-    if not console.is_terminal:  # where a bar is drawn
+    """Load and measure the model, and store the verdict if requested. Raises KVSidecarError, OSError."""
+    if not console.is_terminal:  # on a terminal there is a progress bar
         said = f"kvsidecar verify: loads {options.model} and measures it, which takes half a minute or more"
         print(said, file=sys.stderr, flush=True)
     from inference_svc.context_reuse.reuse_lab import ReuseLab
     from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions
-    from inference_svc.kv_client.verdict_report import store_verdict
+    from inference_svc.kv_client.connector import store_verdict
     from inference_svc.model_runner.numerics_probe import with_numerics_identity
     from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
     from inference_svc.models.loader import load, quiet_transformers

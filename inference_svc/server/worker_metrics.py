@@ -20,18 +20,18 @@ _GAUGES = (
     "pending_saves",
     "resident_sequences",
 )
-# vLLM's names behind the prefix of ours.
+# vLLM's metric names after our prefix.
 _SPECULATION = {
-    "spec_decode_num_drafts": ("drafts", "Times that a request's guesses were verified"),
-    "spec_decode_num_draft_tokens": ("draft_tokens", "Guessed tokens that were verified"),
-    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Guessed tokens that became part of an answer"),
+    "spec_decode_num_drafts": ("drafts", "Drafts that were verified"),
+    "spec_decode_num_draft_tokens": ("draft_tokens", "Draft tokens that were verified"),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Draft tokens that were accepted"),
     "spec_decode_num_branches": (
         "draft_branches",
         "Branches verified beside the first of a draft",
     ),
     "spec_decode_num_branched_tokens": ("branched_tokens", "Accepted tokens of such a branch"),
-    "spec_decode_draft_seconds": ("draft_seconds", "Time spent guessing"),
-    "spec_decode_verify_seconds": ("verify_seconds", "Time of passes that verified guesses"),
+    "spec_decode_draft_seconds": ("draft_seconds", "Time spent on proposing draft tokens"),
+    "spec_decode_verify_seconds": ("verify_seconds", "Time of verification steps"),
 }
 _COUNTERS = (
     "requests",
@@ -56,7 +56,7 @@ _STREAM_COUNTERS = ("hits", "waits", "misses", "read_bytes", "read_seconds", "wa
 
 
 class WorkerCollector:
-    """Reads the counters when scraped."""
+    """Collector that reads a worker's counters at each scrape."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
@@ -68,7 +68,7 @@ class WorkerCollector:
         streaming = stats.streaming
         for name in _GAUGES:
             yield GaugeMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
-        text = "Reused prefixes that were not finite, and were computed instead"
+        text = "Reused prefixes with values that were not finite, which were computed instead"
         hits = self._runtime.engine.stats.corrupt_hits
         yield CounterMetricFamily("kvsidecar_worker_corrupt_hits", text, value=hits)
         text = "1 while the engine works; 0 when it has stopped, or when its step hangs"
@@ -82,7 +82,7 @@ class WorkerCollector:
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", text, value=getattr(stats, field))
         places = CounterMetricFamily(
             "kvsidecar_worker_spec_decode_num_accepted_tokens_per_pos",
-            "Accepted guesses by their place, from 0",
+            "Accepted draft tokens by position, from 0",
             labels=["position"],
         )
         for place, count in enumerate(stats.accepted_at):
@@ -97,7 +97,7 @@ class WorkerCollector:
 
 
 def serve_metrics(runtime: Runtime, port: int, host: str) -> None:
-    """Serves ``/metrics``. Raises OSError when the address is taken."""
+    """Serve ``/metrics``. Raises OSError if the address is taken."""
     registry = CollectorRegistry()
     registry.register(WorkerCollector(runtime))
     start_http_server(port, host, registry)

@@ -1,4 +1,4 @@
-"""Starts a worker: model, engine, socket, signals, graceful end."""
+"""Worker process: start, signals, health, graceful shutdown."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import serve_metrics
 
 GRACE_SECONDS = 10.0
-# EX_SOFTWARE: the engine has stopped, and only another process can compute again.
+# EX_SOFTWARE: the engine has stopped, and only a new process can compute again.
 EXIT_ENGINE_STOPPED = 70
-# Callers have their errors by then, and what is queued is stored, if it ever will be.
+# Grace after the engine stopped: enough for errors to reach callers and for queued saves, if they still progress.
 _STOPPED_GRACE_SECONDS, _STOPPED_CLOSE_SECONDS = 2.0, 5.0
 _POLL_SECONDS = 0.2
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -37,17 +37,19 @@ log = structlog.get_logger("worker")
 
 
 async def serve(config: WorkerConfig) -> None:
-    """Runs a worker until SIGTERM or SIGINT, or until its engine stops: then the process ends at once, with
-    EXIT_ENGINE_STOPPED. Raises ConfigurationError, ModelUnsupported."""
+    """Run a worker until SIGTERM or SIGINT, or until its engine stops.
+
+    In the latter case the process exits at once with EXIT_ENGINE_STOPPED. Raises ConfigurationError, ModelUnsupported.
+    """
     ensure_private_dir(config.socket.parent)
     stop = asyncio.Event()
     stop_on_signals(stop)
     disable_bars_off_terminal()
     if config.vllm_grpc:
         require_contract()
-    config.socket.unlink(missing_ok=True)  # a killed worker's: nobody must take it for a live one while this loads
+    config.socket.unlink(missing_ok=True)  # left by a killed worker: it must not look alive while this one loads
     log.info("loading the model", model=config.model)
-    # First, so that calls of the daemon name their span.
+    # Before the runtime, so that calls to the daemon carry their span.
     async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
         runtime = await _build_or_exit(config, stop)
         try:
@@ -58,7 +60,7 @@ async def serve(config: WorkerConfig) -> None:
 
 
 async def _close(runtime: Runtime) -> None:
-    """Closes a runtime; of one whose engine has stopped, ends the process, whose device may hang."""
+    """Close a runtime. If its engine has stopped, exit the process, because its device may hang."""
     closing = asyncio.ensure_future(asyncio.to_thread(runtime.close))
     died = runtime.engine.died
     await asyncio.wait({closing}, timeout=_STOPPED_CLOSE_SECONDS if died.done() else None)
@@ -69,8 +71,11 @@ async def _close(runtime: Runtime) -> None:
 
 
 async def _build_or_exit(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
-    """``build``; or the end of the process, when it is told to stop meanwhile. Loading takes minutes for a large model,
-    its thread cannot be stopped, and nothing is lost: what it writes appears whole or not at all."""
+    """Build the runtime; exit the process if ``stop`` is set meanwhile.
+
+    Loading a large model takes minutes, and its thread cannot be stopped. Nothing is lost: files that it writes appear
+    whole or not at all.
+    """
     building, stopped = (
         asyncio.ensure_future(asyncio.to_thread(build_runtime, config)),
         asyncio.ensure_future(stop.wait()),
@@ -115,7 +120,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
 async def _watch_engine(
     engine: Engine, health: health_aio.HealthServicer, names: Collection[str], stop: asyncio.Event
 ) -> None:
-    """Has health say whether the engine works, until ``stop`` or until the engine stops."""
+    """Keep the health status in step with the engine, until ``stop`` or until the engine stops."""
     stopped, ailed = asyncio.ensure_future(stop.wait()), False
     while not stopped.done() and not engine.died.done():
         await asyncio.wait({stopped}, timeout=_POLL_SECONDS)

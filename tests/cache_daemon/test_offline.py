@@ -18,7 +18,7 @@ from benchmarks.node import Node
 from benchmarks.remote_servers import S3Server, why_no_s3
 from cache_daemon import offline
 from cache_daemon.durable.lmdb_file import PageFile
-from cache_daemon.durable.survey import strict_survey
+from cache_daemon.durable.store_scan import strict_scan
 from cache_daemon.remote.address import Credentials
 from cache_daemon.remote.archive_objects import upload_on_exit
 from tests.cache_daemon.conftest import Peer, descriptor, store_file
@@ -163,7 +163,7 @@ def test_what_to_export_must_be_said(start: Callable[..., Node], tmp_path: Path)
 def flip_payload(file: Path, ids: list[int]) -> None:
     """Flips a bit in the middle of the payload that a stopped store has for the tokens. Pages that are free, or were
     written anew elsewhere, may have the same bytes and are left alone."""
-    survey = strict_survey(PageFile(file))
+    survey = strict_scan(PageFile(file))
     key = keys.prefix_hash(keys.tenant_root(keys.namespace_id(descriptor()), b""), ids)
     data = bytearray(file.read_bytes())
     data[survey.places[key][0] + survey.records[key].stored_length // 2] ^= 1

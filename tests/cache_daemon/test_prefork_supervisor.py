@@ -82,15 +82,15 @@ def test_what_dies_again_and_again_before_it_serves_is_given_up(daemon: Node) ->
 
 _HANDLES_LATE = """
 import signal, sys, threading, time
-from cache_daemon.prefork_supervisor import hear_reloads, kept_running
+from cache_daemon.prefork_supervisor import unblock_reload_signal, run_supervised
 def run():
     print("begun", flush=True)
     sys.stdin.readline()
     heard = threading.Event()
     signal.signal(signal.SIGHUP, lambda *_: heard.set())
-    hear_reloads()
+    unblock_reload_signal()
     return 0 if heard.wait(10) else 3
-raise SystemExit(kept_running(run))
+raise SystemExit(run_supervised(run))
 """
 
 
@@ -115,12 +115,12 @@ def test_a_reload_while_it_starts_is_heard_once_it_can_be_and_ends_nothing() -> 
 _DIES = """
 import os, signal
 from kvsidecar.cli.service_settings import configure_logging
-from cache_daemon.prefork_supervisor import kept_running, note_serving
+from cache_daemon.prefork_supervisor import run_supervised, mark_serving
 configure_logging("info")
 def run():
-    note_serving()
+    mark_serving()
     os.kill(os.getpid(), signal.SIGKILL)
-raise SystemExit(kept_running(run))
+raise SystemExit(run_supervised(run))
 """
 
 
@@ -129,7 +129,7 @@ def test_what_dies_again_and_again_is_started_with_growing_pauses_which_a_signal
         assert guardian.stderr is not None
         pauses: list[float] = []
         for line in guardian.stderr:
-            if found := re.search(r"pause_seconds\W+([\d.]+)", line):
+            if found := re.search(r"backoff_seconds\W+([\d.]+)", line):
                 pauses.append(float(found[1]))
             if len(pauses) == 5:
                 break

@@ -32,7 +32,7 @@ from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.cache_service import CacheService
 from cache_daemon.rpc.request_decoder import add_to_server
-from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_store import ChunkStore
@@ -111,7 +111,7 @@ async def opened(folder: Path, arena_bytes: int = 512 << 20) -> AsyncIterator[Be
         bloom_filter=CountingBloomFilter(summary.memory), clock=lambda: 1e9 + bench.passed,
     )  # fmt: skip
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 << 20)])
-    add_to_server(CacheService(Shared(bench.store, 60_000), lambda _: OPERATOR, "none"), server)
+    add_to_server(CacheService(ServiceState(bench.store, 60_000), lambda _: OPERATOR, "none"), server)
     server.add_insecure_port(bench.address)
     await bench.store.start()
     await server.start()

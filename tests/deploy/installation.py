@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from pathlib import Path
 
 import httpx
 import pytest
 from kvkernels.cpu.cpu_build import LIBRARIES
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from benchmarks.node import free_port
 from tests.deploy.playing import wait_for
@@ -67,15 +70,64 @@ def build(hook: str, source: Path, made: Path, suffix: str) -> Path:
 
 def environment_with(wheel: Path, environment: Path) -> Path:
     """An environment with the wheel, in which of this one's packages only the others are."""
+    packages = _environment(wheel, environment)
+    # The others, as a line of a path file adds them: an editable install of ours is none of them.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
+    return environment
+
+
+def environment_of(wheel: Path, environment: Path, extra: str = "") -> Path:
+    """Makes an environment with what ``pip install kvsidecar[extra]`` would install, and nothing else.
+
+    The packages are those of this environment, file by file as links, so that nothing is fetched.
+    """
+    packages = _environment(wheel, environment)
+    for name in closure(declared(extra)):
+        distribution = importlib.metadata.distribution(name)
+        for file in distribution.files or []:
+            target = packages / file
+            if ".." not in file.parts and not target.exists() and Path(distribution.locate_file(file)).is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(distribution.locate_file(file))
+    return environment
+
+
+def declared(extra: str = "") -> list[Requirement]:
+    """The requirements that pyproject.toml has of the base installation and of an extra, with the extras in it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [Requirement(text) for text in project["dependencies"]]
+    extras = [extra] if extra else []
+    for name in extras:
+        for requirement in map(Requirement, project["optional-dependencies"][name]):
+            if requirement.name == project["name"]:
+                extras += sorted(requirement.extras)
+            else:
+                found.append(requirement)
+    return found
+
+
+def closure(requirements: list[Requirement]) -> set[str]:
+    """The names of the distributions that requirements bring, by the metadata of those that are installed here."""
+    found: set[str] = set()
+    wanted = [(requirement, "") for requirement in requirements]
+    for requirement, extra in wanted:
+        name = canonicalize_name(requirement.name)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            new = [""] * (name not in found) + sorted(requirement.extras)
+            found.add(name)
+            needed = [Requirement(text) for text in importlib.metadata.requires(name) or [] if new]
+            wanted += [(r, e) for r in needed for e in new]
+    return found
+
+
+def _environment(wheel: Path, environment: Path) -> Path:
+    """Installs the wheel alone; returns the folder of packages."""
     folder = environment.parent
     run(sys.executable, "-m", "venv", "--without-pip", str(environment), folder=folder)
     python = str(environment / "bin" / "python")
     install = ("--python", python, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
     run(sys.executable, "-m", "pip", *install, folder=folder)
-    # The others, as a line of a path file adds them: an editable install of ours is none of them.
-    packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip())
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
-    return environment
+    return Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", folder=folder).strip())
 
 
 def serves(environment: Path, folder: Path, runtime_dir: Path) -> str:

@@ -18,11 +18,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.installation import declared
+
 ROOT = Path(__file__).parents[2]
 CONTAINER = ROOT / "deploy" / "container"
 PYTHON = "/usr/bin/python3"
 BASE, IMAGE = "localhost/base:test", "localhost/kvsidecar:test"
-EXTRAS = "encryption,otel"
+EXTRAS = "worker,encryption,otel"
 MOUNTED = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 LINKS = ("bin", "lib", "lib64", "sbin")
 FACTS = "from kvkernels.cpu.cpu_library import found; import os, torch; print(found().library is not None, os.getuid())"
@@ -114,8 +116,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Buildah]:
         pytest.skip(f"buildah does not work here: {error}")
     wheels = folder / "wheels"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    extras = [name for extra in EXTRAS.split(",") for name in project["project"]["optional-dependencies"][extra]]
-    wanted = [*project["project"]["dependencies"], *extras, *project["build-system"]["requires"], "wheel"]
+    needed = {str(requirement) for extra in EXTRAS.split(",") for requirement in declared(extra)}
+    wanted = [*sorted(needed), *project["build-system"]["requires"], "wheel"]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "-c", "constraints.txt", "--wheel-dir", str(wheels)]
     done = subprocess.run([*command, *wanted], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:

@@ -68,7 +68,7 @@ def test_the_operators_alerts_are_the_same() -> None:
 
 
 def test_every_alert_is_in_the_runbook() -> None:
-    page = (DEPLOY.parent / "docs" / "operations.md").read_text(encoding="utf-8")
+    page = (DEPLOY.parent / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
     assert [r["alert"] for r in RULES if f"| `{r['alert']}` |" not in page] == []
 
 

@@ -1,7 +1,7 @@
-"""The tokens whose keys and values change most (CacheBlend, Yao et al., EuroSys 2025, arXiv:2405.16444).
+"""Selects tokens by KV deviation (CacheBlend, Yao et al., EuroSys 2025, arXiv:2405.16444).
 
-Layer 0 is computed for all approximate tokens, and keys and values of layer 1; those that deviate most from the
-stored ones go on through all other layers.
+Layer 0 is computed for all approximate tokens, and keys and values of layer 1; the tokens that deviate most from the
+stored ones are recomputed in all other layers.
 """
 
 from __future__ import annotations

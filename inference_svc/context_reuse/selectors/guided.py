@@ -1,12 +1,12 @@
-"""What the question looks at.
+"""Selects tokens by the attention of the question.
 
 The lowest layers are computed for all approximate tokens, exactly. Then the question is read once over the stored keys,
-and those tokens are computed again that some attention head looks at hard, with the token before each: a token that
-sums a statement up takes it from there (SnapKV, arXiv:2404.14469, pools scores over neighbours likewise). Measured
-against deviation, and against mixtures of both, in ``docs/decisions.md``.
+and the tokens with high attention from some head are recomputed, each with the token before it: a token that summarizes
+a statement takes it from there (SnapKV, arXiv:2404.14469, pools scores over neighbours likewise). Measured against
+deviation, and against mixtures of both, in ``docs/adr/027-guided-question-attention.md``.
 
-How many layers it takes is the model's: those that find what belongs together. ``kvsidecar verify`` measures ``guided``
-(2), ``guided_4`` and ``guided_8``, and keeps the first that passes.
+The number of lowest layers depends on the model: enough to associate related tokens. ``kvsidecar verify`` measures
+``guided`` (2), ``guided_4`` and ``guided_8``, and keeps the first that passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 class GuidedSelector:
     """Top ``ratio`` by the question's attention after ``depth`` layers."""
 
-    # Where the built-in model looks shows well before its last layer.
+    # In the built-in model, attention is informative well before the last layer.
     needs_deviation, attention_depth = False, 2 / 3
 
     def __init__(self, depth: int = 2) -> None:

@@ -1,9 +1,10 @@
-"""What the question looks at and another context has changed.
+"""Selects tokens by attention times deviation.
 
-Attention says which tokens the question reads, deviation which of them are wrong; only their product says which wrong
-ones are read. Two layers are computed for all approximate tokens, exactly, which gives the deviation of keys and values
-in layers 1 and 2; then the question is read once over the stored keys. On real language models this chooses as well as
-knowing the true keys and values would (``docs/decisions.md``), where either factor alone regains half as much.
+Attention tells which tokens the question reads, deviation which of them are wrong; only their product tells which wrong
+tokens are read. Two layers are computed for all approximate tokens, exactly, which gives the deviation of keys and
+values in layers 1 and 2; then the question is read once over the stored keys. On real language models this selects as
+well as knowledge of the true keys and values would (``docs/adr/049-salient-repair.md``), where either factor alone
+regains half as much.
 """
 
 from __future__ import annotations

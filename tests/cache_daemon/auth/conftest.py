@@ -17,8 +17,8 @@ from kvsidecar.net.grpc_server import Limits, listening_at
 from kvsidecar.tenants_file import hash_token
 
 from benchmarks.authority import Authority, Issued
-from cache_daemon.auth.listeners import doors
-from cache_daemon.auth.tenants_table import CurrentTenants
+from cache_daemon.auth.listeners import build_listeners
+from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
 from tests.cache_daemon.auth.echo import SERVICE, add_echo
 
@@ -49,7 +49,7 @@ class Running:
     """A server of the echo at the daemon's doors."""
 
     addresses: list[str]
-    tenants: CurrentTenants
+    tenants: ReloadableTenantsTable
     config: DaemonConfig
     stack: AsyncExitStack
 
@@ -95,9 +95,9 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
 
         async def launch(limits: Limits | None = None, **settings: Any) -> Running:
             config = DaemonConfig(socket=tmp_path / "cache.sock", **settings)
-            tenants = CurrentTenants(config.tenants, tenant_id)
+            tenants = ReloadableTenantsTable(config.tenants, tenant_id)
             addresses = await stack.enter_async_context(
-                listening_at(SERVICE, doors(config, tenants, add_echo), lambda: 0.0, limits or Limits())
+                listening_at(SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0, limits or Limits())
             )
             return Running(addresses, tenants, config, stack)
 

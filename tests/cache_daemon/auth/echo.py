@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, abort, unary
 
-from cache_daemon.auth.authenticator import Resolver
+from cache_daemon.auth.authenticator import PrincipalResolver
 
 SERVICE = "kvsidecar.test.Echo"
 
@@ -17,7 +17,7 @@ SERVICE = "kvsidecar.test.Echo"
 class Echo:
     """Methods take and give bytes."""
 
-    def __init__(self, principal_of: Resolver) -> None:
+    def __init__(self, principal_of: PrincipalResolver) -> None:
         self._principal_of = principal_of
         self.received: list[bytes] = []
         self.closed = asyncio.Event()
@@ -85,5 +85,5 @@ class Echo:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 
-def add_echo(server: grpc.aio.Server, principal_of: Resolver, at: Path | None) -> None:
+def add_echo(server: grpc.aio.Server, principal_of: PrincipalResolver, at: Path | None) -> None:
     Echo(principal_of).add_to(server)

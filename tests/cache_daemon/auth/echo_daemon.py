@@ -9,8 +9,8 @@ import sys
 from kvsidecar.cli.service_settings import run_service
 from kvsidecar.net.grpc_server import listening_at, refuse_second, stop_on_signals
 
-from cache_daemon.auth.listeners import doors
-from cache_daemon.auth.tenants_table import CurrentTenants
+from cache_daemon.auth.listeners import build_listeners
+from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
 from tests.cache_daemon.auth.conftest import tenant_id
 from tests.cache_daemon.auth.echo import SERVICE, add_echo
@@ -20,9 +20,9 @@ async def serve(config: DaemonConfig) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
     with refuse_second(config.socket):
-        tenants = CurrentTenants(config.tenants, tenant_id)
+        tenants = ReloadableTenantsTable(config.tenants, tenant_id)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, tenants.reload)
-        async with listening_at(SERVICE, doors(config, tenants, add_echo), lambda: 0.0) as addresses:
+        async with listening_at(SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0) as addresses:
             print(*addresses, flush=True)
             await stop.wait()
 

@@ -8,7 +8,7 @@ import pytest
 from kvsidecar.errors import Unauthenticated
 
 from cache_daemon.auth.authenticator import Authenticator
-from cache_daemon.auth.tenants_table import Tenants
+from cache_daemon.auth.tenants_table import TenantsTable
 
 
 class Call:
@@ -25,7 +25,7 @@ class Call:
 
 
 def test_an_unknown_certificate_is_a_guests_only_where_guests_are_allowed() -> None:
-    table = Tenants()
+    table = TenantsTable()
     guest = Authenticator(lambda: table, guests=True).principal_of(Call("worker-7"))  # type: ignore[arg-type]
     assert (guest.name, guest.tenants) == ("worker-7", None)
     with pytest.raises(Unauthenticated, match="no name that the tenants file has"):

@@ -18,7 +18,7 @@ from kvsidecar.net.grpc_server import Door, listening_at
 
 from benchmarks.authority import Authority
 from cache_daemon.auth.authenticator import RefusalLog
-from cache_daemon.auth.interceptor import Guard, Patience
+from cache_daemon.auth.interceptor import AuthInterceptor, InterceptorTimeouts
 from cache_daemon.auth.principal import GUEST, Principal
 from tests.cache_daemon.auth.conftest import ALICE, BOB, Running, refused
 from tests.cache_daemon.auth.echo import SERVICE, Echo
@@ -41,7 +41,7 @@ class Behind:
         self.channel: grpc.aio.Channel
 
     async def open(self) -> Behind:
-        guard = Guard(knows_friends, Patience(call_seconds=STALL, stall_seconds=STALL))
+        guard = AuthInterceptor(knows_friends, InterceptorTimeouts(call_seconds=STALL, stall_seconds=STALL))
         door = Door(TcpAddress("127.0.0.1", 0), self.echo.add_to, interceptors=(guard,))
         addresses = await self._stack.enter_async_context(listening_at(SERVICE, [door], lambda: 0.0))
         self.channel = await self._stack.enter_async_context(
@@ -150,7 +150,10 @@ async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_ou
     tls: Running, authority: Authority
 ) -> None:
     silent_channel = await tls.channel(token=ALICE, ca=authority.ca)
-    silent = [silent_channel.stream_unary(f"/{SERVICE}/Whoami")(timeout=30) for _ in range(Patience.arrivals + 8)]
+    silent = [
+        silent_channel.stream_unary(f"/{SERVICE}/Whoami")(timeout=30)
+        for _ in range(InterceptorTimeouts.max_pending + 8)
+    ]
     async with asyncio.timeout(9):  # beyond so many, a question has a moment to arrive
         while sum(call.done() for call in silent) < 8:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -164,7 +167,7 @@ async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_ou
 
 
 async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> None:
-    guard = Guard(knows_friends, Patience(arrival_seconds=STALL))
+    guard = AuthInterceptor(knows_friends, InterceptorTimeouts(request_seconds=STALL))
     door = Door(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
     async with listening_at(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -10,7 +10,7 @@ from kvsidecar.errors import ConfigurationError, PermissionDenied
 from kvsidecar.tenants_file import hash_token
 
 from cache_daemon.auth.principal import GUEST, OPERATOR, Principal
-from cache_daemon.auth.tenants_table import UNLIMITED, CurrentTenants, Tenants, load
+from cache_daemon.auth.tenants_table import UNLIMITED, ReloadableTenantsTable, TenantsTable, load
 from cache_daemon.tenant_limits import Priority, TenantLimits
 from tests.cache_daemon.auth.conftest import tenant_id
 
@@ -53,24 +53,24 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def tenants(file: Path) -> Tenants:
+def tenants(file: Path) -> TenantsTable:
     return load(file, tenant_id)
 
 
-def test_limits_are_a_tenants_own(tenants: Tenants) -> None:
+def test_limits_are_a_tenants_own(tenants: TenantsTable) -> None:
     expected = TenantLimits(256 << 20, 1_000_000, 5000, 7 * 86400, 16 << 20, Priority.HIGH)
     assert tenants.limits_for(b"salt-of-alice") == expected
     assert tenants.limits_of(tenant_id(b"salt-of-alice")) == expected
     assert tenants.limits_for(b"\x00\xff") == UNLIMITED
 
 
-def test_salts_that_no_table_names_have_the_default_on_one_account(tenants: Tenants) -> None:
+def test_salts_that_no_table_names_have_the_default_on_one_account(tenants: TenantsTable) -> None:
     assert tenants.limits_for(b"new") == tenants.default == TenantLimits(arena_bytes=64 << 20, ttl_seconds=90)
     assert tenants.account_of(tenant_id(b"new")) == tenants.account_of(tenant_id(b"newer")) == b""
     assert tenants.account_of(tenant_id(b"\x00\xff")) == tenant_id(b"\x00\xff")
 
 
-def test_a_token_opens_the_tenants_that_name_it(tenants: Tenants) -> None:
+def test_a_token_opens_the_tenants_that_name_it(tenants: TenantsTable) -> None:
     assert tenants.by_token("a") == Principal("alice", tenants=frozenset([b"salt-of-alice"]))
     both = tenants.by_token("both")
     assert both == Principal("alice+bob", tenants=frozenset([b"salt-of-alice", b"\x00\xff"]))
@@ -79,14 +79,14 @@ def test_a_token_opens_the_tenants_that_name_it(tenants: Tenants) -> None:
         assert tenants.by_token(unknown) is None
 
 
-def test_a_certificate_opens_the_tenants_that_name_it(tenants: Tenants) -> None:
+def test_a_certificate_opens_the_tenants_that_name_it(tenants: TenantsTable) -> None:
     assert tenants.by_certificate(["x", "spiffe://there/alice", "alice.example"]) == tenants.by_token("a")
     assert tenants.by_certificate(["alice.example", "bob.example"]) == tenants.by_token("both")
     assert tenants.by_certificate(["x"]) is None
 
 
 def test_without_a_file_nobody_is_named_and_nothing_limited() -> None:
-    none = CurrentTenants(None, tenant_id)
+    none = ReloadableTenantsTable(None, tenant_id)
     assert none.reload()
     assert none().limits_for(b"any") == UNLIMITED
     assert none().by_token("") is None
@@ -111,7 +111,7 @@ def test_a_principal_uses_its_salts_alone() -> None:
 
 
 def test_a_bad_file_changes_nothing_when_read_again(file: Path) -> None:
-    current = CurrentTenants(file, tenant_id)
+    current = ReloadableTenantsTable(file, tenant_id)
     file.write_text(FULL.replace("[tenant.bob]", "[tenant.bert]"))
     assert current.reload()
     assert current().by_token("b").name == "bert"

@@ -11,7 +11,7 @@ from cache_daemon.durable.durable_tier import (
     DurableTier,
     Loaded,
     LoadReport,
-    NoRoom,
+    OutOfSpace,
     PutResult,
     ReadJob,
     ReadResult,
@@ -40,8 +40,8 @@ class FaultyTier:
         self._apply_errors.extend([error or TierFailed("the disk was told to fail")] * count)
 
     def fill_up(self, count: int) -> None:
-        """The next applies raise NoRoom."""
-        self.fail_applies(count, NoRoom("the disk was told to be full"))
+        """The next applies raise OutOfSpace."""
+        self.fail_applies(count, OutOfSpace("the disk was told to be full"))
 
     def fault_reads(self, count: int, result: ReadResult) -> None:
         """The next reads of one payload end so, and leave rubbish in the target."""
@@ -81,7 +81,7 @@ class FaultyTier:
         if not self._read_faults:
             return self.inner.read([job])[0]
         result = self._read_faults.popleft()
-        if result is not ReadResult.SOUND:
+        if result is not ReadResult.OK:
             job.target[:] = b"\xa5" * len(job.target)
             return result
         return self.inner.read([job])[0]

@@ -12,7 +12,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.durable_tier import (
     Loaded,
     LoadReport,
-    NoRoom,
+    OutOfSpace,
     Put,
     PutOutcome,
     PutResult,
@@ -38,8 +38,8 @@ class _Stored:
 class MemoryTier:
     """A ``DurableTier`` for tests. ``most_bytes`` is what fits into it; 0 for no limit."""
 
-    def __init__(self, most_bytes: int = 0) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int = 0) -> None:
+        self._max_bytes = max_bytes
         self._stored: dict[bytes, _Stored] = {}
         self._notes: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class MemoryTier:
         if len(found.payload) != len(job.target) or keys.checksum(found.payload) != job.checksum:
             return ReadResult.CORRUPT
         job.target[:] = found.payload
-        return ReadResult.SOUND
+        return ReadResult.OK
 
     def apply(self, group: WriteGroup) -> list[PutResult]:
         with self._lock:
@@ -93,8 +93,8 @@ class MemoryTier:
                 stored.pop(key, None)
             accepted = [self._put(stored, put) for put in group.put]
             _drop_orphans(stored)
-            if self._most_bytes and group.put and sum(s.stored_bytes for s in stored.values()) > self._most_bytes:
-                raise NoRoom(f"only {self._most_bytes} bytes fit")
+            if self._max_bytes and group.put and sum(s.stored_bytes for s in stored.values()) > self._max_bytes:
+                raise OutOfSpace(f"only {self._max_bytes} bytes fit")
             for key, tick in group.used.items():
                 if key in stored:
                     stored[key] = _Stored(stored[key].header, stored[key].payload, tick)
@@ -109,7 +109,7 @@ class MemoryTier:
     def _put(stored: dict[bytes, _Stored], put: Put) -> PutOutcome:
         header, payload = put.header, bytes(put.payload)
         if len(payload) != header.payload_bytes or keys.checksum(payload) != header.checksum:
-            return PutOutcome.DAMAGED
+            return PutOutcome.CORRUPT
         if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in stored:
             return PutOutcome.PARENT_MISSING
         for key in put.replaces:

@@ -63,12 +63,12 @@ def read(tier: DurableTier, *puts: Put) -> list[ReadResult]:
     ]
     results = tier.read(jobs)
     for put, target, result in zip(puts, targets, results, strict=True):
-        assert result is not ReadResult.SOUND or target == put.payload, "wrong bytes were called sound"
+        assert result is not ReadResult.OK or target == put.payload, "wrong bytes were called sound"
     return results
 
 
 def is_sound(tier: DurableTier, put: Put) -> bool:
-    return read(tier, put) == [ReadResult.SOUND]
+    return read(tier, put) == [ReadResult.OK]
 
 
 def opened(folder: Path, budget_bytes: int = BUDGET, **options: object) -> LmdbTier:

@@ -51,7 +51,7 @@ def use(folder: Path) -> dict[str, int]:
     sound = corrupt = 0
     for puts in chains:
         results = read(tier, *puts)  # type: ignore[arg-type]
-        sound += results.count(ReadResult.SOUND)
+        sound += results.count(ReadResult.OK)
         corrupt += results.count(ReadResult.CORRUPT)
         missing = [i for i, result in enumerate(results) if result is ReadResult.MISSING]
         assert not missing or missing == list(range(missing[0], LENGTH)), "a chunk is there without its parent"

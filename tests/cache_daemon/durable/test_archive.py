@@ -16,7 +16,7 @@ from kvsidecar.errors import InvalidRequest
 
 from cache_daemon.durable.archive import export_archive, import_archive
 from cache_daemon.durable.durable_tier import DurableTier, Put, ReadResult, WriteGroup
-from cache_daemon.durable.expiry_note import NOTE_PREFIX, note_of
+from cache_daemon.durable.expiry_note import EXPIRY_NOTE_PREFIX, encode_expiry
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import BUDGET, ROOT, chain, chunk, key_of, opened, read, store
@@ -39,7 +39,7 @@ def test_what_goes_out_comes_in(archive: Path, tmp_path: Path) -> None:
     done = import_archive(tier, archive, progress=lambda at, of: heard.append((at, of)))
     assert (done.chunks, done.skipped) == (10, 0)
     puts = [*chain(6), *chain(3, seed=9), chunk([1, 2, 3], root=OTHER_ROOT)]
-    assert read(tier, *puts) == [ReadResult.SOUND] * 10
+    assert read(tier, *puts) == [ReadResult.OK] * 10
     assert heard
     tier.close()
 
@@ -223,7 +223,7 @@ def test_a_true_forgery_would_be_imported(tmp_path: Path) -> None:
 
 
 def noted(tier: DurableTier, put: Put, until: float | None) -> None:
-    tier.apply(WriteGroup(notes={NOTE_PREFIX + key_of(put): None if until is None else note_of(until)}))
+    tier.apply(WriteGroup(notes={EXPIRY_NOTE_PREFIX + key_of(put): None if until is None else encode_expiry(until)}))
 
 
 def test_times_go_along_and_what_is_over_does_not(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_times_go_along_and_what_is_over_does_not(tmp_path: Path) -> None:
     assert (done.chunks, done.skipped) == (2, 2)
     target = MemoryTier()
     assert import_archive(target, tmp_path / "archive", clock=lambda: now + 60).chunks == 2
-    assert target.notes() == {NOTE_PREFIX + key_of(ending): note_of(now + 60.5)}
+    assert target.notes() == {EXPIRY_NOTE_PREFIX + key_of(ending): encode_expiry(now + 60.5)}
     late = import_archive(other := MemoryTier(), tmp_path / "archive", clock=lambda: now + 61)
     assert (late.chunks, late.skipped, other.notes()) == (1, 1, {})
 
@@ -256,14 +256,14 @@ def test_of_what_is_stored_the_longer_time_counts(
     export_archive(source, tmp_path / "archive", clock=lambda: 1.0)
     source.close()
     import_archive(target, tmp_path / "archive", clock=lambda: 1.0)
-    assert target.notes() == ({} if kept is None else {NOTE_PREFIX + key_of(chunk([1])): note_of(kept)})
+    assert target.notes() == ({} if kept is None else {EXPIRY_NOTE_PREFIX + key_of(chunk([1])): encode_expiry(kept)})
 
 
 def test_no_archive_asks_for_longer_than_anybody_may(tmp_path: Path) -> None:
     (tmp_path / "archive").write_bytes(forged(chunk([1]), end=2**64 - 1))
     tier = MemoryTier()
     import_archive(tier, tmp_path / "archive", clock=lambda: 1.0)
-    assert tier.notes() == {NOTE_PREFIX + key_of(chunk([1])): note_of(1.0 + MAX_TTL_SECONDS)}
+    assert tier.notes() == {EXPIRY_NOTE_PREFIX + key_of(chunk([1])): encode_expiry(1.0 + MAX_TTL_SECONDS)}
 
 
 def test_an_archive_is_for_its_owner_alone(archive: Path) -> None:

@@ -57,10 +57,10 @@ def trained_chunks() -> tuple[Put, ...]:
 
 
 def round_trip(payload: bytes, element: int) -> bytes | None:
-    packed = codec.pack(memoryview(payload), element)
+    packed = codec.compress(memoryview(payload), element)
     if packed is not None:
         target = bytearray(len(payload))
-        codec.unpack(memoryview(packed), memoryview(target))
+        codec.decompress(memoryview(packed), memoryview(target))
         assert target == payload
     return packed
 
@@ -100,13 +100,13 @@ def test_the_size_of_elements_follows_from_the_header() -> None:
 @given(st.data())
 def test_damaged_packings_are_refused_or_other_bytes_and_never_more(data: st.DataObject) -> None:
     payload = np.arange(40_000, dtype=np.uint16).tobytes()
-    packed = bytearray(codec.pack(memoryview(payload), 2) or b"")
+    packed = bytearray(codec.compress(memoryview(payload), 2) or b"")
     where = data.draw(st.integers(0, len(packed) - 1))
     packed[where] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.sampled_from([0, 0, 1, 100]))
     target = bytearray(len(payload))
     try:
-        codec.unpack(memoryview(packed)[: len(packed) - cut], memoryview(target))
+        codec.decompress(memoryview(packed)[: len(packed) - cut], memoryview(target))
     except ValueError:
         return
     assert len(target) == len(payload)
@@ -119,8 +119,8 @@ def test_a_store_gives_back_raw_payloads_whatever_it_does_with_them(tmp_path: Pa
     store(tier, *puts)
     raw = sum(len(put.payload) for put in puts)
     assert (tier.usage().live_bytes < 0.75 * raw) == (compression == "zstd")
-    assert {result.value for result in read(tier, *puts)} == {"sound"}
+    assert {result.value for result in read(tier, *puts)} == {"ok"}
     tier.close()
     tier = opened(tmp_path, compression="none")
-    assert {result.value for result in read(tier, *puts)} == {"sound"}, "a store reads what another mode wrote"
+    assert {result.value for result in read(tier, *puts)} == {"ok"}, "a store reads what another mode wrote"
     tier.close()

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from cache_daemon.durable import compression
-from cache_daemon.durable.compression import Measured, Packing
+from cache_daemon.durable.compression import Calibration, PayloadCompressor
 from tests.cache_daemon.durable.chunks import chunk, opened, store
 from tests.cache_daemon.durable.test_codec import trained_chunks
 
 
 @pytest.mark.parametrize(
-    ("disk", "unpack", "ratio", "pays"),
+    ("disk", "unpack", "ratio", "pays_off"),
     [
         (100e6, 1e9, 0.65, True),  # a network disk
         (1.2e9, 1e9, 0.65, False),  # a local disk as fast as unpacking
@@ -23,9 +23,9 @@ from tests.cache_daemon.durable.test_codec import trained_chunks
     ],
 )
 def test_packing_pays_where_reading_less_saves_more_than_unpacking_costs(
-    disk: float, unpack: float, ratio: float, pays: bool
+    disk: float, unpack: float, ratio: float, pays_off: bool
 ) -> None:
-    assert Measured(disk, unpack, ratio).pays is pays
+    assert Calibration(disk, unpack, ratio).pays_off is pays_off
 
 
 @pytest.mark.parametrize(("disk", "active"), [(5e6, True), (50e9, False)])
@@ -40,7 +40,7 @@ def test_auto_decides_once_there_is_enough_to_read(
         return disk
 
     monkeypatch.setattr(compression, "_disk_speed", speed)
-    monkeypatch.setattr(compression.SpareCores, "count", lambda _: 2.0)
+    monkeypatch.setattr(compression.IdleCoreCounter, "count", lambda _: 2.0)
     tier = opened(tmp_path, 256 << 20)
     first, *others = trained_chunks()
     store(tier, first)
@@ -70,30 +70,30 @@ def test_the_disk_is_measured_for_real(tmp_path: Path) -> None:
 
 
 def test_a_mode_that_is_given_is_not_measured() -> None:
-    assert Packing("none").active is False
-    assert Packing("zstd").active is True
-    assert Packing("auto").active is None
+    assert PayloadCompressor("none").active is False
+    assert PayloadCompressor("zstd").active is True
+    assert PayloadCompressor("auto").active is None
 
 
 def test_planes_are_looked_for_in_few_payloads_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    look = compression.codec.worthwhile_planes
+    look = compression.codec.compressible_planes
 
     def counted(payload: memoryview, element: int) -> frozenset[int]:
         looked.append(element)
         return look(payload, element)
 
-    monkeypatch.setattr(compression.codec, "worthwhile_planes", counted)
-    store_packing = Packing("zstd")
+    monkeypatch.setattr(compression.codec, "compressible_planes", counted)
+    store_packing = PayloadCompressor("zstd")
     noise = chunk([1], payload=random.Random(1).randbytes(300_000))
     trained = trained_chunks()[0]
-    assert store_packing.pack([noise]) == [None]
-    (alone,) = Packing("zstd").pack([trained])
+    assert store_packing.compress([noise]) == [None]
+    (alone,) = PayloadCompressor("zstd").compress([trained])
     looked.clear()
     for _ in range(33):
-        assert store_packing.pack([trained]) == [alone], "as if it had been looked at, also after noise"
+        assert store_packing.compress([trained]) == [alone], "as if it had been looked at, also after noise"
     assert len(looked) == 3
-    assert store_packing.pack([noise]) == [None]
+    assert store_packing.compress([noise]) == [None]
     other = chunk([1], root=bytes(32), payload=bytes(trained.payload))
-    assert store_packing.pack([other]) == [alone]
+    assert store_packing.compress([other]) == [alone]
     assert len(looked) == 4, "another tenant's are another model's, as far as this knows"

@@ -18,12 +18,12 @@ from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable import lmdb_tier
 from cache_daemon.durable.durable_tier import PutOutcome, ReadResult, TierFailed, WriteGroup
-from cache_daemon.durable.encryption import Seal
+from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_file import PageFile
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
-from cache_daemon.durable.survey import Survey
-from cache_daemon.durable.tier_contents import Contents, contents_of
+from cache_daemon.durable.store_scan import StoreScan
+from cache_daemon.durable.tier_contents import TierContents, read_contents
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, is_sound, key_of, opened, read, store
 from tests.cache_daemon.durable.damage_child import CHAINS, LENGTH, stored_chains
 
@@ -79,7 +79,7 @@ def test_a_truncated_file_is_salvaged_at_start(tmp_path: Path, share: float) -> 
     size = int(used_bytes(tmp_path) * share)
     os.truncate(data(tmp_path), size)
     tier = opened(tmp_path)
-    sound = sum(read(tier, *puts).count(ReadResult.SOUND) for puts in chains)  # type: ignore[arg-type]
+    sound = sum(read(tier, *puts).count(ReadResult.OK) for puts in chains)  # type: ignore[arg-type]
     assert sound == tier.usage().entries, "what is listed can be read"
     assert share > 0.9 or sound < CHAINS * LENGTH, "nearly at the end there may be a free page"
     assert share < 0.9 or sound > 0
@@ -101,7 +101,7 @@ def test_wherever_a_file_is_cut_off_it_is_salvaged(tmp_path: Path) -> None:
         shutil.copytree(tmp_path / "whole", tmp_path / "cut")
         os.truncate(data(tmp_path / "cut"), cut)
         tier = opened(tmp_path / "cut")
-        assert read(tier, *puts).count(ReadResult.SOUND) == tier.usage().entries
+        assert read(tier, *puts).count(ReadResult.OK) == tier.usage().entries
         tier.close()
         shutil.rmtree(tmp_path / "cut")
 
@@ -120,7 +120,7 @@ tier = opened(folder)
 os.truncate(folder / "data.mdb", 8192 * 16)
 found = [result for puts in stored_chains() for result in read(tier, *puts)]
 assert ReadResult.CORRUPT in found, found
-assert set(found) <= {{ReadResult.CORRUPT, ReadResult.SOUND}}, found
+assert set(found) <= {{ReadResult.CORRUPT, ReadResult.OK}}, found
 assert store(tier, chunk([1, 2, 3])) == [PutOutcome.STORED]
 assert is_sound(tier, chunk([1, 2, 3]))
 tier.close()
@@ -142,7 +142,7 @@ def test_one_lost_meta_page_loses_at_most_the_last_transaction(tmp_path: Path, p
     chains = filled(tmp_path)
     write_at(data(tmp_path), page * 4096, bytes(4096))
     tier = opened(tmp_path)
-    assert all(read(tier, *puts) == [ReadResult.SOUND] * LENGTH for puts in chains)  # type: ignore[arg-type]
+    assert all(read(tier, *puts) == [ReadResult.OK] * LENGTH for puts in chains)  # type: ignore[arg-type]
     tier.close()
 
 
@@ -161,7 +161,7 @@ def test_what_was_removed_does_not_come_back_through_salvage(tmp_path: Path) -> 
     assert scrub(tmp_path, repair=True).sound > 0
     tier = opened(tmp_path)
     assert read(tier, *secret) == [ReadResult.MISSING] * 30
-    assert ReadResult.SOUND in read(tier, *other)
+    assert ReadResult.OK in read(tier, *other)
     tier.close()
 
 
@@ -218,7 +218,7 @@ def test_a_damaged_payload_is_corrupt_and_the_rest_is_sound(tmp_path: Path) -> N
     store(tier, first, second)
     at = data(tmp_path).read_bytes().index(b"b" * 4000)
     write_at(data(tmp_path), at + 100, b"?")
-    assert read(tier, first, second) == [ReadResult.SOUND, ReadResult.CORRUPT]
+    assert read(tier, first, second) == [ReadResult.OK, ReadResult.CORRUPT]
     tier.apply(WriteGroup(remove=(key_of(second),)))
     assert store(tier, second) == [PutOutcome.STORED]
     assert is_sound(tier, second)
@@ -235,7 +235,7 @@ def test_pages_that_lmdb_would_free_wrongly_are_noticed_before(tmp_path: Path) -
     with pytest.raises(TierFailed, match="damaged"):
         tier.apply(WriteGroup(remove=(key_of(puts[2]),)))
     tier.apply(WriteGroup(remove=(key_of(puts[2]),)))
-    assert read(tier, *puts).count(ReadResult.SOUND) == 5
+    assert read(tier, *puts).count(ReadResult.OK) == 5
     tier.close()
 
 
@@ -272,11 +272,11 @@ def test_a_store_that_is_opened_again_while_it_serves_leaves_garbage_collection_
 ) -> None:
     collecting: list[bool] = []
 
-    def noted(survey: Survey, seal: Seal) -> Contents:
+    def noted(scan: StoreScan, cipher: Cipher) -> TierContents:
         collecting.append(gc.isenabled())
-        return contents_of(survey, seal)
+        return read_contents(scan, cipher)
 
-    monkeypatch.setattr(lmdb_tier, "contents_of", noted)
+    monkeypatch.setattr(lmdb_tier, "read_contents", noted)
     tier = opened(tmp_path)
     store(tier, *chain(2))
     os.truncate(data(tmp_path), used_bytes(tmp_path) // 2)

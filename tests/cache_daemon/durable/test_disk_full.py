@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_daemon.durable.durable_tier import NoRoom, Put, PutOutcome, ReadResult, WriteGroup
+from cache_daemon.durable.durable_tier import OutOfSpace, Put, PutOutcome, ReadResult, WriteGroup
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from tests.cache_daemon.durable.chunks import chunk, key_of, opened, read, store
 
@@ -33,7 +33,7 @@ def fill(tier: LmdbTier, size: int = 30_000) -> list[Put]:
         put = chunk([len(stored)], payload=random.Random(len(stored)).randbytes(size))
         try:
             store(tier, put)
-        except NoRoom:
+        except OutOfSpace:
             assert stored
             return stored
         stored.append(put)
@@ -45,7 +45,7 @@ def test_a_full_map_refuses_chunks_and_never_removals(tmp_path: Path) -> None:
     puts = fill(tier)
     assert tier.usage().live_bytes > budget, "the map is not the limit before the budget is"
     for round_ in range(5):
-        with pytest.raises(NoRoom):
+        with pytest.raises(OutOfSpace):
             store(tier, chunk([10**6], payload=bytes(4 << 20)))
         gone, puts = puts[:8], puts[8:]
         tier.apply(WriteGroup(remove=tuple(key_of(put) for put in gone)))
@@ -53,7 +53,7 @@ def test_a_full_map_refuses_chunks_and_never_removals(tmp_path: Path) -> None:
         fresh = chunk([10**6 + round_], payload=random.Random(round_).randbytes(30_000))
         assert store(tier, fresh) == [STORED]
         puts.append(fresh)
-    assert read(tier, *puts) == [ReadResult.SOUND] * len(puts)
+    assert read(tier, *puts) == [ReadResult.OK] * len(puts)
     tier.apply(WriteGroup(remove=tuple(key_of(put) for put in puts)))
     assert tier.usage().entries == 0
     assert tier.usage().file_bytes <= 1.5 * budget
@@ -63,7 +63,7 @@ def test_a_full_map_refuses_chunks_and_never_removals(tmp_path: Path) -> None:
 def test_a_refused_group_changes_nothing(tmp_path: Path) -> None:
     tier = opened(tmp_path, 1 << 20)
     puts = fill(tier)
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfSpace):
         tier.apply(
             WriteGroup(
                 remove=(key_of(puts[0]),),
@@ -71,12 +71,12 @@ def test_a_refused_group_changes_nothing(tmp_path: Path) -> None:
                 notes={b"n": b"v"},
             )
         )
-    assert read(tier, *puts) == [ReadResult.SOUND] * len(puts)
+    assert read(tier, *puts) == [ReadResult.OK] * len(puts)
     assert tier.notes() == {}
     before = tier.usage()
     tier.close()
     tier = opened(tmp_path, 1 << 20)
-    assert read(tier, *puts) == [ReadResult.SOUND] * len(puts)
+    assert read(tier, *puts) == [ReadResult.OK] * len(puts)
     assert (tier.usage().entries, tier.usage().live_bytes) == (before.entries, before.live_bytes)
     tier.close()
 
@@ -85,7 +85,7 @@ def test_refusing_again_and_again_wears_nothing_out(tmp_path: Path) -> None:
     tier = opened(tmp_path, 1 << 20)
     put = chunk([1])
     for _ in range(10):
-        with pytest.raises(NoRoom):
+        with pytest.raises(OutOfSpace):
             store(tier, chunk([7], payload=random.Random(1).randbytes(3 << 20)))
     assert store(tier, put) == [STORED]
     tier.apply(WriteGroup(remove=(key_of(put),)))
@@ -106,11 +106,11 @@ def test_the_file_stays_within_its_limit_while_chunks_come_and_go(tmp_path: Path
         try:
             store(tier, put)
             live.append(put)
-        except NoRoom:
+        except OutOfSpace:
             refused += 1
     assert refused <= 4, "a quarter is enough for what is fragmented"
     assert tier.usage().file_bytes <= 1.5 * budget
-    assert read(tier, *live) == [ReadResult.SOUND] * len(live)
+    assert read(tier, *live) == [ReadResult.OK] * len(live)
     tier.close()
 
 
@@ -118,19 +118,19 @@ def test_a_full_disk_refuses_chunks_and_never_removals(small_disk: Path) -> None
     tier = opened(small_disk / "store", 1 << 30)
     puts = fill(tier)
     for _ in range(3):
-        with pytest.raises(NoRoom):
+        with pytest.raises(OutOfSpace):
             store(tier, chunk([10**6], payload=bytes(900_000)))
-    assert read(tier, *puts) == [ReadResult.SOUND] * len(puts)
+    assert read(tier, *puts) == [ReadResult.OK] * len(puts)
     tier.apply(WriteGroup(remove=tuple(key_of(put) for put in puts[: len(puts) // 2])))
     tier.apply(WriteGroup(notes={b"n": b"v"}))
     again = [chunk([10**6 + i], payload=bytes([i]) * 30_000) for i in range(len(puts) // 4)]
     for put in again:
         assert store(tier, put) == [STORED]
     left = [*puts[len(puts) // 2 :], *again]
-    assert read(tier, *left) == [ReadResult.SOUND] * len(left)
+    assert read(tier, *left) == [ReadResult.OK] * len(left)
     tier.close()
     tier = opened(small_disk / "store", 1 << 30)
-    assert read(tier, *left) == [ReadResult.SOUND] * len(left)
+    assert read(tier, *left) == [ReadResult.OK] * len(left)
     tier.close()
 
 
@@ -143,12 +143,12 @@ def test_a_fragmented_store_on_a_full_disk_says_that_it_is_full(small_disk: Path
         try:
             store(tier, put)
             live.append(put)
-        except NoRoom:
+        except OutOfSpace:
             refused += 1
             gone = [live.pop(rng.randrange(len(live))) for _ in range(1 + len(live) // 10)]
             tier.apply(WriteGroup(remove=tuple(key_of(one) for one in gone)))
     assert refused > 20
-    assert read(tier, *live) == [ReadResult.SOUND] * len(live)
+    assert read(tier, *live) == [ReadResult.OK] * len(live)
     tier.close()
 
 
@@ -161,7 +161,7 @@ def test_a_disk_that_others_have_filled_heals_when_they_leave(small_disk: Path) 
         while True:
             file.write(bytes(4096))
             file.flush()
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfSpace):
         store(tier, chunk([2], payload=bytes(900_000)))
     tier.apply(WriteGroup(remove=(key_of(first),)))
     assert read(tier, first) == [ReadResult.MISSING]

@@ -10,7 +10,7 @@ import pytest
 from kvsidecar.errors import ConfigurationError, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import ReadResult, WriteGroup
-from cache_daemon.durable.encryption import AesSeal, Unsealed, key_from_environment, key_from_file
+from cache_daemon.durable.encryption import AesGcmCipher, DecryptError, key_from_environment, key_from_file
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.record_format import META, checked
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, key_of, opened, read, store
@@ -27,7 +27,7 @@ def test_an_encrypted_store_gives_back_what_was_put(tmp_path: Path) -> None:
     tier.apply(WriteGroup(notes={b"verdict": b"passed"}))
     tier.close()
     tier = opened(tmp_path, key=KEY)
-    assert {result.value for result in read(tier, *puts)} == {"sound"}
+    assert {result.value for result in read(tier, *puts)} == {"ok"}
     assert tier.notes() == {b"verdict": b"passed"}
     raw = sum(len(put.payload) for put in trained_chunks())
     assert tier.usage().live_bytes < 0.75 * raw + 40_000, "it is compressed before"
@@ -46,8 +46,8 @@ def test_nothing_readable_is_on_disk(tmp_path: Path) -> None:
 
 
 def test_every_value_has_its_own_nonce() -> None:
-    seal = AesSeal(KEY)
-    assert len({bytes(seal.close_value(b"p", b"same")) for _ in range(100)}) == 100
+    cipher = AesGcmCipher(KEY)
+    assert len({bytes(cipher.encrypt(b"p", b"same")) for _ in range(100)}) == 100
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_wrong_key_destroys_nothing_even_where_the_store_is_damaged(tmp_path: 
         with pytest.raises(StoreUnavailable, match="key"):
             LmdbTier(tmp_path, BUDGET, key=wrong)
     tier = opened(tmp_path, key=KEY)
-    assert read(tier, *puts) == [ReadResult.SOUND] * 6
+    assert read(tier, *puts) == [ReadResult.OK] * 6
     tier.close()
 
 
@@ -96,20 +96,20 @@ def test_values_cannot_be_exchanged(tmp_path: Path) -> None:
         txn.put(b"commit", checked(META, b"commit", txn.id().to_bytes(8, "little")), db=meta)
     environment.close()
     tier = opened(tmp_path, key=KEY)
-    assert read(tier, first, second) == [ReadResult.CORRUPT, ReadResult.SOUND]
+    assert read(tier, first, second) == [ReadResult.CORRUPT, ReadResult.OK]
     tier.close()
 
 
 def test_a_value_opens_only_in_its_place() -> None:
-    seal = AesSeal(KEY)
-    sealed = memoryview(seal.close_value(b"notes\0a", b"value"))
+    cipher = AesGcmCipher(KEY)
+    encrypted = memoryview(cipher.encrypt(b"notes\0a", b"value"))
     target = memoryview(bytearray(5))
-    seal.open_value(b"notes\0a", sealed, target)
+    cipher.decrypt(b"notes\0a", encrypted, target)
     assert target == b"value"
-    with pytest.raises(Unsealed):
-        seal.open_value(b"notes\0b", sealed, target)
-    with pytest.raises(Unsealed):
-        seal.open_value(b"notes\0a", sealed[:-1], target[:4])
+    with pytest.raises(DecryptError):
+        cipher.decrypt(b"notes\0b", encrypted, target)
+    with pytest.raises(DecryptError):
+        cipher.decrypt(b"notes\0a", encrypted[:-1], target[:4])
 
 
 @pytest.mark.parametrize("text", [b"0123456789abcdef" * 2, b"correct horse battery staple 31\n", b"k" * 32])

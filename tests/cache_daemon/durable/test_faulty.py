@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cache_daemon.durable.durable_tier import NoRoom, PutOutcome, ReadJob, ReadResult, TierFailed
+from cache_daemon.durable.durable_tier import OutOfSpace, PutOutcome, ReadJob, ReadResult, TierFailed
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import chunk, is_sound, key_of, read, store
@@ -17,7 +17,7 @@ def test_writes_fail_as_often_as_told() -> None:
     tier = FaultyTier(MemoryTier())
     tier.fill_up(1)
     tier.fail_applies(1)
-    with pytest.raises(NoRoom):
+    with pytest.raises(OutOfSpace):
         store(tier, chunk([1]))
     with pytest.raises(TierFailed):
         store(tier, chunk([1]))

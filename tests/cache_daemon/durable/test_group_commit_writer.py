@@ -10,8 +10,8 @@ import pytest
 import structlog
 
 from cache_daemon.durable import group_commit_writer
-from cache_daemon.durable.durable_tier import NoRoom, Put, PutOutcome, PutResult, TierFailed, WriteGroup
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.durable_tier import OutOfSpace, Put, PutOutcome, PutResult, TierFailed, WriteGroup
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import chain, chunk, is_sound, key_of, store
@@ -24,7 +24,7 @@ class Desk:
 
     def __init__(self, tier: FaultyTier) -> None:
         self.tier = tier
-        self.writer = DurableWriter(tier, asyncio.get_running_loop())
+        self.writer = GroupCommitWriter(tier, asyncio.get_running_loop())
         self.heard: dict[bytes, PutOutcome] = {}
 
     def put(self, *puts: Put) -> None:
@@ -120,7 +120,7 @@ async def test_a_removal_does_not_wait_for_the_chunks_of_a_busy_store(
     desk.put(*others)
     desk.writer.remove([key_of(old)])
     heard: list[int] = []
-    desk.writer.written(lambda result: heard.append(len(desk.tier.groups)))
+    desk.writer.flush(lambda result: heard.append(len(desk.tier.groups)))
     desk.tier.let_go()
     assert await desk.outcomes(*others) == [STORED] * 10
     assert [n for n, group in enumerate(desk.tier.groups) if group.remove] == [2], "in the next transaction"
@@ -143,7 +143,7 @@ async def test_nothing_overtakes_removals_that_do_not_fit_one_transaction(
     desk.put(puts[-1])
     desk.writer.note(b"mark", b"")
     heard: list[PutOutcome] = []
-    desk.writer.written(lambda result: heard.append(result.outcome))
+    desk.writer.flush(lambda result: heard.append(result.outcome))
     desk.tier.let_go()
     assert await desk.outcomes(puts[-1]) == [STORED]
     await until(lambda: heard == [STORED])
@@ -159,9 +159,9 @@ async def test_what_is_written_is_said_also_when_nothing_is_owed(desk: Desk) -> 
     heard: list[PutOutcome] = []
     for _ in range(200):
         desk.writer.remove([b"x" * 32])
-        desk.writer.written(lambda result: heard.append(result.outcome))
+        desk.writer.flush(lambda result: heard.append(result.outcome))
         await asyncio.sleep(0)
-        desk.writer.written(lambda result: heard.append(result.outcome))
+        desk.writer.flush(lambda result: heard.append(result.outcome))
     await until(lambda: heard == [STORED] * 400)
 
 
@@ -208,7 +208,7 @@ async def test_ticks_of_use_are_kept(desk: Desk) -> None:
 async def test_without_room_removals_are_written_and_chunks_told() -> None:
     kept, big = chunk([1], payload=bytes(5000)), chunk([2], payload=bytes(50_000))
     small = chunk([3], payload=bytes(5000))
-    desk = Desk(FaultyTier(MemoryTier(most_bytes=20_000)))
+    desk = Desk(FaultyTier(MemoryTier(max_bytes=20_000)))
     store(desk.tier, kept)
     desk.tier.hold()
     desk.writer.note(b"first", b"")
@@ -216,7 +216,7 @@ async def test_without_room_removals_are_written_and_chunks_told() -> None:
     desk.put(small, big, child := chunk([4], parent=big))
     desk.writer.remove([key_of(kept)])
     desk.tier.let_go()
-    assert await desk.outcomes(small, big, child) == [STORED, PutOutcome.NO_ROOM, PutOutcome.NO_ROOM]
+    assert await desk.outcomes(small, big, child) == [STORED, PutOutcome.OUT_OF_SPACE, PutOutcome.OUT_OF_SPACE]
     assert not is_sound(desk.tier, kept)
     assert is_sound(desk.tier, small)
     assert desk.writer.failing is not None
@@ -258,7 +258,7 @@ async def test_a_payload_that_cannot_be_had_fails_alone(desk: Desk) -> None:
     assert heard == [PutOutcome.FAILED]
 
 
-@pytest.mark.parametrize("error", [TierFailed("x"), NoRoom("x"), MemoryError(), ValueError(), RuntimeError("x")])
+@pytest.mark.parametrize("error", [TierFailed("x"), OutOfSpace("x"), MemoryError(), ValueError(), RuntimeError("x")])
 async def test_nothing_that_a_tier_raises_ends_the_thread(desk: Desk, error: Exception) -> None:
     desk.tier.fail_applies(40, error)
     puts = [chunk([i]) for i in range(5)]
@@ -352,7 +352,7 @@ async def test_a_write_that_does_not_end_is_a_failure_while_it_lasts(
     await until(lambda: desk.writer.hung)
     assert desk.writer.failing is not None
     assert "the disk hangs" in desk.writer.failing[0]
-    assert desk.writer.give_up_queued() == 2
+    assert desk.writer.fail_queued() == 2
     assert await desk.outcomes(*puts[1:]) == [PutOutcome.FAILED] * 2
     assert desk.writer.pending == 1, "what is being written is not given up"
     desk.tier.let_go()

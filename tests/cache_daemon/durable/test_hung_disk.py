@@ -27,7 +27,7 @@ from cache_daemon.durable import group_commit_writer as writer
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.observability import durable_health as health
 from cache_daemon.store import shutdown
-writer.HUNG_SECONDS = 0.3
+group_commit_writer.HUNG_SECONDS = 0.3
 shutdown.SECONDS, shutdown.SETTLE_SECONDS, shutdown.WRITE_SECONDS = 2.0, 1.0, 1.5
 apply = LmdbTier.apply
 def hangs(tier, group):

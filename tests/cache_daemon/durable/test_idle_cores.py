@@ -7,8 +7,8 @@ import os
 import pytest
 
 from cache_daemon.durable import compression, idle_cores
-from cache_daemon.durable.compression import Packing
-from cache_daemon.durable.idle_cores import Moment, SpareCores
+from cache_daemon.durable.compression import PayloadCompressor
+from cache_daemon.durable.idle_cores import CpuSample, IdleCoreCounter
 from tests.cache_daemon.durable.test_codec import trained_chunks
 
 
@@ -28,8 +28,8 @@ class Clock:
         self.waited += seconds
         self.passes(seconds)
 
-    def look(self) -> Moment:
-        return Moment(self.at, self.idle_seconds, self.own_seconds)
+    def look(self) -> CpuSample:
+        return CpuSample(self.at, self.idle_seconds, self.own_seconds)
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def cores(clock: Clock) -> SpareCores:
-    return SpareCores(clock.look, clock.wait)
+def cores(clock: Clock) -> IdleCoreCounter:
+    return IdleCoreCounter(clock.look, clock.wait)
 
 
-def test_the_first_look_and_one_after_a_pause_take_a_moment(clock: Clock, cores: SpareCores) -> None:
+def test_the_first_look_and_one_after_a_pause_take_a_moment(clock: Clock, cores: IdleCoreCounter) -> None:
     assert cores.count() == pytest.approx(2)
     assert clock.waited == pytest.approx(0.05)
     clock.passes(100)
@@ -56,14 +56,14 @@ def test_the_first_look_and_one_after_a_pause_take_a_moment(clock: Clock, cores:
     assert clock.waited == pytest.approx(0.1)
 
 
-def test_what_this_process_uses_itself_is_not_another_s(clock: Clock, cores: SpareCores) -> None:
+def test_what_this_process_uses_itself_is_not_another_s(clock: Clock, cores: IdleCoreCounter) -> None:
     cores.count()
     clock.idle, clock.own = 0.25, 1.5
     clock.passes(0.2)
     assert cores.count() == pytest.approx(1.75)
 
 
-def test_too_short_a_time_says_what_was_said(clock: Clock, cores: SpareCores) -> None:
+def test_too_short_a_time_says_what_was_said(clock: Clock, cores: IdleCoreCounter) -> None:
     assert cores.count() == pytest.approx(2)
     clock.idle = 0
     clock.passes(0.01)
@@ -73,23 +73,23 @@ def test_too_short_a_time_says_what_was_said(clock: Clock, cores: SpareCores) ->
 
 
 def test_this_machine_says_something_or_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 <= SpareCores().count() <= (os.cpu_count() or 1) * 1.5
+    assert 0 <= IdleCoreCounter().count() <= (os.cpu_count() or 1) * 1.5
     monkeypatch.setattr(idle_cores, "_STAT", idle_cores.Path("/nowhere"))
-    assert SpareCores().count() == os.cpu_count()
+    assert IdleCoreCounter().count() == os.cpu_count()
 
 
 @pytest.mark.parametrize("mode", ["auto", "zstd"])
 def test_what_comes_while_all_cores_compute_is_stored_raw(mode: compression.Compression, clock: Clock) -> None:
     trained = trained_chunks()[:1]
-    packer = Packing(mode, SpareCores(clock.look, clock.wait))
+    packer = PayloadCompressor(mode, IdleCoreCounter(clock.look, clock.wait))
     packer.active = True
-    (small,) = packer.pack(trained)
+    (small,) = packer.compress(trained)
     assert small is not None
     clock.idle = 0
     clock.passes(0.5)
-    (stored,) = packer.pack(trained)
+    (stored,) = packer.compress(trained)
     assert stored == (None if mode == "auto" else small), "who asks for zstd gets it"
     clock.idle = 2
     clock.passes(0.5)
-    assert packer.pack(trained) == [small]
+    assert packer.compress(trained) == [small]
     packer.close()

@@ -19,13 +19,13 @@ _SUPERSEDE = """
 import asyncio, sys
 from pathlib import Path
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from tests.cache_daemon.durable.chunks import BUDGET, chunk, key_of
 
 async def main():
     tier = LmdbTier(Path(sys.argv[1]), BUDGET)
     list(tier.load())
-    writer = DurableWriter(tier, asyncio.get_running_loop())
+    writer = GroupCommitWriter(tier, asyncio.get_running_loop())
     before = ()
     for length in range(1, 100_000):
         put = chunk(list(range(length)), replaces=before, payload=bytes([length % 251]) * 20_000)
@@ -103,7 +103,7 @@ def test_compacting_can_die_at_any_point(tmp_path: Path, seed: int) -> None:
     kept = [chunk([i], payload=bytes([i]) * 30_000) for i in range(20)]
     tier = LmdbTier(tmp_path, BUDGET)
     assert {key_of(put) for put in kept} <= {loaded.header.prefix_hash for loaded in tier.load()}
-    assert read(tier, *kept) == [ReadResult.SOUND] * 20
+    assert read(tier, *kept) == [ReadResult.OK] * 20
     assert not (tmp_path / "rebuild").exists()
     assert not list(tmp_path.glob("data.mdb.damaged-*"))
     tier.close()

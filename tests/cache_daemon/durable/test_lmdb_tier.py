@@ -32,7 +32,7 @@ def test_what_was_stored_is_there_after_opening_again(tmp_path: Path) -> None:
     tier.close()
     tier = LmdbTier(tmp_path, BUDGET)
     assert [loaded.header for loaded in tier.load()] == [put.header for put in puts]
-    assert read(tier, *puts) == [ReadResult.SOUND] * 5
+    assert read(tier, *puts) == [ReadResult.OK] * 5
     tier.close()
 
 
@@ -41,7 +41,7 @@ def test_payloads_of_every_size_come_back(tier: LmdbTier) -> None:
         chunk([size], payload=bytes(size % 251 for _ in range(size))) for size in (1, 100, 2047, 2048, 4080, 70_001)
     ]
     store(tier, *puts)
-    assert read(tier, *puts) == [ReadResult.SOUND] * len(puts)
+    assert read(tier, *puts) == [ReadResult.OK] * len(puts)
 
 
 def test_a_chunk_without_its_parent_is_refused_alone(tier: LmdbTier) -> None:
@@ -54,7 +54,7 @@ def test_removing_a_chunk_takes_its_descendants_along(tier: LmdbTier) -> None:
     puts = chain(4)
     store(tier, *puts)
     tier.apply(WriteGroup(remove=(key_of(puts[1]),)))
-    assert read(tier, *puts) == [ReadResult.SOUND, *[ReadResult.MISSING] * 3]
+    assert read(tier, *puts) == [ReadResult.OK, *[ReadResult.MISSING] * 3]
     assert tier.usage().entries == 1
 
 
@@ -66,7 +66,7 @@ def test_a_superseded_chunk_goes_only_when_its_successor_is_stored(tier: LmdbTie
     assert is_sound(tier, old)
     new = chunk([1, 2, 3], replaces=(key_of(old),))
     assert store(tier, new) == [STORED]
-    assert read(tier, old, new) == [ReadResult.MISSING, ReadResult.SOUND]
+    assert read(tier, old, new) == [ReadResult.MISSING, ReadResult.OK]
 
 
 def test_chunks_are_loaded_parents_first_and_otherwise_the_longest_unused_first(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_unknown_fields_are_not_stored(tier: LmdbTier) -> None:
 def test_a_payload_that_is_not_the_headers_is_not_stored(tier: LmdbTier) -> None:
     good, changed = chunk([1]), chunk([2], payload=bytearray(256))  # type: ignore[arg-type]
     changed.payload[7] = 1
-    assert store(tier, changed, good) == [PutOutcome.DAMAGED, STORED]
+    assert store(tier, changed, good) == [PutOutcome.CORRUPT, STORED]
 
 
 def test_the_budget_means_the_file(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_readers_beside_a_writer_see_their_chunk_or_none(tier: LmdbTier) -> None
     stop.set()
     for thread in threads:
         thread.join()
-    assert seen == [{ReadResult.SOUND, ReadResult.MISSING}] * 3
+    assert seen == [{ReadResult.OK, ReadResult.MISSING}] * 3
 
 
 def test_a_store_in_use_is_refused(tier: LmdbTier, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_smaller_budget_shrinks_the_file(tmp_path: Path) -> None:
     tier.apply(WriteGroup(remove=tuple(key_of(put) for put in puts[5:])))
     tier.compact()
     assert tier.usage().file_bytes <= 1.5 * small
-    assert read(tier, *puts[:5]) == [ReadResult.SOUND] * 5
+    assert read(tier, *puts[:5]) == [ReadResult.OK] * 5
     assert store(tier, chunk([99])) == [STORED]
     tier.close()
 
@@ -224,7 +224,7 @@ def test_a_wasteful_file_is_compacted_at_start(tmp_path: Path) -> None:
     loaded = {entry.header.prefix_hash: entry.last_use for entry in tier.load()}
     assert loaded == {key_of(put): 7 * (put is puts[0]) for put in puts[:5]}
     assert tier.usage().file_bytes < 6 << 20
-    assert read(tier, *puts[:5]) == [ReadResult.SOUND] * 5
+    assert read(tier, *puts[:5]) == [ReadResult.OK] * 5
     tier.close()
 
 

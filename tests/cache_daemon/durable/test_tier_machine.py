@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cache_daemon.durable.durable_tier import NoRoom, Put, ReadResult, WriteGroup
+from cache_daemon.durable.durable_tier import OutOfSpace, Put, ReadResult, WriteGroup
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import chunk, key_of, read
@@ -81,7 +81,7 @@ class Tiers(RuleBasedStateMachine):
         """A group with a chunk that can never fit changes nothing."""
         try:
             self.tier.apply(WriteGroup(tuple(map(key_of, FAMILY)), (TOO_LARGE,), {b"x": b""}))
-        except NoRoom:
+        except OutOfSpace:
             return
         raise AssertionError("20 MB were stored in a map of 12 MB")
 

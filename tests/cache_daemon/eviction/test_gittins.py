@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_daemon.eviction import Gittins, LeastRecentlyUsed
-from cache_daemon.eviction.ghost_list import MAX_NOTE, Ghosts
-from cache_daemon.eviction.reuse_stats import AGES, ReuseTimes
+from cache_daemon.eviction.ghost_list import MAX_NOTE, GhostList
+from cache_daemon.eviction.reuse_stats import AGES, ReuseStats
 from tests.cache_daemon.eviction.conftest import Item, hits
 
 # ---- the policy -----------------------------------------------------------------------------------------------------
@@ -85,43 +85,43 @@ def test_remembers_uses_of_what_had_gone() -> None:
 # ---- reuse times ----------------------------------------------------------------------------------------------------
 
 
-def lived(ages: list[int], count: int = 2000, kinds: int = 2) -> ReuseTimes:
+def lived(ages: list[int], count: int = 2000, kinds: int = 2) -> ReuseStats:
     """Kind 0 as it is when ``count`` entries a slice begin to wait, each used at one of ``ages`` in turn."""
-    times = ReuseTimes([[0] * kinds, list(range(kinds))], np.full((kinds, AGES), 0.02))
+    times = ReuseStats([[0] * kinds, list(range(kinds))], np.full((kinds, AGES), 0.02))
     due: dict[int, list[int]] = {}
     for now in range(4 * AGES):
         for i in range(count):
-            times.begin(0)
+            times.start_wait(0)
             due.setdefault(now + ages[i % len(ages)], []).append(now)
         for began in due.pop(now, []):
-            times.use(0, now - began)
-        times.advance()
+            times.record_reuse(0, now - began)
+        times.advance_slice()
     return times
 
 
 def test_a_steady_rate_promises_itself_at_every_age() -> None:
-    times = ReuseTimes([[0]], np.full((1, AGES), 0.05))
-    assert times.promise() == pytest.approx(np.full((1, AGES), 0.05), rel=0.03)
+    times = ReuseStats([[0]], np.full((1, AGES), 0.05))
+    assert times.gittins_index() == pytest.approx(np.full((1, AGES), 0.05), rel=0.03)
 
 
 def test_what_is_used_at_one_age_promises_more_the_nearer_that_is() -> None:
-    promise = lived([10], count=50).promise()[0]
-    assert np.all(np.diff(promise[:10]) > 0)
-    assert promise[9] > 5 * promise[0]
-    assert promise[0] == pytest.approx(1 / 10, rel=0.2)
-    assert promise[20] < promise[0] / 3
+    gittins_index = lived([10], count=50).gittins_index()[0]
+    assert np.all(np.diff(gittins_index[:10]) > 0)
+    assert gittins_index[9] > 5 * gittins_index[0]
+    assert gittins_index[0] == pytest.approx(1 / 10, rel=0.2)
+    assert gittins_index[20] < gittins_index[0] / 3
 
 
 def test_an_unknown_kind_is_taken_to_be_like_the_others() -> None:
-    promise = lived([10], count=50).promise()
-    assert promise[1, :10] == pytest.approx(promise[0, :10], rel=0.5)
+    gittins_index = lived([10], count=50).gittins_index()
+    assert gittins_index[1, :10] == pytest.approx(gittins_index[0, :10], rel=0.5)
 
 
 def test_longer_slices_change_no_rate_per_time() -> None:
     times = lived([20, 30], count=50)
-    before = times.promise()[0]
-    times.widen()
-    after = times.promise()[0]
+    before = times.gittins_index()[0]
+    times.double_slice()
+    after = times.gittins_index()[0]
     assert after[2] / 2 == pytest.approx(before[4], rel=0.1)
 
 
@@ -132,7 +132,7 @@ keys = st.integers(0, 15).map(lambda n: Item(n).key)
 
 @given(st.lists(st.tuples(keys, st.integers(0, MAX_NOTE), st.booleans()), max_size=60))
 def test_a_ghost_is_as_it_was_put_until_it_is_taken_or_makes_room(calls: list[tuple[bytes, int, bool]]) -> None:
-    ghosts, model = Ghosts(8), {}
+    ghosts, model = GhostList(8), {}
     for tick, (key, note, forget) in enumerate(calls, 1):
         assert ghosts.take(key) == model.pop(key, None)
         if not forget:
@@ -144,13 +144,13 @@ def test_a_ghost_is_as_it_was_put_until_it_is_taken_or_makes_room(calls: list[tu
 
 
 def test_the_oldest_of_a_bucket_makes_room() -> None:
-    ghosts = Ghosts(4)
+    ghosts = GhostList(4)
     for tick in range(1, 5):
         assert ghosts.put(Item(tick).key, tick, 0) is None
     assert ghosts.put(Item(5).key, 5, 0) == (1, 0)
 
 
 def test_ghosts_hold_ticks_of_years() -> None:
-    ghosts = Ghosts(4)
+    ghosts = GhostList(4)
     ghosts.put(Item(0).key, (1 << 38) - 1, MAX_NOTE)
     assert ghosts.take(Item(0).key) == ((1 << 38) - 1, MAX_NOTE)

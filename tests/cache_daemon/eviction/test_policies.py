@@ -17,7 +17,8 @@ from tests.cache_daemon.eviction.conftest import Item, NewPolicy
 
 # What a tier may do to one of eight keys.
 moves = st.lists(
-    st.tuples(st.sampled_from(["come", "come", "touch", "park", "unpark", "leave"]), st.integers(0, 7)), max_size=120
+    st.tuples(st.sampled_from(["come", "come", "touch", "park", "make_evictable", "leave"]), st.integers(0, 7)),
+    max_size=120,
 )
 
 
@@ -27,7 +28,7 @@ class Tier:
     def __init__(self, policy: EvictionPolicy) -> None:
         self.policy = policy
         self.here: dict[int, Item] = {}
-        self.parked: set[int] = set()
+        self.unevictable: set[int] = set()
 
     def do(self, move: str, number: int) -> None:
         item = self.here.get(number)
@@ -36,15 +37,15 @@ class Tier:
                 self.come(Item(number, size_bytes=1 + number % 3))
         elif move == "touch":
             self.policy.touch(item)
-        elif move == "park" and number not in self.parked:
-            self.policy.park(item)
-            self.parked.add(number)
-        elif move == "unpark" and number in self.parked:
-            self.policy.unpark(item)
-            self.parked.discard(number)
+        elif move == "park" and number not in self.unevictable:
+            self.policy.make_unevictable(item)
+            self.unevictable.add(number)
+        elif move == "make_evictable" and number in self.unevictable:
+            self.policy.make_evictable(item)
+            self.unevictable.discard(number)
         elif move == "leave":
             self.policy.remove(self.here.pop(number))
-            self.parked.discard(number)
+            self.unevictable.discard(number)
 
     def come(self, item: Item) -> None:
         parent = self.here.get(item.number // 2)
@@ -61,7 +62,7 @@ def test_offers_each_entry_that_is_in_and_not_parked_once(name: str, moves: list
     for move in moves:
         tier.do(*move)
         offered = list(tier.policy.victims())
-        expected = {item for number, item in tier.here.items() if number not in tier.parked}
+        expected = {item for number, item in tier.here.items() if number not in tier.unevictable}
         assert len(offered) == len(expected)
         assert set(offered) == expected
         assert len(tier.policy) == len(tier.here)
@@ -90,7 +91,7 @@ def test_parking_changes_no_place(name: str, moves: list[tuple[str, int]], numbe
         tier.do(*move)
     before = list(tier.policy.victims())
     tier.do("park", number)
-    tier.do("unpark", number)
+    tier.do("make_evictable", number)
     if number in tier.here and tier.here[number] in before:
         assert list(tier.policy.victims()) == before
 
@@ -100,10 +101,10 @@ def test_what_is_used_while_it_is_parked_counts(new_policy: NewPolicy) -> None:
     used, unused = Item(0), Item(1)
     policy.insert(used)
     policy.insert(unused)
-    policy.park(used)
+    policy.make_unevictable(used)
     for _ in range(3):
         policy.touch(used)
-    policy.unpark(used)
+    policy.make_evictable(used)
     assert next(policy.victims()) is unused
 
 
@@ -119,7 +120,7 @@ def test_a_successor_of_the_same_key_is_its_own(new_policy: NewPolicy) -> None:
     assert list(policy.victims()) == []
 
 
-@pytest.mark.parametrize("call", ["touch", "park", "unpark", "remove"])
+@pytest.mark.parametrize("call", ["touch", "make_unevictable", "make_evictable", "remove"])
 def test_refuses_what_is_not_in(new_policy: NewPolicy, call: str) -> None:
     with pytest.raises(KeyError):
         getattr(new_policy(), call)(Item(0))
@@ -130,12 +131,12 @@ def test_refuses_to_do_things_twice(new_policy: NewPolicy) -> None:
     policy.insert(item)
     with pytest.raises(KeyError, match="in the tier already"):
         policy.insert(item)
-    policy.park(item)
+    policy.make_unevictable(item)
     with pytest.raises(KeyError, match="parked already"):
-        policy.park(item)
-    policy.unpark(item)
+        policy.make_unevictable(item)
+    policy.make_evictable(item)
     with pytest.raises(KeyError, match="not parked"):
-        policy.unpark(item)
+        policy.make_evictable(item)
     policy.remove(item)
     with pytest.raises(KeyError):
         policy.remove(item)
@@ -171,7 +172,7 @@ def test_finds_a_victim_at_once_among_many_parents(new_policy: NewPolicy) -> Non
     for parent, item in zip([None, *items], items, strict=False):
         policy.insert(item, parent)
         if parent is not None:
-            policy.park(parent)
+            policy.make_unevictable(parent)
 
     def seconds() -> float:
         began = time.perf_counter()

@@ -19,8 +19,8 @@ from kvsidecar.kv_transfer.mapped_memory import receive_handle
 
 from benchmarks.node import Node
 from cache_daemon.memory.device_memory import CudaMemory, HostMemory
-from cache_daemon.memory.fd_server import handing_out
-from cache_daemon.memory.gpu_arena import DeviceArena
+from cache_daemon.memory.fd_server import serve_fds
+from cache_daemon.memory.gpu_arena import GpuArena
 from tests.cache_daemon.conftest import Peer
 from tests.inference_svc.engine.test_exactness import prompt
 
@@ -68,7 +68,7 @@ def test_memory_goes_when_its_last_holder_has_gone() -> None:
     memory = HostMemory(1 << 20)
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with ours, theirs:
-        memory.hand_out(ours)
+        memory.send_handle(ours)
         _, (handle,), _, _ = socket.recv_fds(theirs, 1, 1)
     memory.write(4096, memoryview(b"kept"))
     memory.close()
@@ -95,7 +95,7 @@ def test_memory_is_shared_by_legacy_handles_where_descriptors_are_refused(
     monkeypatch.setattr(DescriptorMemory, "create", refused)
     monkeypatch.setattr(LegacyMemory, "create", lambda size_bytes, device: Legacy(size_bytes))
     memory, session = CudaMemory(1 << 20), b"s" * 16
-    described = DeviceArena(memory).describe()
+    described = GpuArena(memory).describe()
     assert described.kind == pb.ARENA_KIND_CUDA_IPC
     assert described.device_uuid == b"u" * 16
 
@@ -103,7 +103,7 @@ def test_memory_is_shared_by_legacy_handles_where_descriptors_are_refused(
         def arena(self, session_id: bytes, peer: socket.socket) -> None:
             if session_id != session:
                 raise KeyError(session_id)
-            memory.hand_out(peer)
+            memory.send_handle(peer)
 
         staging = summary = arena
 
@@ -112,7 +112,7 @@ def test_memory_is_shared_by_legacy_handles_where_descriptors_are_refused(
     stranger = pb.Welcome(memory_socket=str(path), arena=described, session_id=b"x" * 16)
 
     async def ask() -> bytes:
-        async with handing_out(path, OnlyArena(), 0o600, lambda _: True):
+        async with serve_fds(path, OnlyArena(), 0o600, lambda _: True):
             with pytest.raises(OSError, match="the session is not open"):
                 await asyncio.to_thread(receive_handle, stranger, HANDLE_BYTES)
             return await asyncio.to_thread(receive_handle, welcome, HANDLE_BYTES)

@@ -24,8 +24,8 @@ from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, receive_descript
 
 from benchmarks.node import Node
 from cache_daemon.memory.arena import ALIGNMENT
-from cache_daemon.memory.fd_server import _PATIENCE_SECONDS, handing_out
-from cache_daemon.memory.staging import Allowance, Staging
+from cache_daemon.memory.fd_server import _REQUEST_TIMEOUT_SECONDS, serve_fds
+from cache_daemon.memory.staging import Staging, StagingBudget
 from tests.cache_daemon.conftest import Peer, payload_of
 from tests.cache_daemon.rpc.test_cache_service import until
 from tests.cache_daemon.store.test_durability import run_daemon
@@ -155,7 +155,7 @@ def test_one_that_says_nothing_keeps_nobody_waiting(peer: Peer) -> None:
         rude.sendall(b"x" * 5)
         began = time.monotonic()
         os.close(receive_descriptor(peer.welcome, ARENA))
-        assert time.monotonic() - began < _PATIENCE_SECONDS, "as long as either of them may take"
+        assert time.monotonic() - began < _REQUEST_TIMEOUT_SECONDS, "as long as either of them may take"
 
 
 def test_memory_is_handed_out_again_after_the_daemon_ran_out_of_descriptors(start: Callable[..., Node]) -> None:
@@ -243,7 +243,7 @@ async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: P
             return peer.recv(1)
 
     shares = Shares()
-    async with handing_out(tmp_path / "memory", shares, 0o600, lambda _: True):
+    async with serve_fds(tmp_path / "memory", shares, 0o600, lambda _: True):
         with structlog.testing.capture_logs() as lines:
             assert await asyncio.to_thread(asked) == b""
         assert [line["event"] for line in lines] == ["memory could not be given to a session"]
@@ -253,7 +253,7 @@ async def test_an_answer_that_fails_leaves_the_memory_socket_serving(tmp_path: P
 
 def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
     size = 1 << 20
-    kept, shared = Staging(size), Staging(size, Allowance(size))
+    kept, shared = Staging(size), Staging(size, StagingBudget(size))
     for staging, idle in ((kept, size), (shared, 0)):
         slot = staging.allocate(size)
         assert slot is not None
@@ -264,7 +264,7 @@ def test_staging_that_shares_an_allowance_keeps_no_idle_memory() -> None:
 
 
 def test_sessions_of_one_caller_share_an_allowance_of_staging() -> None:
-    shared = Allowance(2 * ALIGNMENT)
+    shared = StagingBudget(2 * ALIGNMENT)
     first, second = Staging(4 * ALIGNMENT, shared), Staging(4 * ALIGNMENT, shared)
     slot = first.allocate(2 * ALIGNMENT)
     assert slot is not None

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.node import Node, free_port
 from cache_daemon.durable.durable_tier import TierFailed
-from cache_daemon.observability.durable_health import DURABLE, reporting
+from cache_daemon.observability.durable_health import DURABLE, report_health
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.operators import daemon_that_ends
@@ -67,9 +67,9 @@ def test_every_number_of_stats_has_a_metric() -> None:
 
 
 def test_every_metric_is_explained() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text(encoding="utf-8")
-    began = page.index("## Watching")
-    watching = page[began : page.index("**Health.**", began)]
+    page = (Path(__file__).parents[3] / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
+    began = page.index("## Metrics")
+    watching = page[began : page.index("## Health", began)]
     missing = [
         name for name in (*GAUGES, *COUNTERS, "durable_failing", "remote_failing") if f"`{name}`" not in watching
     ]
@@ -119,7 +119,7 @@ async def test_the_durable_tier_is_not_serving_while_it_cannot_be_written() -> N
     async with opened() as bench:
         writer = bench.store.tiers.writer
         assert writer is not None
-        async with reporting(DURABLE, lambda: writer.failing, set_health, patience_seconds=1.0):
+        async with report_health(DURABLE, lambda: writer.failing, set_health, grace_seconds=1.0):
             assert said == [(DURABLE, SERVING)]
             bench.tier.fail_applies(10_000, TierFailed("the disk is gone"))
             began = time.monotonic()

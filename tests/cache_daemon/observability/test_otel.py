@@ -26,10 +26,10 @@ from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.observability import otel
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
-from cache_daemon.observability.stats_snapshot import Snapshots
+from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.rpc.cache_service import CacheService
-from cache_daemon.rpc.call_wrapper import Calls
-from cache_daemon.rpc.servicer_base import Shared
+from cache_daemon.rpc.call_wrapper import CallMetrics
+from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from tests.cache_daemon.conftest import Peer
@@ -66,7 +66,7 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
 
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
     async with providing(otel.SERVICE_NAME, SimpleSpanProcessor(exporter), reader) as providers:
-        telling = otel.over(providers)
+        telling = otel.telemetry_for(providers)
         store = ChunkStore(
             MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
             clock=FakeClock(), span=telling.work_span,
@@ -74,8 +74,8 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
         await store.start()
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
         bench.session.owner = OPERATOR
-        shared = Shared(store, 2000, Calls(telling.call_span))
-        telling.observe(Snapshots(shared, asyncio.get_running_loop()))
+        shared = ServiceState(store, 2000, CallMetrics(telling.call_span))
+        telling.observe(StatsSnapshots(shared, asyncio.get_running_loop()))
         server = grpc.aio.server()
         server.add_insecure_port(f"unix:{folder}/s")
         add_CacheServiceServicer_to_server(CacheService(shared, lambda _: OPERATOR, "m"), server)

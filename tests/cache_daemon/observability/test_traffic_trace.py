@@ -65,18 +65,18 @@ def test_a_daemon_records_all_that_is_asked_for_and_no_tokens(start: Callable[..
 def test_a_trace_ends_at_its_size_and_says_so(tmp_path: Path) -> None:
     trace = TrafficTrace(tmp_path / "trace", 1000)
     for i in range(100):
-        trace.asked(bytes(32), keys.token_bytes([i] * 100))
+        trace.record_prompt(bytes(32), keys.token_bytes([i] * 100))
     trace.close()
     assert (tmp_path / "trace").stat().st_size <= 1000
     assert 5 < len(lines_of(tmp_path / "trace")) < 20, "whole lines"
     assert not trace.complete
-    assert trace.left_out > 0
+    assert trace.num_dropped > 0
 
 
 def test_an_earlier_trace_is_kept(tmp_path: Path) -> None:
     for i in range(3):
         trace = TrafficTrace(tmp_path / "trace", 1 << 20)
-        trace.asked(bytes(32), keys.token_bytes([0] * (i + 1)))
+        trace.record_prompt(bytes(32), keys.token_bytes([0] * (i + 1)))
         trace.close()
     assert [line["input_length"] for line in lines_of(tmp_path / "trace")] == [3]
     assert [line["input_length"] for line in lines_of(tmp_path / "trace.1")] == [2]
@@ -92,7 +92,7 @@ def test_a_summary_says_what_a_cache_without_limit_would_have(tmp_path: Path) ->
     trace = TrafficTrace(tmp_path / "trace", 1 << 20)
     system = list(range(PAGE_TOKENS))
     for prompt in (system + [1] * 512, system + [2] * 512, system + [1] * 512):
-        trace.asked(bytes(32), keys.token_bytes(prompt))
+        trace.record_prompt(bytes(32), keys.token_bytes(prompt))
     trace.close()
     found = summarize(tmp_path / "trace")
     assert (found.prompts, found.tokens, found.blocks, found.working_set_tokens) == (3, 3072, 3, 1536)
@@ -109,7 +109,7 @@ def test_a_summary_refuses_what_is_no_trace(tmp_path: Path) -> None:
 def test_policies_are_judged_on_a_recorded_trace(tmp_path: Path) -> None:
     trace = TrafficTrace(tmp_path / "trace", 1 << 20)
     for prompt in ([1] * 600, [1] * 600, [1] * 512 + [2] * 100):
-        trace.asked(bytes(32), keys.token_bytes(prompt))
+        trace.record_prompt(bytes(32), keys.token_bytes(prompt))
     trace.close()
     found = eviction_traces.read(str(tmp_path / "trace"))
     assert [(r.tokens, len(r.path)) for r in found] == [(600, 2), (600, 2), (612, 2)]

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-from cache_daemon.durable.encryption import NoSeal, Seal
+from cache_daemon.durable.encryption import Cipher, NullCipher
 from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
 from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
 from cache_daemon.remote.fetch import FetchResult
@@ -90,14 +90,14 @@ async def node(
     *,
     write: RemoteWrite = "second-use",
     ttl_seconds: int | None = None,
-    seal: Seal | None = None,
+    cipher: Cipher | None = None,
     prefix: str = "t",
     clock: Callable[[], float] = time.time,
     arena_bytes: int = 400 * 4096,
     **store: object,
 ) -> AsyncIterator[FleetNode]:
     """A node that is connected."""
-    tier = RemoteTier(engine, KeySchema(prefix), seal or NoSeal(), clock)
+    tier = RemoteTier(engine, KeySchema(prefix), cipher or NullCipher(), clock)
     settings = RemoteSettings(tier, write, ttl_seconds)
     async with opened(arena_bytes, remote=settings, **store) as bench:  # type: ignore[arg-type]
         await until(lambda: tier.reads.allows_calls and tier.writes.allows_calls)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.backend import RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker, CircuitState
 from cache_daemon.remote.hedged_reads import HedgedReads
@@ -234,7 +234,7 @@ class Held(InMemoryBackend):
 async def test_an_engine_that_may_be_back_is_asked_by_few_of_many() -> None:
     """All others are told at once that it is away: few pay for an engine that accepts and does not answer."""
     engine = Held()
-    tier = RemoteTier(engine, KeySchema("t"), NoSeal())
+    tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     tier.reads.half_open()
     calls = [asyncio.create_task(tier.find(b"r" * 32, [], 60)) for _ in range(50)]
     await until(lambda: sum(call.done() for call in calls) == 47)
@@ -257,7 +257,7 @@ async def test_an_engine_that_may_be_back_is_asked_by_few_of_many() -> None:
 @pytest.mark.parametrize("well", [True, False])
 async def test_a_call_of_before_an_engine_was_away_says_nothing_of_it_now(well: bool) -> None:
     engine = Held()
-    tier = RemoteTier(engine, KeySchema("t"), NoSeal())
+    tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     tier.reads = closed()
     calls = [asyncio.create_task(tier.find(b"r" * 32, [], 60)) for _ in range(4)]
     while len(engine.reads) < 4:  # noqa: ASYNC110
@@ -285,5 +285,5 @@ async def test_records_that_claim_many_parts_are_not_asked_for_at_once() -> None
     entries = [RemoteRecord(header, 0, MAX_PARTS, 1, 0, 0, b"") for _ in range(3)] + [
         RemoteRecord(header, 0, 2, 9, 0, 0, b"")
     ] * 3
-    groups = RemoteTier(InMemoryBackend(), KeySchema("t"), NoSeal()).group_by_call(entries)
+    groups = RemoteTier(InMemoryBackend(), KeySchema("t"), NullCipher()).group_by_call(entries)
     assert [len(group) for group in groups] == [1, 1, 1, 3]

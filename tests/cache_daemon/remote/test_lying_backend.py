@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from kvsidecar import keys
 
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.backend import Item
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_record import InvalidRecord, decode_payload, encode_record
@@ -18,11 +18,11 @@ from tests.cache_daemon.remote.test_remote_record import chunk, stored
 
 def test_a_sound_payload_of_another_chunk_is_not_believed() -> None:
     """The record names the payload's checksum, so that it is sound; it is another than the chunk's header has."""
-    entry, payload, _, place = stored(NoSeal(), compressible=False, compress=False)
+    entry, payload, _, place = stored(NullCipher(), compressible=False, compress=False)
     other = bytes(reversed(payload))
     lying = replace(entry, stored_checksum=keys.checksum(other))
     with pytest.raises(InvalidRecord, match="another chunk's"):
-        decode_payload(NoSeal(), lying, [other], place)
+        decode_payload(NullCipher(), lying, [other], place)
 
 
 class Forgetless(InMemoryBackend):
@@ -34,7 +34,7 @@ class Forgetless(InMemoryBackend):
 
 async def tier_with_a_chunk(now: list[float], ttl_seconds: int | None) -> tuple[RemoteTier, bytes, bytes]:
     """A tier that has one chunk of a tenant; its root and its hash."""
-    tier = RemoteTier(Forgetless(), KeySchema("p"), NoSeal(), clock=lambda: now[0])
+    tier = RemoteTier(Forgetless(), KeySchema("p"), NullCipher(), clock=lambda: now[0])
     await tier.probe_read(1)
     for breaker in (tier.reads, tier.writes):
         breaker.half_open()
@@ -67,7 +67,7 @@ async def test_a_record_of_another_tenant_under_a_tenants_name_is_rejected() -> 
     await tier.create_tenant_epoch(other)
     mark = (await tier.read_epochs([other]))[0].record_epoch
     assert mark is not None
-    await tier.write([(name, encode_record(NoSeal(), name, replace(found, epoch=mark)))], None)
+    await tier.write([(name, encode_record(NullCipher(), name, replace(found, epoch=mark)))], None)
     assert (await tier.find(other, [key], 1)).records == [None]
     assert tier.counters.rejected == 1
 

@@ -10,8 +10,8 @@ from kvsidecar import keys
 from kvsidecar.chunk_layout import Geometry, new_header
 
 from cache_daemon.durable import codec
-from cache_daemon.durable.encryption import AesSeal, NoSeal, Seal
-from cache_daemon.durable.expiry_note import note_of
+from cache_daemon.durable.encryption import AesGcmCipher, Cipher, NullCipher
+from cache_daemon.durable.expiry_note import encode_expiry
 from cache_daemon.remote.remote_record import (
     InvalidRecord,
     RemoteRecord,
@@ -25,7 +25,7 @@ from tests.cache_daemon.conftest import GEOMETRY, payload_of
 
 IDS = list(range(20))
 NAME = "p/1.2/root/hash/head"
-SEALS = {"plain": NoSeal(), "sealed": AesSeal(b"k" * 32)}
+CIPHERS = {"plain": NullCipher(), "sealed": AesGcmCipher(b"k" * 32)}
 
 
 def chunk(compressible: bool = True) -> tuple[RemoteRecord, bytes, memoryview]:
@@ -41,72 +41,76 @@ def chunk(compressible: bool = True) -> tuple[RemoteRecord, bytes, memoryview]:
     return RemoteRecord(header, 0, 1, 0, 0, 0, record_epoch_of(None, b"m") or b""), payload, memoryview(bytearray(size))
 
 
-def stored(seal: Seal, compressible: bool, compress: bool = True) -> tuple[RemoteRecord, bytes, bytes, memoryview]:
+def stored(cipher: Cipher, compressible: bool, compress: bool = True) -> tuple[RemoteRecord, bytes, bytes, memoryview]:
     entry, payload, place = chunk(compressible)
-    kind, bytes_ = encode_payload(seal, entry.header, memoryview(payload), codec.Packer() if compress else None)
+    kind, bytes_ = encode_payload(
+        cipher, entry.header, memoryview(payload), codec.PlaneCompressor() if compress else None
+    )
     whole = RemoteRecord(entry.header, kind, 1, len(bytes_), keys.checksum(bytes_), 77, entry.epoch)
     return whole, payload, bytes(bytes_), place
 
 
-@pytest.mark.parametrize("seal", SEALS)
+@pytest.mark.parametrize("cipher", CIPHERS)
 @pytest.mark.parametrize("compressible", [True, False])
 @pytest.mark.parametrize("compress", [True, False])
-def test_what_was_written_comes_back(seal: str, compressible: bool, compress: bool) -> None:
-    entry, payload, bytes_, place = stored(SEALS[seal], compressible, compress)
+def test_what_was_written_comes_back(cipher: str, compressible: bool, compress: bool) -> None:
+    entry, payload, bytes_, place = stored(CIPHERS[cipher], compressible, compress)
     assert (len(bytes_) < len(payload)) == (compressible and compress)
-    assert decode_record(SEALS[seal], NAME, encode_record(SEALS[seal], NAME, entry)) == entry
+    assert decode_record(CIPHERS[cipher], NAME, encode_record(CIPHERS[cipher], NAME, entry)) == entry
     third = len(bytes_) // 3
-    decode_payload(SEALS[seal], entry, [bytes_[:third], bytes_[third:]], place)
+    decode_payload(CIPHERS[cipher], entry, [bytes_[:third], bytes_[third:]], place)
     assert place == payload
 
 
-@pytest.mark.parametrize("seal", SEALS)
-def test_no_flipped_bit_of_a_record_goes_unseen(seal: str) -> None:
-    entry, *_ = stored(SEALS[seal], True)
-    record = encode_record(SEALS[seal], NAME, entry)
+@pytest.mark.parametrize("cipher", CIPHERS)
+def test_no_flipped_bit_of_a_record_goes_unseen(cipher: str) -> None:
+    entry, *_ = stored(CIPHERS[cipher], True)
+    record = encode_record(CIPHERS[cipher], NAME, entry)
     for at in range(len(record)):
         broken = record[:at] + bytes([record[at] ^ 1]) + record[at + 1 :]
         with pytest.raises(InvalidRecord):
-            decode_record(SEALS[seal], NAME, broken)
+            decode_record(CIPHERS[cipher], NAME, broken)
     for length in range(len(record)):
         with pytest.raises(InvalidRecord):
-            decode_record(SEALS[seal], NAME, record[:length])
+            decode_record(CIPHERS[cipher], NAME, record[:length])
 
 
-@pytest.mark.parametrize("seal", SEALS)
-def test_no_flipped_byte_of_a_payload_goes_unseen(seal: str) -> None:
-    entry, _, bytes_, place = stored(SEALS[seal], True)
+@pytest.mark.parametrize("cipher", CIPHERS)
+def test_no_flipped_byte_of_a_payload_goes_unseen(cipher: str) -> None:
+    entry, _, bytes_, place = stored(CIPHERS[cipher], True)
     for at in range(0, len(bytes_), 7):
         with pytest.raises(InvalidRecord):
-            decode_payload(SEALS[seal], entry, [bytes_[:at] + bytes([bytes_[at] ^ 1]) + bytes_[at + 1 :]], place)
+            decode_payload(CIPHERS[cipher], entry, [bytes_[:at] + bytes([bytes_[at] ^ 1]) + bytes_[at + 1 :]], place)
     for parts in ([], [b""], [bytes_[:-1]], [bytes_, b"\0"]):
         with pytest.raises(InvalidRecord):
-            decode_payload(SEALS[seal], entry, parts, place)
+            decode_payload(CIPHERS[cipher], entry, parts, place)
 
 
 def test_a_record_is_of_its_name_alone() -> None:
-    entry, *_ = stored(NoSeal(), True)
+    entry, *_ = stored(NullCipher(), True)
     with pytest.raises(InvalidRecord):
-        decode_record(NoSeal(), NAME.replace("hash", "other"), encode_record(NoSeal(), NAME, entry))
+        decode_record(NullCipher(), NAME.replace("hash", "other"), encode_record(NullCipher(), NAME, entry))
 
 
 @pytest.mark.parametrize("ends_at", [(1 << 64) - 1, 1 << 62, 1 << 40])
 def test_a_record_that_ends_in_no_time_is_not_believed(ends_at: int) -> None:
     """Its chunk's end, in milliseconds, could be noted nowhere, and with it nobody else's."""
-    entry, *_ = stored(NoSeal(), True)
+    entry, *_ = stored(NullCipher(), True)
     for good in (0, 77, (1 << 40) - 1):
         assert (
-            decode_record(NoSeal(), NAME, encode_record(NoSeal(), NAME, replace(entry, expires_at=good))).expires_at
+            decode_record(
+                NullCipher(), NAME, encode_record(NullCipher(), NAME, replace(entry, expires_at=good))
+            ).expires_at
             == good
         )
-    note_of(float((1 << 40) - 1))
+    encode_expiry(float((1 << 40) - 1))
     with pytest.raises(InvalidRecord, match="no time"):
-        decode_record(NoSeal(), NAME, encode_record(NoSeal(), NAME, replace(entry, expires_at=ends_at)))
+        decode_record(NullCipher(), NAME, encode_record(NullCipher(), NAME, replace(entry, expires_at=ends_at)))
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("plain", "sealed"), ("sealed", "plain"), ("sealed", "other")])
 def test_another_key_reads_nothing_and_damages_nothing(writer: str, reader: str) -> None:
-    seals = {**SEALS, "other": AesSeal(b"o" * 32)}
+    seals = {**CIPHERS, "other": AesGcmCipher(b"o" * 32)}
     entry, _, bytes_, place = stored(seals[writer], True)
     with pytest.raises(InvalidRecord) as caught:
         decode_record(seals[reader], NAME, encode_record(seals[writer], NAME, entry))
@@ -118,14 +122,14 @@ def test_another_key_reads_nothing_and_damages_nothing(writer: str, reader: str)
 
 def lied(**changed: object) -> bytes:
     """A record that is whole, of a header that is not."""
-    entry, *_ = stored(NoSeal(), True)
+    entry, *_ = stored(NullCipher(), True)
     for field, value in changed.items():
         if field == "token_ids":
             entry.header.ClearField("token_ids")
             entry.header.token_ids.extend(value)  # type: ignore[arg-type]
         else:
             setattr(entry.header, field, value)
-    return encode_record(NoSeal(), NAME, entry)
+    return encode_record(NullCipher(), NAME, entry)
 
 
 @pytest.mark.parametrize(
@@ -147,17 +151,17 @@ def lied(**changed: object) -> bytes:
 )
 def test_a_header_that_lies_is_not_believed(changed: dict[str, object]) -> None:
     with pytest.raises(InvalidRecord):
-        decode_record(NoSeal(), NAME, lied(**changed))
+        decode_record(NullCipher(), NAME, lied(**changed))
 
 
 def test_a_record_cannot_ask_for_much_memory() -> None:
-    entry, *_ = stored(NoSeal(), True)
+    entry, *_ = stored(NullCipher(), True)
     for parts, length in ((4097, 10), (0, 10), (1, 1 << 40)):
         with pytest.raises(InvalidRecord):
             decode_record(
-                NoSeal(),
+                NullCipher(),
                 NAME,
-                encode_record(NoSeal(), NAME, RemoteRecord(entry.header, 0, parts, length, 0, 0, entry.epoch)),
+                encode_record(NullCipher(), NAME, RemoteRecord(entry.header, 0, parts, length, 0, 0, entry.epoch)),
             )  # fmt: skip
 
 

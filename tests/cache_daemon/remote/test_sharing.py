@@ -350,7 +350,7 @@ async def test_another_model_under_the_same_name_is_not_used() -> None:
         entry = RemoteRecord(header, 0, 1, len(payload), keys.checksum(payload), 0, record_epoch_of(None, b"m") or b"")
         engine.values[b.tier.key_schema.tenant_epoch_key(root)] = b"m", None
         name = b.tier.key_schema.record_key(root, header.prefix_hash)
-        engine.values[name] = encode_record(b.tier.seal, name, entry), None
+        engine.values[name] = encode_record(b.tier.cipher, name, entry), None
         for part in b.tier.key_schema.payload_keys(root, header.prefix_hash, entry.stored_checksum, 1):
             engine.values[part] = payload, None
         assert (await b.ask(ids))[0] == 0

@@ -11,7 +11,7 @@ from kvsidecar.errors import ConfigurationError
 from benchmarks.authority import Authority
 from benchmarks.node import free_port
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.address import Credentials, credentials_of, new_backend, parse_remote
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.coordinator import RemoteSettings
@@ -105,7 +105,7 @@ async def test_a_store_that_is_not_vouched_for_costs_nothing_but_the_sharing(
     elif wrong == "plain":
         url, why = url.replace("https:", "http:"), "it speaks TLS; write its endpoint with https://"
     engine = new_backend(parse_remote(url), credentials_of(S3Server.secret, None, None if wrong == "nobody" else ca))
-    tier = RemoteTier(engine, KeySchema("t"), NoSeal())
+    tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     async with opened(remote=RemoteSettings(tier, "all")) as bench:
         alone = FleetNode(bench, tier)
         await until(lambda: why in alone.stats.remote_failing)

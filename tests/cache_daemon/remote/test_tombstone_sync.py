@@ -16,7 +16,7 @@ from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from benchmarks.peer import Peer
 from benchmarks.remote_servers import RedisServer, why_no_valkey
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import tombstone_sync, tombstones
 from cache_daemon.remote.address import Credentials, new_backend, parse_remote
@@ -158,7 +158,7 @@ async def test_an_engine_that_is_away_at_the_start_is_heard_when_it_comes(tmp_pa
     async with node(engine) as a:
         await delete(a, "tenant", prompt(3))
     engine.fails = True
-    tier = RemoteTier(engine, KeySchema("t"), NoSeal())
+    tier = RemoteTier(engine, KeySchema("t"), NullCipher())
     async with opened(400 * 4096, tier=disk(tmp_path), remote=RemoteSettings(tier)) as bench:
         assert await bench.found(prompt(3)) == 3 * CHUNK, "nobody knows better"
         engine.fails = False

@@ -8,10 +8,10 @@ import pytest
 from kvsidecar.errors import LimitExceeded
 
 from cache_daemon.auth.principal import GUEST, Principal
-from cache_daemon.rpc.caller_budgets import LargeRequests, OpenStreams, Share
+from cache_daemon.rpc.caller_budgets import CallerLimits, LargeRequests, OpenStreams
 
 ALICE = Principal("alice")
-SHARE = Share(total=8, far=6, each=4)
+SHARE = CallerLimits(total=8, external=6, per_caller=4)
 
 
 def test_one_caller_leaves_room_for_others_and_all_for_the_private_socket() -> None:

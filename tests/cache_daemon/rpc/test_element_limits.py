@@ -15,8 +15,8 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import InvalidRequest
 
 from cache_daemon.rpc import request_validation
-from cache_daemon.rpc.element_limits import PIECE_BYTES, ElementLimits
-from cache_daemon.rpc.request_decoder import Decoder, Encoded, Undecodable, decoded
+from cache_daemon.rpc.element_limits import MAX_PIECE_BYTES, ElementLimits
+from cache_daemon.rpc.request_decoder import EncodedRequest, RequestDecoder, UndecodableRequest, decode_request
 
 MEBIBYTE = 1 << 20
 
@@ -51,11 +51,11 @@ AMPLIFYING: dict[str, tuple[type[Message], bytes, str]] = {
 def test_too_many_members_are_refused_before_they_are_decoded(name: str) -> None:
     kind, member, named = AMPLIFYING[name]
     body = member * (8 * MEBIBYTE)
-    decode = Decoder(kind)
+    decode = RequestDecoder(kind)
     began = time.thread_time()
     request = decode(body)
     assert time.thread_time() - began < 0.05
-    assert isinstance(request, Undecodable)
+    assert isinstance(request, UndecodableRequest)
     assert named in str(request.error)
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_message_is_refused(body: bytes) -> None:
     for data in (body, long + body):
         with pytest.raises(InvalidRequest, match=r"no field of protobuf begins at byte \d+"):
             ElementLimits(pb.ReserveRequest.DESCRIPTOR).pieces(data)
-    assert isinstance(Decoder(pb.ReserveRequest)(long + body), Undecodable)
+    assert isinstance(RequestDecoder(pb.ReserveRequest)(long + body), UndecodableRequest)
 
 
 messages = st.builds(
@@ -121,7 +121,7 @@ def test_the_pieces_are_the_message(message: pb.MatchRequest, order: list[int]) 
     body = b"".join(halves[i] for i in order)
     merged = pb.MatchRequest()
     for piece in ElementLimits(pb.MatchRequest.DESCRIPTOR).pieces(body):
-        assert len(piece) <= PIECE_BYTES + 400, "a field that cannot be cut ends a piece"
+        assert len(piece) <= MAX_PIECE_BYTES + 400, "a field that cannot be cut ends a piece"
         merged.MergeFromString(piece)
     assert merged == pb.MatchRequest.FromString(body)
 
@@ -129,17 +129,17 @@ def test_the_pieces_are_the_message(message: pb.MatchRequest, order: list[int]) 
 async def test_a_large_message_is_decoded_in_pieces() -> None:
     headers = [ChunkHeader(token_ids=range(1 << 20, (1 << 20) + 1024), start_position=n) for n in range(300)]
     whole = pb.ReserveRequest(headers=headers, session_id=b"s" * 16)
-    request: Any = Decoder(pb.ReserveRequest)(whole.SerializeToString())
-    assert isinstance(request, Encoded)
+    request: Any = RequestDecoder(pb.ReserveRequest)(whole.SerializeToString())
+    assert isinstance(request, EncodedRequest)
     assert len(request.pieces) >= 3
-    assert await decoded(request) == whole
+    assert await decode_request(request) == whole
 
 
 async def test_a_piece_that_cannot_be_decoded_is_the_callers_error() -> None:
     header = field(3, b"\x0a\xff")  # a hash that is longer than its header
-    request: Any = Decoder(pb.ReserveRequest)(field(2, bytes(300_000)) + header)
+    request: Any = RequestDecoder(pb.ReserveRequest)(field(2, bytes(300_000)) + header)
     with pytest.raises(InvalidRequest, match="cannot be decoded as the method's request"):
-        await decoded(request)
+        await decode_request(request)
 
 
 def test_every_repeated_field_of_a_request_has_a_limit_of_varints_or_members() -> None:
@@ -154,6 +154,6 @@ def test_a_refused_message_is_kept_by_nobody() -> None:
     """Tracebacks kept refused messages until the next collection of cycles: 800 MiB in 20 seconds."""
     data = b"\x2a\x00" * 100_000
     before = sys.getrefcount(data)
-    refused = Decoder(pb.MatchRequest)(data)
-    assert isinstance(refused, Undecodable)
+    refused = RequestDecoder(pb.MatchRequest)(data)
+    assert isinstance(refused, UndecodableRequest)
     assert sys.getrefcount(data) == before

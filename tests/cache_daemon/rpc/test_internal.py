@@ -17,7 +17,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 
 from cache_daemon.config import DaemonConfig
-from cache_daemon.rpc.call_wrapper import Calls, Outcomes
+from cache_daemon.rpc.call_wrapper import CallMetrics, FailureWindow
 from cache_daemon.server import SERVICE, serve
 from cache_daemon.store.chunk_store import ChunkStore
 from tests.cache_daemon.conftest import descriptor
@@ -72,17 +72,17 @@ async def test_calls_that_fail_inside_turn_health_to_not_serving(
 async def test_an_unexpected_error_of_attach_is_internal_logged_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counted: list[Calls] = []
-    first = Calls.__init__
+    counted: list[CallMetrics] = []
+    first = CallMetrics.__init__
 
-    def noted(calls: Calls, *given: Any) -> None:
+    def noted(calls: CallMetrics, *given: Any) -> None:
         counted.append(calls)
         first(calls, *given)
 
     def broken(*_: object) -> Any:
         raise ValueError("a secret of the store")
 
-    monkeypatch.setattr(Calls, "__init__", noted)
+    monkeypatch.setattr(CallMetrics, "__init__", noted)
     async with serving(tmp_path) as channel:
         stub: Any = CacheServiceStub(channel)
         monkeypatch.setattr(ChunkStore, "report", broken)
@@ -100,7 +100,7 @@ async def test_an_unexpected_error_of_attach_is_internal_logged_and_counted(
 
 def test_few_failures_and_failures_among_many_calls_are_no_outage() -> None:
     now = [1000.0]
-    outcomes = Outcomes(lambda: now[0])
+    outcomes = FailureWindow(lambda: now[0])
     for _ in range(9):
         outcomes.note("Match", internal=True)
     assert outcomes.failing is None, "nine say little"

@@ -13,7 +13,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
-from cache_daemon.rpc.stream_rpc import STALL_SECONDS
+from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
 from tests.cache_daemon.conftest import Peer, code_of, payload_of
 from tests.cache_daemon.rpc.test_cache_service import until
 
@@ -84,9 +84,9 @@ def test_a_stalled_store_gives_back_what_it_holds(peer: Peer) -> None:
     stalled = peer.stub.Store.future(iter(sending.get, None))
     until(lambda: peer.reserve(peer.header([1, 2, 3]))[0].outcome == pb.RESERVE_OUTCOME_IN_PROGRESS)
     with pytest.raises(grpc.RpcError) as caught:
-        stalled.result(timeout=STALL_SECONDS + 20)
+        stalled.result(timeout=STREAM_TIMEOUT_SECONDS + 20)
     assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - began >= STALL_SECONDS
+    assert time.monotonic() - began >= STREAM_TIMEOUT_SECONDS
     sending.put(None)
     peer.put([1, 2, 3])
     assert peer.read([1, 2, 3]) == 3

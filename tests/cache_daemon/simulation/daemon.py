@@ -11,7 +11,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks.eviction_policies import POLICIES
-from cache_daemon.durable.encryption import NoSeal
+from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.memory.arena import Arena
 from cache_daemon.remote import deletion_epochs, write_behind
 from cache_daemon.remote.coordinator import RemoteSettings
@@ -101,7 +101,7 @@ class Daemon:
     def _remote(self) -> RemoteSettings | None:
         if self.connection is None:
             return None
-        tier = RemoteTier(self.connection, KeySchema("s"), NoSeal(), clock=self.clock)
+        tier = RemoteTier(self.connection, KeySchema("s"), NullCipher(), clock=self.clock)
         return RemoteSettings(tier, self.world.settings.remote_write, None, compress=False)
 
     def clock(self) -> float:

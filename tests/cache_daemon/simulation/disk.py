@@ -9,7 +9,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.durable_tier import Loaded, PutResult, ReadJob, ReadResult, TierFailed, WriteGroup
 from cache_daemon.memory.arena import MemoryArena, Slot
 from cache_daemon.memory.device_memory import HostMemory
-from cache_daemon.memory.gpu_arena import DeviceArena
+from cache_daemon.memory.gpu_arena import GpuArena
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.simulation.thread import Hub
 
@@ -107,7 +107,7 @@ class SimulatedArena(MemoryArena):
         self._hub.pause()
 
 
-class SimulatedDeviceArena(DeviceArena):
+class SimulatedDeviceArena(GpuArena):
     """The same in device memory."""
 
     def __init__(self, size_bytes: int, hub: Hub) -> None:

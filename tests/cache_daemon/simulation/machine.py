@@ -11,7 +11,7 @@ from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, QuotaExceeded, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, ReadResult
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.remote.circuit_breaker import CircuitState
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
@@ -153,10 +153,10 @@ class Machine(Traffic):
             daemon.check_disk()
 
     @staticmethod
-    async def _all_removed(writer: DurableWriter) -> bool:
+    async def _all_removed(writer: GroupCommitWriter) -> bool:
         while True:
             heard = asyncio.get_running_loop().create_future()
-            writer.written(heard.set_result)
+            writer.flush(heard.set_result)
             if (await heard).outcome is not PutOutcome.STORED:
                 return False
             # A retried write that found no room may have made the store give up more meanwhile.

@@ -38,8 +38,8 @@ class Promises:
     pins_within_quota: bool = True
     """A pin that moves to a longer chunk does not take its tenant beyond ``pin_bytes``."""
     strangers_deleted: bool = False
-    """A daemon hears of the deletion of a tenant whose marks it had never seen. A limit, see docs/decisions.md: it
-    looks as soon as it has something of the tenant."""
+    """A daemon hears of the deletion of a tenant whose marks it had never seen. A limit, see
+    docs/adr/079-deletions-on-every-node.md: it looks as soon as it has something of the tenant."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
-from cache_daemon.durable.group_commit_writer import DurableWriter
+from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Residency
 from cache_daemon.tenant_limits import TenantLimits
@@ -146,15 +146,15 @@ def test_what_cannot_be_decoded_is_the_callers_error(peer: Peer) -> None:
 
 async def test_what_was_written_last_has_its_time_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     """An orderly end waits until the store has heard of what is written, and not only until it is written."""
-    deliver = DurableWriter._deliver
+    deliver = GroupCommitWriter._deliver
 
-    def late(writer: DurableWriter) -> None:
+    def late(writer: GroupCommitWriter) -> None:
         time.sleep(0.1)
         deliver(writer)
 
     inner = MemoryTier()
     async with opened(tier=inner) as bench:
-        monkeypatch.setattr(DurableWriter, "_deliver", late)
+        monkeypatch.setattr(GroupCommitWriter, "_deliver", late)
         await bench.put([1])
     bench.clock.now += 60
     async with opened(tier=inner, clock=bench.clock) as again:

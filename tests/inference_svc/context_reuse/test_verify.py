@@ -15,9 +15,20 @@ import pytest
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
-from inference_svc.context_reuse.reuse_report import EXACT, Finding, Report, Thresholds, failure_reason
 from inference_svc.context_reuse.selectors import AUTO_SELECTORS
-from inference_svc.context_reuse.verify import BUILT_IN, Candidate, Question, Verifier, _Divergence, read_questions
+from inference_svc.context_reuse.verify import (
+    BUILT_IN,
+    EXACT,
+    Candidate,
+    Finding,
+    Question,
+    Report,
+    Thresholds,
+    Verifier,
+    _Divergence,
+    failure_reason,
+    read_questions,
+)
 from inference_svc.server.python_api import Engine
 from inference_svc.server.verify_command import main
 from tests.inference_svc.context_reuse.test_approximate import documents, joined

@@ -106,7 +106,7 @@ def test_a_model_that_computes_nan_by_itself_fails_as_before(engine: Engine, mon
     engine.generate(ids, **OPTIONS)
     settled(engine)
     compute = inner._core.compute
-    monkeypatch.setattr(inner._loop, "compute", lambda spans: compute(spans) * float("nan"))
+    monkeypatch.setattr(inner._core, "compute", lambda spans: compute(spans) * float("nan"))
     with pytest.raises(Exception, match="computed NaN or infinity"):
         engine.generate([*ids, 5], **OPTIONS)
     assert inner.stats.corrupt_hits == 0

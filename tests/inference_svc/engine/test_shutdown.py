@@ -72,7 +72,7 @@ def test_whatever_leaves_the_loop_is_told_to_everybody(monkeypatch: pytest.Monke
     while not running.outputs:
         time.sleep(0.001)
     assert engine.ailment == ""
-    monkeypatch.setattr(engine._loop, "count_free", broken)
+    monkeypatch.setattr(engine._core, "count_free_pages", broken)
     assert "MemoryError: injected" in ends(engine)
     for request in (loading, running, waiting):
         assert request.ended.wait(5)
@@ -97,14 +97,14 @@ def test_what_is_asked_of_a_stopping_engine_is_answered(monkeypatch: pytest.Monk
         assert go_on.wait(20)
         return broken()
 
-    monkeypatch.setattr(engine._loop, "count_free", break_late)
+    monkeypatch.setattr(engine._core, "count_free_pages", break_late)
     first, second = Request(prompt(1, 30), 5), Request(prompt(2, 30), 5)
     engine.submit(first.sequence)
     assert entered.wait(20)
     engine.submit(second.sequence)
     with ThreadPoolExecutor(1) as threads:
         work = threads.submit(engine.between_steps, lambda: None)
-        while len(engine._mail._letters) < 2:
+        while len(engine._events._events) < 2:
             time.sleep(0.001)
         go_on.set()
         with pytest.raises(Unavailable, match="the engine has stopped"):
@@ -143,9 +143,9 @@ def test_a_lost_device_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(device)
         fail()
 
-    monkeypatch.setattr(engine._loop, "compute", fail)
+    monkeypatch.setattr(engine._core, "compute", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(engine._loop, "_device", torch.device("cuda", 0))
+    monkeypatch.setattr(engine._core, "_device", torch.device("cuda", 0))
     engine.submit(request.sequence)
     assert "cuda:0 computes no more: CUDA error" in ends(engine)
     assert request.ended.wait(5)
@@ -160,11 +160,11 @@ def test_a_device_that_goes_on_fails_one_request(monkeypatch: pytest.MonkeyPatch
         raise RuntimeError("no memory for it")
 
     monkeypatch.setattr(loops, "check_device", lambda device, error: None)
-    monkeypatch.setattr(engine._loop, "compute", fail)
+    monkeypatch.setattr(engine._core, "compute", fail)
     engine.submit(request.sequence)
     assert request.ended.wait(20)
     assert "no memory for it" in str(request.outputs[-1].error)
-    monkeypatch.setattr(engine._loop, "compute", compute)
+    monkeypatch.setattr(engine._core, "compute", compute)
     engine.submit(after.sequence)
     assert len(after.tokens()) == 5
     engine.stop()
@@ -245,10 +245,10 @@ def test_the_embedded_engine_raises_when_it_has_stopped() -> None:
 _WORKER = """
     import sys, time, pathlib
     from inference_svc.engine import engine
-    from inference_svc.engine.engine_core import Loop
+    from inference_svc.engine.engine_core import EngineCore
     from inference_svc.__main__ import main
 
-    folder, count, step = pathlib.Path(sys.argv.pop(1)), Loop.count_free_overflow, Loop.step
+    folder, count, step = pathlib.Path(sys.argv.pop(1)), EngineCore.count_free_overflow, EngineCore.step
     engine._MAX_STEP_SECONDS, engine._MAX_STEP_RATIO = 0.5, 0.0
 
     def break_when_told(loop):
@@ -261,7 +261,7 @@ _WORKER = """
             time.sleep(0.01)
         return step(loop)
 
-    Loop.count_free_overflow, Loop.step = break_when_told, hang_when_told
+    EngineCore.count_free_overflow, EngineCore.step = break_when_told, hang_when_told
     sys.exit(main(["worker", *sys.argv[1:]]))
 """
 

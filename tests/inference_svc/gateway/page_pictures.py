@@ -21,6 +21,15 @@ _SETTINGS = {
     "KVSIDECAR_WORKER_DOCUMENT_SEPARATOR": "\n\n",
     "KVSIDECAR_WORKER_APPROXIMATE": "always",
 }
+# A small model answers questions about it.
+_HARBOUR = (
+    "The harbour office opens at six in the morning. Boats up to twelve metres use the northern quay and pay nine "
+    "euros a night. Longer boats use the southern quay and pay fourteen euros a night.",
+    "The ferry to the island leaves at seven, at noon and at five. The crossing takes forty minutes. Bicycles travel "
+    "free of charge, and cars cost twenty euros.",
+    "The museum stands behind the market hall. It is closed on Mondays. A ticket costs five euros, and children pay "
+    "nothing.",
+)
 _DESKTOP, _PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
 
 
@@ -73,12 +82,11 @@ def _others(served: Served) -> None:
 def _take(browser: Any, served: Served, folder: Path) -> None:
     page = _opened(browser, served, "light", _DESKTOP)
     page.locator("#starters button").first.click()
-    question = page.locator("#question").input_value()
     kept = page.evaluate("JSON.parse(localStorage.getItem('kvsidecar.chat'))")
     first, second, third = kept["context"].split("\n\n")
-    _about(page, first, second, third)
-    _ask(page, question)
-    _raced(_ask(page, "Why did Alice follow it?"))
+    _about(page, *_HARBOUR)
+    _ask(page, "When is the museum closed?")
+    _raced(_ask(page, "What does a ticket for the museum cost?"))
     _taken(page, folder / "light.png")
 
     page = _opened(browser, served, "dark", _DESKTOP)

@@ -130,7 +130,7 @@ def test_a_source_that_goes_to_make_room_is_not_gone_on_from() -> None:
     others = pool.allocate(12 * PAGE_TOKENS)
     request = Request(ids[:begun] + prompt(20, 40), 1)
     request.sequence.request = replace(request.sequence.request, cache=CacheParams(write=False))
-    source = PrefixSource(begun, resident=residents.held[0])
+    source = PrefixSource(begun, cached=residents.entries[0])
     admission = Admission(pool, residents, WINDOW_STEP, 640, PrefillBudget(0.0), NullKVConnector())
     if admission.allocate(request.sequence, source, pool.pages, 0):
         assert request.sequence.kv.table is not None

@@ -102,7 +102,7 @@ def test_a_stream_goes_on_beside_a_cold_prompt(monkeypatch: pytest.MonkeyPatch) 
             time.sleep(ROW_SECONDS * sum(len(span.tokens) for span in spans))
             return compute(spans)  # type: ignore[operator,no-any-return]
 
-        monkeypatch.setattr(engine._loop, "compute", slow)
+        monkeypatch.setattr(engine._core, "compute", slow)
         engine._core.prefill_budget._row, engine._core.prefill_budget._fixed = ROW_SECONDS, 0.002
         gaps.append(longest_gap(engine, 3000)[0])
         engine.stop()

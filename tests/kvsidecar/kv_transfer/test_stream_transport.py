@@ -33,7 +33,7 @@ from kvsidecar.payload_wire import decoded_piece, encoded_piece
 from benchmarks.authority import Authority
 from benchmarks.node import Node, free_port
 from benchmarks.proxy import Proxy
-from cache_daemon.rpc.stream_rpc import STALL_SECONDS
+from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
 from tests.cache_daemon.auth.conftest import ALICE, TENANTS
 from tests.cache_daemon.conftest import code_of, descriptor, payload_of
 from tests.cache_daemon.rpc.test_cache_service import until
@@ -135,7 +135,7 @@ def attach() -> Iterator[Attach]:
 
 def nothing_held(node: Node) -> None:
     """Soon; of a stream that nobody takes anything from, when the daemon has waited for it."""
-    until(lambda: not node.cache_stats().leases and not node.cache_stats().reservations, 3 * STALL_SECONDS)
+    until(lambda: not node.cache_stats().leases and not node.cache_stats().reservations, 3 * STREAM_TIMEOUT_SECONDS)
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from kvsidecar.cli.node_commands import gateway_of
 from kvsidecar.cli.sharing_group import numerics_text, sharing_groups
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.errors import KVSidecarError, PermissionDenied
+from kvsidecar.extras import missing_packages
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import vllm_install as vllm
@@ -33,7 +34,8 @@ from kvsidecar.process.interpreter import python_command
 from kvsidecar.process.node_report import supervised
 from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir, socket_target
 
-_PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "lmdb", "uvloop", "numpy")
+_PACKAGES = ("grpcio", "protobuf", "lmdb", "uvloop", "numpy")
+_WORKER_PACKAGES = ("torch", "transformers")
 _LEAST_MEMORY, _LONGEST_STALL_MS = 2 << 30, 250.0
 _MKL_SETTING = "MKL_CBWR"
 _OK, _NOTE, _BAD = "[green]ok[/green]", "[yellow]note[/yellow]", "[red]problem[/red]"
@@ -51,7 +53,11 @@ class Finding:
 
 def doctor() -> None:
     """Say what is installed, what would be used, what is reachable, and what to do."""
-    findings = [*_machine(), *_packages(), *_kernels(), *_bits(), *_services(), *engine_findings()]
+    missing = missing_packages("worker")
+    worker = [worker_missing(missing)] if missing else _packages(_WORKER_PACKAGES)
+    kernels = [] if "torch" in missing else _kernels()  # a connector uses them, too
+    bits = [] if missing else _bits()
+    findings = [*_machine(), *_packages(_PACKAGES), *worker, *kernels, *bits, *_services(), *engine_findings()]
     # URLs and paths in full, however narrow the terminal.
     table = Table("what", "", Column("detail", overflow="fold"), Column("what to do", overflow="fold"))
     for f in findings:
@@ -78,11 +84,17 @@ def _machine() -> list[Finding]:
     ]
 
 
-def _packages() -> list[Finding]:
+def worker_missing(packages: list[str]) -> Finding:
+    """The line of an installation without the worker: a choice, not a problem."""
+    detail = f"not installed ({', '.join(packages)}); the client, the daemon and an engine's connector run without it"
+    return Finding("worker", _NOTE, detail, "to serve models: pip install 'kvsidecar[worker]'")
+
+
+def _packages(names: tuple[str, ...]) -> list[Finding]:
     import importlib.metadata  # here: every other command starts sooner without it
 
     out = []
-    for name in _PACKAGES:
+    for name in names:
         try:
             out.append(Finding(name, _OK, importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cli.terminal import TerminalConsole
+from kvsidecar.extras import refusal
 from kvsidecar.models.catalogue import CATALOGUE
 from kvsidecar.models.model_library import BUILT_IN, Library, Listed
 from kvsidecar.models.model_pull import prepare
@@ -27,6 +28,9 @@ def pull(
     accept_terms: Annotated[bool, typer.Option("--accept-terms", help="Accept the model's own terms.")] = False,
 ) -> None:
     """Fetch a model, so that `serve --model NAME` finds it."""
+    if refused := refusal("pull"):
+        print(refused, file=sys.stderr)
+        raise typer.Exit(2)
     library = Library()
     if library.find(name) is None:
         fetch(name, library, accept_terms=accept_terms or _asked(name))

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from kvsidecar import __version__
 from kvsidecar.cli import bench_command, events_command, model_commands, node_commands, service_commands, warm
 from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import chat as chat_command
@@ -29,9 +30,7 @@ _NODE, _ASK, _MODELS, _CACHE, _PARTS = "A node", "Asking", "Models", "The cache"
 
 def _tell_version(wanted: bool) -> None:
     if wanted:
-        import importlib.metadata  # here: it takes longer than what most commands do
-
-        print(f"kvsidecar {importlib.metadata.version('kvsidecar')}")
+        print(f"kvsidecar {__version__}")
         raise typer.Exit
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsidecar.cli.exec_service import ASKED_BY_SHELL, SETTINGS, become, settings_of
+from kvsidecar.extras import refusal
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -23,7 +24,7 @@ def commands() -> list[Callable[..., None]]:
 
 
 def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    if command.__name__ not in SETTINGS:
+    if command.__name__ not in SETTINGS or refusal(command.__name__):
         return command
     fields = settings_of(command.__name__).model_fields
     flag = Annotated[str | None, typer.Option()]

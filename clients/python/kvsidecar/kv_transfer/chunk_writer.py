@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from kvkernels.paged_gather import Integers
 
@@ -72,63 +73,137 @@ class ChunkWriter:
         StoreCancelled to stop the store. Raises that, grpc.RpcError and ValueError, after it has aborted the open
         reservations (if the daemon can be reached).
         """
-        job = _StoreJob(session, root, tokens, salt, slots, token_seconds, after, read_guard)
-        outcome = self._store_from(job, prefix)
-        if outcome is None:  # the parent was evicted or superseded meanwhile: the engine still has it all
-            outcome = self._store_from(job, StoredPrefix())
-        return outcome or StoreResult(StoredPrefix())
+        target = StoreTarget(session, root, salt, self._timeout)
+        source = _BlockSource(
+            self, session.max_chunk_tokens, _StoreJob(tokens, slots, token_seconds, after, read_guard)
+        )
+        return StoreResult(store_chunks(target, source, prefix).prefix, source.stored_chunks, source.refused_chunks)
 
-    def _store_from(self, job: _StoreJob, prefix: StoredPrefix) -> StoreResult | None:
-        """Stores what comes after ``prefix``; None when its last chunk is gone."""
-        headers, outcome, first = self._headers(job, prefix.tokens), StoreResult(prefix), True
-        for group, hashes in linked_groups(job.session, headers, prefix.prefix_hash, job.root):
-            written = write(job.session, job.salt, group, self._filler(job, group), self._timeout)
-            if first and written.parent_missing and prefix.tokens:
-                return None
-            first = False
-            stored, newly_stored = written.num_leading_stored, sum(written.newly_stored)
-            if stored:
-                tokens = outcome.prefix.tokens + sum(h.token_count for h in group[:stored])
-                outcome = StoreResult(
-                    StoredPrefix(tokens, hashes[stored - 1]), outcome.stored_chunks, outcome.refused_chunks
-                )
-            refused = len(group) - stored
-            outcome = StoreResult(
-                outcome.prefix, outcome.stored_chunks + newly_stored, outcome.refused_chunks + refused
-            )
-            if refused:
-                break
-        return outcome
-
-    def _headers(self, job: _StoreJob, start: int) -> list[ChunkHeader]:
+    def headers(self, job: _StoreJob, start: int, max_chunk_tokens: int) -> list[ChunkHeader]:
         """Headers of the chunks from ``start`` on; they end at multiples of the chunk length, and with the tokens."""
         headers = list[ChunkHeader]()
-        for stop in self._chunking.boundaries(start, len(job.tokens), job.session.max_chunk_tokens):
+        for stop in self._chunking.boundaries(start, len(job.tokens), max_chunk_tokens):
             header = new_header(self._geometry, job.tokens[start:stop], start)
             header.prefill_seconds = job.token_seconds * (stop - start)
             headers.append(header)
             start = stop
         return headers
 
-    def _filler(self, job: _StoreJob, headers: list[ChunkHeader]) -> Fill:
-        def fill(i: int, payload: memoryview) -> None:
-            start = headers[i].start_position
-            with job.read_guard():
-                self._copier.pack(job.slots[start : start + headers[i].token_count], headers[i], payload, job.after)
-
-        return fill
+    def pack(self, job: _StoreJob, header: ChunkHeader, payload: memoryview) -> None:
+        """Copy a chunk's blocks into its payload, inside the job's ``read_guard``."""
+        start = header.start_position
+        with job.read_guard():
+            self._copier.pack(job.slots[start : start + header.token_count], header, payload, job.after)
 
 
 @dataclass(frozen=True)
 class _StoreJob:
-    session: Session
-    root: bytes
     tokens: list[int]
-    salt: bytes
     slots: Integers
     token_seconds: float
     after: Any
     read_guard: Callable[[], AbstractContextManager[None]]
+
+
+class _BlockSource:
+    """Chunks of an engine's blocks, and counters of what the daemon did with them."""
+
+    def __init__(self, writer: ChunkWriter, max_chunk_tokens: int, job: _StoreJob) -> None:
+        self._writer, self._max_chunk_tokens, self._job = writer, max_chunk_tokens, job
+        self.stored_chunks = self.refused_chunks = 0
+
+    def headers(self, start: int) -> list[ChunkHeader]:
+        return self._writer.headers(self._job, start, self._max_chunk_tokens)
+
+    def fill(self, header: ChunkHeader, payload: memoryview) -> None:
+        self._writer.pack(self._job, header, payload)
+
+    def before_group(self) -> None:
+        pass
+
+    def after_group(self, result: WriteResult) -> None:
+        self.stored_chunks += sum(result.newly_stored)
+        self.refused_chunks += len(result.stored) - result.num_leading_stored
+
+
+@dataclass(frozen=True)
+class StoreTarget:
+    """A session, and the tenant whose chunks it stores.
+
+    ``timeout`` is in seconds, for a call that transfers no payload; ``ttl_seconds`` 0 asks for no expiry.
+    """
+
+    session: Session
+    root: bytes
+    salt: bytes
+    timeout: float
+    ttl_seconds: int = 0
+
+
+class ChunkSource(Protocol):
+    """Chunks of one prompt, as ``store_chunks`` asks for them on its own thread."""
+
+    def headers(self, start: int) -> list[ChunkHeader]:
+        """Headers of the consecutive chunks from token ``start`` on."""
+        ...
+
+    def fill(self, header: ChunkHeader, payload: memoryview) -> None:
+        """Write the payload of a chunk."""
+        ...
+
+    def before_group(self) -> None:
+        """Called before a group is reserved; may wait."""
+        ...
+
+    def after_group(self, result: WriteResult) -> None:
+        """Called after a group was committed."""
+        ...
+
+
+@dataclass(frozen=True)
+class StoredChunks:
+    """The stored prefix of a prompt, and the same without its last chunk (None if no chunk was stored)."""
+
+    prefix: StoredPrefix
+    before_last: StoredPrefix | None = None
+
+
+def store_chunks(
+    target: StoreTarget, source: ChunkSource, prefix: StoredPrefix, can_restart: bool = True
+) -> StoredChunks:
+    """Store the chunks of a prompt after ``prefix``, group by group: reserve, fill, commit.
+
+    Stops at the first chunk that the daemon refuses. If the last chunk of ``prefix`` was evicted or replaced meanwhile
+    (PARENT_MISSING), all chunks of the prompt are stored anew where ``source`` ``can_restart``, else none. Raises what
+    ``source`` raises, grpc.RpcError and ValueError, after the open reservations were aborted.
+    """
+    stored = _store_after(target, source, prefix)
+    if stored is None and can_restart:
+        stored = _store_after(target, source, StoredPrefix())
+    return stored or StoredChunks(StoredPrefix())
+
+
+def _store_after(target: StoreTarget, source: ChunkSource, prefix: StoredPrefix) -> StoredChunks | None:
+    """Store the chunks after ``prefix``; None if its last chunk is missing."""
+    stored, first = StoredChunks(prefix), True
+    for group, hashes in linked_groups(target.session, source.headers(prefix.tokens), prefix.prefix_hash, target.root):
+        source.before_group()
+        fill = partial(_fill, source, group)
+        result = write(target.session, target.salt, group, fill, target.timeout, target.ttl_seconds)
+        if first and result.parent_missing and prefix.tokens:
+            return None
+        first = False
+        source.after_group(result)
+        for header, prefix_hash in zip(group[: result.num_leading_stored], hashes, strict=False):
+            end = header.start_position + header.token_count
+            stored = StoredChunks(StoredPrefix(end, prefix_hash), stored.prefix)
+        if result.num_leading_stored < len(group):
+            break
+    return stored
+
+
+def _fill(source: ChunkSource, group: list[ChunkHeader], i: int, payload: memoryview) -> None:
+    source.fill(group[i], payload)
 
 
 @dataclass(frozen=True)

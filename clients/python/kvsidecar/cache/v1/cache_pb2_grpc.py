@@ -5,7 +5,7 @@ import warnings
 
 from kvsidecar.cache.v1 import cache_pb2 as kvsidecar_dot_cache_dot_v1_dot_cache__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class CacheServiceStub:
+class CacheServiceStub(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
@@ -130,7 +130,7 @@ class CacheServiceStub:
                 _registered_method=True)
 
 
-class CacheServiceServicer:
+class CacheServiceServicer(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
@@ -360,7 +360,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class CacheService:
+class CacheService(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
     A session begins with Attach and lives as long as that stream; its id goes into every other call that takes

@@ -5,7 +5,7 @@ import warnings
 
 from kvsidecar.inference.v1 import inference_pb2 as kvsidecar_dot_inference_dot_v1_dot_inference__pb2
 
-GRPC_GENERATED_VERSION = '1.85.1'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class InferenceServiceStub:
+class InferenceServiceStub(object):
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
@@ -86,7 +86,7 @@ class InferenceServiceStub:
                 _registered_method=True)
 
 
-class InferenceServiceServicer:
+class InferenceServiceServicer(object):
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
@@ -214,7 +214,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
 
  # This class is part of an EXPERIMENTAL API.
-class InferenceService:
+class InferenceService(object):
     """An inference worker: one model, continuous batching, and the node's cache behind it.
 
     A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors

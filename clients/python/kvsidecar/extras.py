@@ -1,0 +1,52 @@
+"""Extras of the distribution: the packages that commands need beyond the base installation.
+
+Imports nothing that takes time: commands check their extra before they import anything else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+_GATEWAY = ("fastapi", "starlette", "uvicorn", "h11")
+# By extra, the packages to import, the largest first; pyproject.toml names the distributions.
+PACKAGES = {
+    "gateway": _GATEWAY,
+    "worker": (
+        "torch",
+        "transformers",
+        "llguidance",
+        "safetensors",
+        "gguf",
+        "huggingface_hub",
+        "regex",
+        *_GATEWAY,
+    ),
+}
+_MAX_NAMED = 3
+# By command of ``kvsidecar``, its extra. A command that is not here runs with the base installation.
+COMMANDS = {
+    "serve": "worker",
+    "worker": "worker",
+    "verify": "worker",
+    "quantize": "worker",
+    "prepare": "worker",
+    "pull": "worker",
+    "gateway": "gateway",
+}
+
+
+def missing_packages(extra: str) -> list[str]:
+    """Names the packages of an extra that are not installed; imports none of them."""
+    return [name for name in PACKAGES[extra] if importlib.util.find_spec(name) is None]
+
+
+def refusal(command: str) -> str:
+    """Returns the sentence that refuses a command whose extra is not installed; empty if nothing is missing."""
+    extra = COMMANDS.get(command)
+    missing = missing_packages(extra) if extra else []
+    if not missing:
+        return ""
+    named = ", ".join(missing[:_MAX_NAMED])
+    if len(missing) > _MAX_NAMED:
+        named += f" and {len(missing) - _MAX_NAMED} more"
+    return f"kvsidecar {command} needs packages that are not installed ({named}): pip install 'kvsidecar[{extra}]'"

@@ -1,0 +1,50 @@
+"""One version everywhere: ``kvsidecar.__version__``, which the packaging reads."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+
+import pytest
+import yaml
+from kvsidecar import __version__
+
+from tests.deploy.installation import ROOT
+
+KUSTOMIZATIONS = sorted((ROOT / "deploy" / "kubernetes").rglob("kustomization.yaml"))
+
+
+def test_the_packaging_reads_the_version_of_the_package() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in settings["project"]["dynamic"]
+    assert settings["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "kvsidecar.__version__"}
+
+
+def test_the_typescript_client_has_it() -> None:
+    folder = ROOT / "clients" / "typescript"
+    lock = json.loads((folder / "package-lock.json").read_text())
+    assert json.loads((folder / "package.json").read_text())["version"] == __version__
+    assert lock["version"] == lock["packages"][""]["version"] == __version__
+
+
+def test_the_manifests_have_its_images() -> None:
+    tags = [
+        image["newTag"]
+        for path in KUSTOMIZATIONS
+        for image in yaml.safe_load(path.read_text()).get("images", [])
+        if image["name"] == "kvsidecar"
+    ]
+    assert len(tags) >= 4
+    assert {tag.removesuffix("-cuda") for tag in tags} == {__version__}
+
+
+@pytest.mark.parametrize("name", ["container/Containerfile", "README.md"])
+def test_the_commands_that_build_images_name_it(name: str) -> None:
+    named = re.findall(r"kvsidecar:(\d+\.\d+\.\d+)", (ROOT / "deploy" / name).read_text())
+    assert named
+    assert set(named) == {__version__}
+
+
+def test_the_changelog_has_it() -> None:
+    assert f"## [{__version__}]" in (ROOT / "CHANGELOG.md").read_text()
