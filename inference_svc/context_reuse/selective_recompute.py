@@ -44,7 +44,7 @@ class AttentionMass:
 
 
 class KVDeviation:
-    """How far keys and values moved from what was stored: see ``Signals.deviation``."""
+    """Deviation of recomputed keys and values from the stored ones: see ``SelectionSignals.deviation``."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []

@@ -154,7 +154,7 @@ class Engine:
         return self.between_steps(end)
 
     def between_steps(self, work: Callable[[], T]) -> T:
-        """What the engine's thread makes of something that no forward may run beside. Raises what it raises."""
+        """Runs ``work`` on the engine's thread between two steps and returns its result. Raises what it raises."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -202,7 +202,7 @@ class Engine:
         self._thread.join()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page is held by live sequences and residents only."""
+        """Raises AssertionError unless live sequences and the prefix cache hold exactly the pages in use."""
         with self._stepping:
             self.pool.check_integrity()
             tables = self._core.tables() + self._core.prefix_cache.tables
@@ -329,7 +329,7 @@ class Engine:
             self.speculator.costs.calibrate(drafted, time_once(lambda count: self._run_rows(count, 0), 1))
 
     def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
-        """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""
+        """Computes rows of a dummy sequence, as a step does; nothing when the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
             logits = self._core.compute(

@@ -1,4 +1,4 @@
-"""Where a sequence's tokens lie in the pool."""
+"""Block table: the pool pages of one sequence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ MAX_BRANCHES = 4
 
 @dataclass(eq=False)
 class BlockTable:
-    """The pages of one sequence as ``(first page, pages)`` ranges in the order of its tokens. Those at NOWHERE are not
-    held. What lies before the token ``since`` is not there for layers with a sliding window. Pages of a table that is
-    ``apart`` are the overflow's."""
+    """Pages of one sequence, as ``(first page, pages)`` ranges in the order of its tokens.
+
+    Ranges at UNMAPPED were released. Tokens before ``first_valid_token`` are missing for layers with a sliding window.
+    A table ``in_overflow`` has all its pages in the disk overflow.
+    """
 
     ranges: list[tuple[int, int]] = field(default_factory=list)
     first_valid_token: int = 0
@@ -28,22 +30,21 @@ class BlockTable:
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit, with those whose pages are not held."""
+        """Token capacity, including released pages."""
         return sum(pages for _, pages in self.ranges) * PAGE_TOKENS
 
     @property
     def mapped_ranges(self) -> list[tuple[int, int]]:
-        """The ranges whose pages are."""
+        """Ranges whose pages are held."""
         return [one for one in self.ranges if one[0] != UNMAPPED]
 
     @property
     def num_released(self) -> int:
-        """Leading tokens whose pages are not held."""
+        """Leading tokens whose pages were released."""
         return self.ranges[0][1] * PAGE_TOKENS if self.ranges and self.ranges[0][0] == UNMAPPED else 0
 
     def slots(self, start: int, end: int) -> NDArray[np.int64]:
-        """Pool slots of the tokens ``start`` to ``end``, ``[end - start]``; NOWHERE for those whose pages are not
-        held."""
+        """Returns the pool slots ``[end - start]`` of tokens; UNMAPPED where pages were released."""
         if len(self.ranges) == 1 and not self.num_released:
             first = self.ranges[0][0] * PAGE_TOKENS
             return np.arange(first + start, first + end)
@@ -60,15 +61,17 @@ class BlockTable:
 
     @property
     def first_slot(self) -> int | None:
-        """Where the first token lies, or would if its page were still held, when the tokens lie in one piece. It may be
-        negative then."""
+        """Slot of the first token if the tokens are contiguous, None otherwise.
+
+        Where leading pages were released it is the slot that the first token would have, and may be negative.
+        """
         released = self.num_released
         if len(self.ranges) != (2 if released else 1):
             return None
         return self.ranges[-1][0] * PAGE_TOKENS - released
 
     def prefix(self, tokens: int) -> BlockTable:
-        """The pages of the first ``tokens`` tokens, whole ones, in a table that counts as nobody's."""
+        """Returns the whole pages of the first ``tokens`` tokens, in a table without references of its own."""
         pages, out = (
             tokens // PAGE_TOKENS,
             BlockTable(first_valid_token=self.first_valid_token, in_overflow=self.in_overflow),
@@ -80,8 +83,10 @@ class BlockTable:
         return out
 
     def shift(self, at: int, to: int) -> BlockTable:
-        """The same pages, those of the tokens from ``at`` on for those from ``to`` on; both begin a page. Nothing is
-        held in between."""
+        """Returns the same pages with those of the tokens from ``at`` on moved to ``to``; both begin a page.
+
+        The range in between is UNMAPPED.
+        """
         before, out = at // PAGE_TOKENS, BlockTable(first_valid_token=to, in_overflow=self.in_overflow)
         behind: list[tuple[int, int]] = []
         between = (to - at) // PAGE_TOKENS

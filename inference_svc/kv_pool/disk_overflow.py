@@ -38,11 +38,11 @@ _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
 
 
 class DiskOverflow:
-    """The memory of a pool with room behind it. Only the engine's thread uses it, but for the tensors' contents.
+    """Memory of a pool and the file behind it, in the same tensors.
 
-    ``keys`` and ``values`` are ``[layers, kv_heads, slots, head_dim]``, as a pool's. Its pages ``0`` to
-    ``memory_pages`` are in memory, and behind them room for padding; those in the file are ``first_page`` and the
-    ``pages - 1`` behind it.
+    Only the engine's thread uses it, except for the tensors' contents. ``keys`` and ``values`` are ``[layers, kv_heads,
+    slots, head_dim]``, as a pool's. Pages ``0`` to ``memory_pages`` are in memory, followed by padding; those in the
+    file are ``first_page`` and the ``pages - 1`` after it.
     """
 
     def __init__(
@@ -86,16 +86,16 @@ class DiskOverflow:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file, if all of it were in use."""
+        """Size of the file if all of it were in use."""
         return self._strips * self._file_bytes
 
     @property
     def backed_pages(self) -> int:
-        """Pages that have room on disk now."""
+        """Pages that have disk blocks now."""
         return len(self._users) * self._group
 
     def reserve_disk(self, page: int, pages: int) -> None:
-        """Makes room on disk for pages that are about to be written. Raises OverflowFailed, with nothing changed."""
+        """Allocates disk blocks for pages before they are written. Raises OverflowFailed, with nothing changed."""
         used = range(page - self.first_page, page - self.first_page + pages)
         fresh = [g for g in range(used[0] // self._group, used[-1] // self._group + 1) if g not in self._users]
         try:
@@ -115,7 +115,7 @@ class DiskOverflow:
             self._users.setdefault(p // self._group, set()).add(p)
 
     def release(self, page: int, pages: int) -> None:
-        """Gives the room on disk back of pages that nobody holds any more; they are zeros then."""
+        """Returns the disk blocks of unreferenced pages, which then read as zeros."""
         first, gone = page - self.first_page, list[int]()
         for p in range(first, first + pages):
             group = p // self._group
@@ -131,7 +131,7 @@ class DiskOverflow:
     # ---- parts ----------------------------------------------------------------------------------------------
 
     def _whole(self, pages: int) -> int:
-        """So many pages or some more, so that they fill pages of memory, and blocks, in every strip."""
+        """Rounds pages up so that every strip fills whole memory pages and file blocks."""
         each = mmap.PAGESIZE // min(mmap.PAGESIZE, self._page_bytes & -self._page_bytes)
         each = math.lcm(each, self._group)
         return -(-pages // each) * each
@@ -148,12 +148,12 @@ class DiskOverflow:
         return handle
 
     def _try_out(self) -> None:
-        """Raises OSError where blocks cannot be promised, or given back."""
+        """Raises OSError where blocks cannot be allocated ahead, or freed."""
         _fallocate(self._file, _KEEP_SIZE, 0, mmap.PAGESIZE)
         _fallocate(self._file, _KEEP_SIZE | _PUNCH_HOLE, 0, mmap.PAGESIZE)
 
     def _mapped(self, first: int, strips: int) -> ctypes.Array[ctypes.c_char]:
-        """Memory for so many strips, each with its part of the file in it."""
+        """Maps memory for strips, each with its part of the file in it."""
         size, head = strips * self._head_bytes, self.first_page * self._page_bytes
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         start = _mmap(0, size, private, -1, 0)
@@ -165,9 +165,11 @@ class DiskOverflow:
         return out
 
     def _take_blocks(self, units: range, each: int) -> None:
-        """Takes the blocks of units of ``each`` bytes, all written, in every strip. Where the file system refuses (one
-        that copies on write may, when it is full) they are cleared instead, and stay for whoever gets the pages next:
-        no page is lost, and none has anything of an earlier sequence's."""
+        """Punches holes for units of ``each`` bytes, all written, in every strip.
+
+        Where the file system refuses (one that copies on write may, when it is full) the units are zeroed instead and
+        keep their blocks for the next owner: no page is lost, and none shows an earlier sequence's contents.
+        """
         at, size = units.start * each, len(units) * each
         for strip in range(self._strips):
             try:
@@ -181,7 +183,7 @@ class DiskOverflow:
                 self._refused = True
 
     def _change(self, mode: int, groups: range) -> None:
-        """Gives groups of pages blocks, or takes them, in every strip. Raises OSError."""
+        """Allocates or frees the blocks of groups of pages, in every strip. Raises OSError."""
         each = self._group * self._page_bytes
         for strip in range(self._strips):
             _fallocate(self._file, mode, strip * self._file_bytes + groups.start * each, len(groups) * each)

@@ -35,11 +35,11 @@ WINDOW_STEP = 64
 
 
 class DeviceAttention(Protocol):
-    """Our attention on a pool's device; see ``native_attention``. A batch is one of ``rows``, which build on this."""
+    """Native attention on a pool's device. Batches are ``model_runner.ForwardBatch``, a higher layer."""
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of batches that it is the faster way for."""
+        """Kinds of batches for which it is faster than torch's attention."""
         ...
 
     def serves(self, batch: Any) -> bool: ...
@@ -102,7 +102,7 @@ class KVPool:
 
     @cached_property
     def attends_by_pages(self) -> bool:
-        """Whether our CPU kernel attends over this pool: pages anywhere are as good as pages in one piece."""
+        """True if the CPU kernel attends over this pool: scattered pages are then as good as contiguous ones."""
         return self.keys.device.type == "cpu" and cpu_attention.serves(self.keys.dtype, self.keys.shape[3])
 
     @staticmethod
@@ -123,31 +123,32 @@ class KVPool:
 
     @property
     def window(self) -> int:
-        """How many of the last keys any layer sees; 0 when some see all."""
+        """Largest window of any layer in keys; 0 when some layer sees all keys."""
         return 0 if self.wide_layers else self.max_window
 
     @property
     def reclaims_window(self) -> bool:
-        """Whether a sequence's pages move on with its window: no layer sees all, and pages are read wherever they
-        lie."""
+        """True if pages behind the window can be freed: no layer sees all keys, and pages need not be contiguous."""
         return bool(self.window) and self.attends_by_pages
 
     def first_visible(self, position: int) -> int:
-        """The first token that layers with a window see from the position before this one on (who shares a prompt
-        computes its last token again), rounded down to what can be let go of."""
+        """First token that layers with a window see from the position before this one, rounded down to a step.
+
+        The position before, because a request that shares a prompt computes its last token again.
+        """
         return self.round_to_step(max(0, position - self.max_window)) if self.max_window else 0
 
     @staticmethod
     def round_to_step(tokens: int) -> int:
-        """Of the first so many tokens, those that can be let go of."""
+        """Rounds tokens down to a multiple of WINDOW_STEP, the unit of release."""
         return tokens // WINDOW_STEP * WINDOW_STEP
 
     def covers_window(self, table: BlockTable, tokens: int) -> bool:
-        """Whether a table has all that is seen from behind its first so many tokens."""
+        """True if a table still has all keys that are visible after its first ``tokens`` tokens."""
         return table.first_valid_token <= max(0, tokens + 1 - self.max_window)
 
     def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
-        """Pages for ``tokens`` tokens, and for ``spare`` more if they are free; None when too few are."""
+        """Allocates pages for ``tokens`` tokens, and for ``spare`` more if free; None when too few are."""
         table = BlockTable()
         pages, wanted = -(-tokens // PAGE_TOKENS), -(-(tokens + spare) // PAGE_TOKENS)
         if pages > self.free_pages:
@@ -158,7 +159,7 @@ class KVPool:
         return table
 
     def allocate_overflow(self, tokens: int) -> BlockTable | None:
-        """Pages of the overflow for ``tokens`` tokens, or None. They have no room on disk yet; see ``back``."""
+        """Allocates overflow pages for ``tokens`` tokens, or None. They have no disk blocks until ``reserve_disk``."""
         table = BlockTable(in_overflow=True)
         pages = -(-tokens // PAGE_TOKENS)
         if pages > self.free_overflow_pages:
@@ -167,8 +168,7 @@ class KVPool:
         return table
 
     def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
-        """Makes sure that the tokens ``start`` to ``end``, as far as the table goes, can be written, where its pages
-        are the overflow's. Raises OverflowFailed."""
+        """Allocates disk blocks for tokens ``start`` to ``end`` of a table in the overflow. Raises OverflowFailed."""
         if self.overflow is None or not table.in_overflow:
             return
         first, last = start // PAGE_TOKENS, -(-end // PAGE_TOKENS)
@@ -179,12 +179,12 @@ class KVPool:
             first, last = first - pages, last - pages
 
     def allocate_contiguous(self, tokens: int) -> BlockTable | None:
-        """Pages for ``tokens`` tokens in one piece, or None."""
+        """Allocates contiguous pages for ``tokens`` tokens, or None."""
         table = BlockTable()
         return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
 
     def share(self, table: BlockTable, tokens: int) -> BlockTable:
-        """A table of the whole pages among the first ``tokens`` tokens of another, which both now hold."""
+        """Returns a table of the whole pages among the first ``tokens`` tokens, with a reference to each."""
         shared, left = (
             BlockTable(first_valid_token=table.first_valid_token, in_overflow=table.in_overflow),
             tokens // PAGE_TOKENS,
@@ -199,7 +199,7 @@ class KVPool:
         return shared
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Makes room for ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
+        """Extends a table to ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
         missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
         if missing <= 0:
             return True
@@ -210,12 +210,12 @@ class KVPool:
         return True
 
     def grow_in_place(self, table: BlockTable, tokens: int) -> bool:
-        """Like ``grow``, but only if the table stays, or is, in one piece."""
+        """Extends a table like ``grow``, but only if it stays contiguous."""
         missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
         return table.first_slot is not None and (missing <= 0 or self._extend(table, missing))
 
     def trim(self, table: BlockTable, tokens: int) -> None:
-        """Frees the pages that the first ``tokens`` tokens do not need."""
+        """Frees pages beyond the first ``tokens`` tokens."""
         keep, kept = -(-tokens // PAGE_TOKENS), []
         for page, pages in table.ranges:
             stay = min(pages, keep)
@@ -227,7 +227,7 @@ class KVPool:
         table.ranges[:] = kept
 
     def release_prefix(self, table: BlockTable, tokens: int) -> None:
-        """Lets go of the pages of the first ``tokens`` tokens, a multiple of WINDOW_STEP: no layer sees them again."""
+        """Frees the pages of the first ``tokens`` tokens, a multiple of WINDOW_STEP: no layer sees them again."""
         if tokens <= table.num_released:
             return
         gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()
@@ -242,12 +242,12 @@ class KVPool:
         table.first_valid_token = max(table.first_valid_token, gone * PAGE_TOKENS)
 
     def writable(self, table: BlockTable, start: int) -> bool:
-        """Whether no other table holds the pages of the tokens from ``start`` on."""
+        """True if no other table holds the pages of the tokens from ``start`` on."""
         pages = table.slots(start, table.tokens)[::PAGE_TOKENS] // PAGE_TOKENS
         return bool((self._references[pages] == 1).all())
 
     def copy(self, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
-        """Copies keys and values of the tokens ``start`` to ``end`` from one sequence's pages to another's."""
+        """Copies keys and values of tokens ``start`` to ``end`` between two tables."""
         if end <= start:
             return
         a, b = source.first_slot, target.first_slot
@@ -261,18 +261,18 @@ class KVPool:
                 tensor.index_copy_(2, there, tensor.index_select(2, here))
 
     def copy_slots(self, source: int, target: int, count: int) -> None:
-        """Copies so many slots that follow each other."""
+        """Copies ``count`` contiguous slots."""
         for tensor in (self.keys, self.values):
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
     def zero_tokens(self, table: BlockTable, start: int, end: int) -> None:
-        """Makes zeros of the keys and values of some positions, which only this table's sequence has."""
+        """Zeroes keys and values of positions whose pages only this table holds."""
         slots = torch.from_numpy(table.slots(start, end)).to(self.keys.device)
         for tensor in (self.keys, self.values):
             tensor.index_fill_(2, slots, 0)
 
     def free(self, table: BlockTable) -> None:
-        """Lets go of all pages of a table and empties it; those nobody else holds are free. Idempotent."""
+        """Drops a table's references and empties it; unreferenced pages become free. Idempotent."""
         for page, pages in table.mapped_ranges:
             part = self._references[page : page + pages]
             part -= 1
@@ -290,7 +290,7 @@ class KVPool:
                 assert held + free == extents.capacity, f"{held} pages are held, {free} free of {extents.capacity}"
 
     def count_distinct_pages(self, tables: list[BlockTable]) -> int:
-        """How many pages of the pool's own these tables hold, shared ones counted once."""
+        """Number of pool pages (without overflow) that these tables hold, shared ones counted once."""
         held = np.zeros(self.pages, bool)
         for table in tables:
             for page, pages in [] if table.in_overflow else table.mapped_ranges:
@@ -298,7 +298,7 @@ class KVPool:
         return int(held.sum())
 
     def count_exclusive_pages(self, table: BlockTable, also: BlockTable | None = None) -> int:
-        """How many pages of the pool's own are free when this table goes, and with it what ``also`` has of them."""
+        """Number of pool pages that become free with this table, and with the references of ``also``."""
         if table.in_overflow:
             return 0
         references = self._references
@@ -309,9 +309,11 @@ class KVPool:
         return sum(int((references[page : page + pages] == 1).sum()) for page, pages in table.mapped_ranges)
 
     def zero_exclusive(self, table: BlockTable) -> None:
-        """Clears the pages that only this table holds. Attention reads past a sequence's end and multiplies what it
-        finds by zero, which of NaN makes NaN: whoever gets these pages must find something finite. The overflow's are
-        zeros as soon as nobody holds them."""
+        """Zeroes the pages that only this table holds.
+
+        Attention reads past a sequence's end and multiplies padding by zero, and NaN times zero is NaN: freed pages
+        must be finite. Overflow pages read as zeros once they are released.
+        """
         for page, pages in [] if table.in_overflow else table.mapped_ranges:
             for first, length in _zero_runs(self._references[page : page + pages] - 1):
                 start = (page + first) * PAGE_TOKENS
@@ -319,7 +321,7 @@ class KVPool:
                     tensor[:, :, start : start + length * PAGE_TOKENS] = 0
 
     def find_not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of a table's positions, which rise, whose keys or values hold NaN or infinity."""
+        """Returns the positions (ascending) whose keys or values hold NaN or infinity."""
         if not len(positions):
             return positions
         slots = table.slots(0, int(positions[-1]) + 1)[positions]
@@ -333,7 +335,7 @@ class KVPool:
         return positions[corrupt]
 
     def references_match(self, tables: list[BlockTable]) -> bool:
-        """Whether these tables hold exactly the references that are counted."""
+        """True if these tables hold exactly the counted references."""
         counted = np.zeros_like(self._references)
         for table in tables:
             for page, pages in table.mapped_ranges:
@@ -341,7 +343,7 @@ class KVPool:
         return bool(np.array_equal(counted, self._references))
 
     def _take(self, table: BlockTable, pages: int) -> bool:
-        """Adds one range of so many pages to a table, if there is one."""
+        """Appends one range of ``pages`` pages to a table, if there is one."""
         extents, offset = self._extents_of(table)
         found = extents.allocate(pages)
         if found is None:
@@ -352,7 +354,7 @@ class KVPool:
         return True
 
     def _extend(self, table: BlockTable, pages: int) -> bool:
-        """Lengthens a table's last range by pages that lie behind it, if they are free."""
+        """Extends a table's last range by the pages after it, if they are free."""
         page, held = table.ranges[-1]
         end = page + held
         extents, offset = self._extents_of(table)
@@ -370,7 +372,7 @@ class KVPool:
             pages -= take
 
     def _extents_of(self, table: BlockTable) -> tuple[RangeAllocator, int]:
-        """Where a table's pages come from, and the first page there."""
+        """Returns the allocator of a table's pages, and the number of its first page."""
         if not table.in_overflow:
             return self._extents, 0
         assert self._apart is not None, "a table apart, and no overflow"

@@ -32,7 +32,7 @@ MAX_COPIES = MAX_BRANCHES - 1
 
 
 def can_capture(batch: ForwardBatch) -> bool:
-    """Whether nobody has to be asked or told anything between the kernels of a pass."""
+    """True if a batch needs no Python between kernels: no adapters, loading layers or observer, and few rows."""
     copies = 0 if batch.copies is None else len(batch.copies.lines)
     silent = not batch.adapted and not batch.gates and batch.observer is None
     return silent and batch.real <= CAPACITIES[-1] and copies <= MAX_COPIES

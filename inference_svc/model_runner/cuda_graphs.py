@@ -133,7 +133,7 @@ class CudaGraphs:
         self._refused = False
 
     def serves(self, spans: list[SequenceSlice]) -> bool:
-        """Whether all spans are single rows of sequences in one piece, which our attention serves."""
+        """True if all slices are single rows of contiguous sequences that the CUDA attention serves."""
         native = self._pool.native
         return (
             not self._refused

@@ -143,18 +143,18 @@ class Decoder:
         return [part for part in self._layers[layer].modules() if hasattr(part, "out_features")]
 
     def held(self, layer: int) -> LayerLease:
-        """A context in which a layer's weights are there."""
+        """Context in which a layer's weights are in memory."""
         return self._source.acquire_layer(layer)
 
     @torch.inference_mode()
     def normalize(self, hidden: Tensor) -> Tensor:
-        """What the head would see of ``hidden [rows, width]``; rows are a multiple of ROW_MULTIPLE."""
+        """Applies the final norm to ``hidden [rows, width]``; rows are a multiple of ROW_MULTIPLE."""
         if self._fused is None:
             return self._norm(hidden)  # type: ignore[no-any-return]
         return self._fused.normalize(hidden)
 
     def form_of(self, layer: int) -> tuple[object, ...]:
-        """What decides how a layer is computed; equal for layers that differ in their weights alone."""
+        """Describes how a layer is computed; equal for layers that differ in their weights only."""
         if self._fused is not None:
             return self._fused.form_of(layer)
         parts = self._layers[layer].named_modules()

@@ -159,7 +159,7 @@ class FusedLayers:
         self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
 
     def form_of(self, i: int) -> tuple[object, ...]:
-        """What decides how layer ``i`` is computed; equal for layers that differ in their weights alone."""
+        """Describes how layer ``i`` is computed; equal for layers that differ in their weights only."""
         layer = self._layers[i]
         return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))
 
@@ -205,7 +205,7 @@ class FusedLayers:
         work.run(rotate, work.queries)
 
     def _chain(self, hidden: Tensor, batch: ForwardBatch) -> CpuGraph | None:
-        """What runs such a batch in one call; None where some product is no kernel of ours."""
+        """Returns the CPU graph for a batch, capturing it at first use; None where a product cannot be captured."""
         if self._source is not RESIDENT:
             return None
         capacity = next(most for most in cpu_graph.CAPACITIES if batch.real <= most)

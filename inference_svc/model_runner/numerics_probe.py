@@ -70,7 +70,7 @@ class NumericsProbe:
 
     @torch.inference_mode()
     def id(self, bits: int) -> str:
-        """The identity of keys and values that are computed here and stored at so many bits per element."""
+        """Computes the identity of keys and values computed here and stored at ``bits`` bits per element."""
         digest = hashlib.sha256(b"kvsidecar/numerics/1\0")
 
         def see(tensor: Tensor) -> None:
@@ -93,7 +93,7 @@ class NumericsProbe:
         return digest.hexdigest()[:_ID_DIGITS]
 
     def _named(self) -> list[object]:
-        """What decides bits and is not seen in those of a few rows."""
+        """Names properties that decide bits and do not show in a few rows."""
         device = self._loaded.device
         if device.type == "cuda":
             name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -193,7 +193,7 @@ class NumericsProbe:
         return _values(shape, seed, self._loaded.dtype).to(self._loaded.device)
 
     def _see_storage(self, bits: int, see: See) -> None:
-        """What a chunk of the fixed keys and values becomes when it is quantized."""
+        """Hashes the chunk that fixed keys and values become when quantized."""
         loaded, count = self._loaded, len(_PREFILLED)
         keys, values = (
             self._values((loaded.layers, loaded.kv_heads, count, loaded.head_dim), number) for number in (5, 6)
@@ -220,8 +220,10 @@ def with_numerics_identity(
     threads: int = 0,
     native: DeviceAttention | None = None,
 ) -> LoadedModel:
-    """The model with the identity of its numerics, for chunks of so many bits per element; ``threads`` is all cores
-    when 0. ``shared`` is ``--share-across-machines``."""
+    """Probes a model and returns it with the identity of its numerics.
+
+    ``bits`` per element of stored chunks; ``threads`` is all cores when 0. ``shared`` is ``--share-across-machines``.
+    """
     probe = NumericsProbe(loaded, decoder, threads or len(os.sched_getaffinity(0)), native)
     return replace(loaded, numerics=NumericsIdentity(probe.id(bits), shared))
 

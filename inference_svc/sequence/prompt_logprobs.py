@@ -41,7 +41,7 @@ def rows_to_score(sequence: Sequence, count: int) -> int:
 
 @torch.inference_mode()
 def collect(spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> Tensor:
-    """Records prompt logprobs from scored rows; returns the other rows of ``logits [wanted, vocabulary]``.
+    """Records prompt logprobs and returns the other rows of ``logits [wanted, vocabulary]``.
 
     May be called again for the same slices.
     """

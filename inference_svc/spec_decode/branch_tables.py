@@ -1,9 +1,9 @@
-"""Pages of branches: of draft for a sequence that others stand beside, at the same positions.
+"""Branch tables: pool pages for the branches of draft trees, at the same positions as others.
 
-Attention sees what stands before a row in its table, so a branch gets a table of its own: the sequence's pages, and
-from the one on in which it begins others, for this pass alone. What that page holds before the branch is copied there,
-or, of rows of the same pass, written there as well. So a row's keys lie in the same order, in the same blocks, as they
-would without any other branch, and it has the same bits. Nothing is copied back but what becomes part of the answer.
+Attention sees the keys before a row in its table, so a branch gets a table of its own: the sequence's pages, and new
+ones from the page in which it begins, for one step. The keys before the branch in that page are copied, or, for rows of
+the same step, written there as well. A row's keys therefore lie in the same order and blocks as without branches, and
+it has the same bits. Only accepted rows are copied back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from inference_svc.spec_decode.proposer import Draft
 
 
 class BranchTables:
-    """Only the engine's thread uses it. Owns the branches' pages until ``release``."""
+    """Tables of draft branches. Owns their pages until ``free``. Only the engine's thread uses it."""
 
     def __init__(self, pool: KVPool, grow: Callable[[BlockTable, int], bool]) -> None:
         """``grow`` makes room in a table for so many tokens in all, or says that there is none."""
@@ -32,12 +32,14 @@ class BranchTables:
 
     @property
     def tables(self) -> list[BlockTable]:
-        """What is held of the pool."""
+        """Tables that hold pool pages."""
         return [table for tables in self._held.values() for table in tables]
 
     def fork(self, sequence: Sequence, draft: Draft) -> tuple[Branch, ...]:
-        """Those of ``draft`` that do not go on where their first child does. The sequence's table has room for the
-        deepest. Where no page is left there are fewer of them, or none."""
+        """Allocates the branches of a draft tree, except its first path.
+
+        The sequence's table has room for the deepest. Where pages run out, fewer branches or none are returned.
+        """
         assert sequence.kv.table is not None
         root = len(sequence.tokens) - 1
         first, *others = draft.paths()
@@ -64,21 +66,23 @@ class BranchTables:
         return tuple(found)
 
     def commit_row(self, sequence: Sequence, branch: Branch, row: int) -> None:
-        """Copies keys and values of a branch's row into the sequence's own pages, for it is part of the answer."""
+        """Copies keys and values of an accepted row of a branch into the sequence's own pages."""
         assert sequence.kv.table is not None
         position = branch.start + row - branch.first
         source, target = (int(t.slots(position, position + 1)[0]) for t in (branch.table, sequence.kv.table))
         self._pool.copy_slots(source, target, 1)
 
     def zero(self, sequence: Sequence) -> None:
-        """Clears a failed sequence's: what is not finite must not reach whoever gets the pages next."""
+        """Zeroes the branch pages of a failed sequence: NaN must not reach their next owner."""
         for table in self._held.get(sequence, ()):
             self._pool.zero_exclusive(table)
 
     def check_finite(self, spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
-        """Raises GenerationFailed where draft made rows of ``logits [rows, vocabulary]``, those that spans draw from,
-        NaN or infinite: a right row that attends beside theirs, too. Their keys and values are cleared then, and
-        nothing more is guessed for these sequences."""
+        """Raises GenerationFailed if draft tokens made rows of ``logits [rows, vocabulary]`` NaN or infinite.
+
+        A true row that attends beside theirs is affected, too. Their keys and values are zeroed, and speculation is off
+        for these sequences from then on.
+        """
         if not any(span.num_draft_tokens for _, span in spans):
             return
         # A row that is not finite somewhere in the model is not so in any logit.
@@ -97,13 +101,13 @@ class BranchTables:
             )
 
     def free(self) -> None:
-        """Frees all pages. The branches are of no use any more."""
+        """Frees all pages; the branches are invalid then."""
         for table in self.tables:
             self._pool.free(table)
         self._held.clear()
 
     def _fork_table(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> BlockTable | None:
-        """A table that goes another way from ``start`` on, with room up to ``end``, and what is computed before."""
+        """Returns a table that leaves ``table`` at ``start``, sized to ``end``, with the computed keys copied."""
         page = start // PAGE_TOKENS * PAGE_TOKENS
         own = BlockTable()
         if not self._grow(own, end - page):

@@ -1,8 +1,8 @@
-"""Guesses by a smaller model with the same tokens (Leviathan et al., 2023), or by the model itself at fewer bits.
+"""Draft-model proposer: a smaller model with the same tokenizer, or the model itself at fewer bits.
 
-A guess is drawn from the draft's logits with the sampler and the random number that the true token will be drawn with:
-where both models agree they draw the same token, also at high temperatures, and a draft that is the model itself is
-always right.
+Leviathan et al., 2023. A draft token is sampled from the draft's logits with the sampling state and the random number
+of the true token: where both models agree they sample the same token, also at high temperatures, and the draft tokens
+of a draft that is the model itself are always accepted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ _FADE = 0.8
 
 @dataclass
 class _DraftState:
-    """What the draft's pool has of a sequence: keys and values of ``computed`` leading tokens, which were ``known``
-    when something was last guessed behind them."""
+    """Draft state of a sequence: keys and values of ``computed`` leading tokens in the draft's pool.
+
+    ``known`` tokens were in the sequence at the last proposal.
+    """
 
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
@@ -39,8 +41,10 @@ class _DraftState:
 
 @dataclass
 class _PendingDraft:
-    """A guess in the making: the next token follows the last row that was computed. ``others`` are what was the
-    likeliest beside each of the ``tokens``."""
+    """Draft under construction: the next token follows the last computed row.
+
+    ``others`` are the likeliest alternatives to each of ``tokens``.
+    """
 
     request: DraftRequest
     kept: _DraftState
@@ -58,10 +62,10 @@ class _PendingDraft:
 
 
 class DraftModelProposer:
-    """A ``Proposer`` with keys and values of its own, or, as a copy of the model, with the model's.
+    """``Proposer`` over a draft model, with a KV pool of its own, or, as a copy of the model, with the model's pool.
 
-    A copy reads what the model has computed and writes what it guesses into the slots that verification then fills
-    anew: it needs no room, and never reads a prompt.
+    A copy reads what the model has computed and writes into the slots that verification overwrites: it needs no pages,
+    and never reads a prompt.
     """
 
     # Of what it would have drawn, and of the second token beside it, which is compared before it is ever verified.
@@ -98,11 +102,11 @@ class DraftModelProposer:
 
     @property
     def copies(self) -> bool:
-        """It works in the model's pool, with the pages of the sequences themselves."""
+        """True if it works in the model's pool, in the sequences' own pages."""
         return self._copy
 
     def tables(self) -> list[BlockTable]:
-        """What is held of a pool of its own."""
+        """Tables in the proposer's own pool."""
         return [kept.table for kept in self._kept.values()]
 
     def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
@@ -143,7 +147,7 @@ class DraftModelProposer:
             kept.computed = kept.known + min(accepted, max(drafted - 1, 0))
 
     def finish(self, sequence: Sequence) -> None:
-        """Nothing is learnt."""
+        """Learns nothing from an answer."""
 
     def forget(self, sequence: Sequence) -> None:
         kept = self._kept.pop(sequence, None)
@@ -164,13 +168,15 @@ class DraftModelProposer:
         return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0
 
     def _clear(self, failed: list[_PendingDraft]) -> None:
-        """Of guesses from which nothing can be drawn, keys and values may not be finite, and they lie in the model's
-        own pages: attention may read behind a sequence's end."""
+        """Zeroes keys and values of draft tokens whose sampling failed: they may not be finite.
+
+        They lie in the model's own pages, and attention may read beyond a sequence's end.
+        """
         for one in failed:
             self._pool.zero_tokens(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))
 
     def _logits(self, spans: list[forward_batch.SequenceSlice]) -> Tensor:
-        """As wide as the model's: what the draft does not know is never guessed."""
+        """Computes draft logits, as wide as the model's: unknown tokens are -inf and never proposed."""
         logits = self._decoder(forward_batch.build_batch(spans, self._pool, self._pool.keys.device))[
             :, : self._vocabulary
         ]
@@ -179,7 +185,7 @@ class DraftModelProposer:
 
 
 def _add_others(due: list[_PendingDraft], logits: Tensor, drawn: list[SampleResult]) -> None:
-    """Notes the likeliest token but for the drawn one, for those who ask for more than one branch."""
+    """Notes the likeliest token beside the sampled one, for requests with more than one branch."""
     wide = [
         (i, one.token)
         for i, one in enumerate(drawn)
@@ -192,7 +198,7 @@ def _add_others(due: list[_PendingDraft], logits: Tensor, drawn: list[SampleResu
 
 
 def _goes_on(one: _PendingDraft, drawn: SampleResult) -> bool:
-    """Takes what was drawn; False when that was the last, or nothing could be."""
+    """Appends a sampled token; False when it was the last, or sampling failed."""
     if not isinstance(drawn, SampledToken):
         return False
     one.tokens.append(drawn.token)

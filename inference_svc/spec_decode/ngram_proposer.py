@@ -1,8 +1,8 @@
-"""Guesses by looking up what followed the same tokens before: in the prompt and the answer so far, and in answers that
-the same tenant got before (as in suffix decoding, Oliaro et al., 2024, with chains of matches for its trees).
+"""N-gram proposer: continuations of the same tokens in the prompt, the answer and past answers.
 
-What followed the longest match comes first. Other branches are what followed in other places, where that was something
-else: behind the text itself, and behind the first guesses, as if they were right.
+Past answers are the tenant's own (as in suffix decoding, Oliaro et al., 2024, with chains of matches for its trees).
+The continuation of the longest match comes first. Other branches are different continuations of other matches: after
+the text itself, and after the first draft tokens, as if these were accepted.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ _CONTEXT = 4
 
 
 class AnswerHistory:
-    """What a tenant was answered last by the model, or by an adapter, bounded; those that ask least recently are
-    forgotten first. Nothing of one realm is ever found by another."""
+    """Recent answers per tenant and adapter, bounded; the least recently used tenant is dropped first.
+
+    No cache scope ever reads the answers of another one.
+    """
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[CacheScope, list[NgramIndex]] = OrderedDict()
 
     def add(self, realm: CacheScope, tokens: abc.Sequence[int]) -> None:
-        """Remembers an answer's last tokens."""
+        """Adds tokens. See the class."""
         kept = [*tokens[-(_GENERATION - 1) :], _END]
         generations = self._tenants.setdefault(realm, [])
         self._tenants.move_to_end(realm)
@@ -59,8 +61,11 @@ class AnswerHistory:
 
 
 class NgramProposer:
-    """A ``Proposer`` that computes nothing: what followed the longest match is the guess. Its signs are the lengths of
-    matches in the sequence itself, behind them those in past answers, then those that other branches begin with."""
+    """``Proposer`` without computation: the continuation of the longest match is the draft.
+
+    Its buckets are the match lengths in the sequence itself, then those in past answers, then those that other branches
+    begin with.
+    """
 
     step_seconds = 0.0
     priors = (*_PRIORS, *_PRIORS, *_OTHER_PRIORS)
@@ -92,7 +97,7 @@ class NgramProposer:
         return tree.draft
 
     def _find(self, sequence: Sequence, own: NgramIndex, tail: list[int], most: int) -> list[_Continuation]:
-        """What followed the longest matches of a text's end, each beginning with another token; the longest first."""
+        """Returns continuations of the longest matches, each with another first token, longest match first."""
         found = [_Continuation(own, match, 0) for match in own.find_many(tail, most)]
         if sequence.reads_cache and (not found or found[0].match.length < MAX_MATCHED):
             past = self._past.find(sequence.cache_scope, tail, most)
@@ -107,7 +112,7 @@ class NgramProposer:
         return list(different.values())[:most]
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """The sequence itself says it all."""
+        """Ignores results: the sequence itself contains them."""
 
     def finish(self, sequence: Sequence) -> None:
         if sequence.request.cache.write and sequence.num_generated > SHORT_NGRAM:
@@ -120,14 +125,14 @@ class NgramProposer:
 
 @dataclass(frozen=True)
 class _Continuation:
-    """What followed a match. Its signs begin at ``first_sign``."""
+    """Continuation of a match. Its buckets begin at ``first_sign``."""
 
     chains: NgramIndex
     match: NgramMatch
     first_sign: int
 
     def tokens(self, most: int) -> list[int]:
-        """At most so many, and none from the end of an answer on."""
+        """Returns at most ``most`` tokens, up to the end of an answer."""
         found = self.chains.follow(self.match.place, most)
         return found[: found.index(_END)] if _END in found else found
 
@@ -138,7 +143,7 @@ class _Continuation:
 
 
 class _DraftBuilder:
-    """A draft in the making, ``most`` tokens deep."""
+    """Draft under construction, ``most`` tokens deep."""
 
     def __init__(self, most: int) -> None:
         self._most = most

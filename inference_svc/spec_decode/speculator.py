@@ -1,14 +1,13 @@
-"""How much is guessed in a pass, so that it never takes longer than it saves.
+"""Speculator: decides how many draft tokens each step verifies, so that they never cost more than they save.
 
-Guesses that cost nothing are made for every sequence that decodes. Each is worth the chance that it is right, which is
-measured, and costs what a row more costs, which is measured too; those are verified that give the most tokens per
-second (goodput, Liu et al., 2024, arXiv:2406.14066). So speculation goes away by itself when a batch is large enough to
-keep the device busy, or when guesses are wrong. What was guessed is compared with what was drawn even where it was not
-verified: finding out that guesses are right again costs no row. Guesses that must be computed are tried again after
-pauses that grow.
+Drafts that cost nothing are made for every decoding sequence. A draft token is worth its measured acceptance
+probability and costs what a further row costs, measured too; those are verified that give the most tokens per second
+(goodput, Liu et al., 2024, arXiv:2406.14066). Speculation therefore stops by itself when a batch keeps the device busy,
+or when drafts are rejected. Drafts are compared with sampled tokens even where they were not verified: noticing that
+drafts have become good again costs no row. Drafts that must be computed are tried again after growing pauses.
 
-A second branch is looked for, and verified, where that is worth more than the chain alone would be, and no longer than
-the looking takes. What it would have gained is compared, too, where it was not verified.
+A second branch is looked for, and verified, where it is worth more than the chain alone, and no longer than the lookup
+takes. Its gain is measured, too, where it was not verified.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _LEAST_CHANCE = 0.02
 
 @dataclass
 class _ProposedDraft:
-    """What was guessed for a sequence, of which those at the places ``drafted`` were handed out to be verified."""
+    """Draft of a sequence; the tokens at the places ``drafted`` are verified in this step."""
 
     proposer: Proposer
     draft: Draft
@@ -58,7 +57,7 @@ class _ProposedDraft:
 
 @dataclass
 class _SequenceState:
-    """What is known of one sequence's guesses."""
+    """Acceptance history of one sequence."""
 
     tallies: dict[Proposer, AcceptanceCounts] = field(default_factory=dict)
     gain: float = 1.0  # accepted each time it was asked for, lately
@@ -67,7 +66,7 @@ class _SequenceState:
 
 
 class Speculator:
-    """Only the engine's thread uses it. Nothing that fails here fails a request: it goes on without guesses."""
+    """Plans speculation. A failure here fails no request: it continues without drafts. Engine thread only."""
 
     def __init__(
         self, proposers: abc.Mapping[SpeculationMode, Proposer], costs: StepCostModel, most: int, branches: int = 1
@@ -85,26 +84,28 @@ class Speculator:
         self._model_pause, self._model_left = _MODEL_PAUSE, 1
 
     def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
-        """What to verify behind those of ``decoding`` sequences, in a pass that has so many ``rows`` without them.
-        Answers end by ``longest`` tokens, prompt included."""
+        """Chooses the drafts to verify for ``decoding`` sequences, in a step with ``rows`` other rows.
+
+        Answers end by ``longest`` tokens, prompt included.
+        """
         self._drafts.clear()
         self._prepare(decoding, rows, longest)
         return {s: proposed.draft.select(proposed.drafted) for s, proposed in self._drafts.items() if proposed.drafted}
 
     def record_step(self, rows: int, drafted: int, seconds: float) -> None:
-        """A pass of decoding sequences alone took so long; ``rows`` of which ``drafted`` were guesses."""
+        """Records the seconds of a step that only decoded: ``rows`` of which ``drafted`` were draft tokens."""
         self.costs.learn(rows, drafted > 0, seconds)
         self.stats.rows[rows] += 1
         if drafted:
             self.stats.verify_seconds += seconds
 
     def record_branching(self, branches: int, seconds: float) -> None:
-        """So many branches got pages of their own in so long."""
+        """Records the seconds to allocate pages for branches."""
         if branches:
             self.costs.learn_branches(branches, seconds)
 
     def record_result(self, sequence: Sequence, verified: VerificationResult, drawn: abc.Sequence[int]) -> None:
-        """``drawn`` became part of a sequence's answer."""
+        """Records the verification of a sequence's draft; ``drawn`` are its new tokens."""
         proposed = self._drafts.pop(sequence, None)
         if proposed is None:
             return
@@ -125,7 +126,7 @@ class Speculator:
         proposed.proposer.observe(sequence, drafted, min(along, verified.accepted))
 
     def finish(self, sequence: Sequence) -> None:
-        """Its answer is complete. ``judge`` and ``forget`` may follow."""
+        """Lets proposers learn from a complete answer. ``record_result`` and ``forget`` may follow."""
         if sequence.speculation.mode is SpeculationMode.OFF:
             return
         for proposer in self._proposers.values():
@@ -135,7 +136,7 @@ class Speculator:
                 log.exception("learning from an answer failed")
 
     def forget(self, sequence: Sequence) -> None:
-        """It is in the batch no longer."""
+        """Drops the state of a sequence that left the batch."""
         self._own.pop(sequence, None)
         self._drafts.pop(sequence, None)
         for proposer in self._proposers.values():
@@ -153,7 +154,7 @@ class Speculator:
         self._choose(len(decoding), rows)
 
     def _make_request(self, sequence: Sequence, longest: int) -> DraftRequest | None:
-        """With so many guesses right, one more token is drawn, and the answer may end there."""
+        """Limits a draft: if all of it is accepted, one more token is sampled and the answer may end there."""
         if sequence.speculation.mode is SpeculationMode.OFF:
             return None
         room = min(sequence.request.max_tokens - sequence.num_generated, longest - len(sequence.tokens)) - 1
@@ -165,7 +166,7 @@ class Speculator:
         return DraftRequest(sequence, min(room, self._most), width) if room > 0 else None
 
     def _may_pay(self, sequences: int, rows: int) -> bool:
-        """Whether there is a number of guesses that would pay if all were right."""
+        """True if some number of draft tokens would pay if all were accepted."""
         now = sequences / self.costs.seconds(rows, False)
         more = sequences * self._most
         while more:
@@ -188,7 +189,7 @@ class Speculator:
             self._ask_model(model, requests, sequences, rows)
 
     def _ask_model(self, model: Proposer, requests: list[DraftRequest], sequences: int, rows: int) -> None:
-        """Lets the model proposed as far as pays, for those for whom nothing better was looked up."""
+        """Lets the draft model propose as deep as pays, for sequences without a better n-gram draft."""
         group = list[tuple[DraftRequest, float]]()
         for request in requests:
             own, proposed = self._own.setdefault(request.sequence, _SequenceState()), self._drafts.get(request.sequence)
@@ -220,7 +221,7 @@ class Speculator:
         )
 
     def _look_up(self, requests: list[DraftRequest], wide: bool) -> None:
-        """Looks up for those that are known, and notes how long that takes."""
+        """Looks up drafts of known sequences, and measures the time."""
         if requests:
             began = time.perf_counter()
             self._take(SpeculationMode.NGRAM, requests)
@@ -228,7 +229,7 @@ class Speculator:
             self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
 
     def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
-        """Whether looking up is worth its own time, or it is this sequence's turn to find out."""
+        """True if a lookup is worth its own time, or if it is due to be tried again."""
         own = self._own.setdefault(sequence, _SequenceState())
         own.passes += 1
         saved = own.gain * self.costs.seconds(rows, False) / sequences
@@ -239,7 +240,7 @@ class Speculator:
         return pays
 
     def _fitted(self, request: DraftRequest, sequences: int, rows: int) -> DraftRequest:
-        """Without other branches, where looking for them takes longer than they save, but for a turn in many."""
+        """Drops further branches where looking for them takes longer than they save, except for one try in many."""
         own = self._own[request.sequence]
         saved = own.branched * self.costs.seconds(rows, False) / sequences
         more = self._asking_seconds[True] - self._asking_seconds[False]
@@ -272,7 +273,7 @@ class Speculator:
         )
 
     def _choose(self, sequences: int, rows: int) -> None:
-        """Hands out those guesses that give the most tokens per second."""
+        """Selects the draft tokens that give the most tokens per second."""
         nodes, asked = list[DraftNode](), list(self._drafts.items())
         for number, (sequence, proposed) in enumerate(asked):
             nodes += self._nodes(number, sequence, proposed)
@@ -294,7 +295,7 @@ class Speculator:
             asked[node.sequence][1].drafted.append(node.place)
 
     def _nodes(self, number: int, sequence: Sequence, proposed: _ProposedDraft) -> list[DraftNode]:
-        """The guesses for a sequence, but for those that are too unlikely."""
+        """Draft tokens of a sequence, without those that are too unlikely."""
         tally = self._tally(self._own.setdefault(sequence, _SequenceState()), proposed.proposer)
         acceptance, draft = self._acceptance[proposed.proposer], proposed.draft
         chances, nodes = {ROOT: 1.0}, list[DraftNode]()

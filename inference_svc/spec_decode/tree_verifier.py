@@ -1,4 +1,8 @@
-"""The way of answers through what was guessed for them in a pass: from row to row, by what is drawn."""
+"""Verifies draft trees against sampled tokens.
+
+From the root of each tree it descends to the child whose draft token equals the sampled token, until none does. The
+output distribution is that of plain sampling: tokens are sampled from the model's logits only.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,11 @@ from inference_svc.spec_decode.branch_tables import BranchTables
 
 
 class TreeVerifier:
-    """Begins with the row of each sequence's last token, and goes on as long as what is drawn had been guessed. Owns
-    ``logits [rows, vocabulary]``, those of all rows of the spans that are drawn from."""
+    """Verification of the draft trees of one step.
+
+    Owns ``logits [rows, vocabulary]`` of all sampled rows of the slices. Begins with the row of each sequence's last
+    token.
+    """
 
     def __init__(
         self, spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor, branch_tables: BranchTables
@@ -28,12 +35,12 @@ class TreeVerifier:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Those that go on; of each a token is to be drawn."""
+        """Sequences that need a token sampled next."""
         return [self._spans[i][0] for i in self._active]
 
     @property
     def logits(self) -> Tensor:
-        """A row for each of them, not copied where one piece of memory has them all."""
+        """Logits row of each of these sequences; a view where they are contiguous."""
         places = [self._first[i] + self._at[i] for i in self._active]
         first, count = places[0], len(places)
         if places == list(range(first, first + count)):
@@ -42,12 +49,11 @@ class TreeVerifier:
 
     @property
     def draft_tokens(self) -> list[Collection[int]]:
-        """What had been guessed for each."""
+        """Draft tokens that each of these sequences may accept next."""
         return [self._spans[i][1].following(self._at[i]).keys() for i in self._active]
 
     def advance(self, accepted: list[bool]) -> None:
-        """The last token of each was drawn, and for some it was ``accepted``: its keys and values were computed in this
-        pass."""
+        """Descends for the sequences whose last token was ``accepted``: its keys and values are computed already."""
         self._active = [i for i, goes_on in zip(self._active, accepted, strict=True) if goes_on]
         for i in self._active:
             sequence, span = self._spans[i]
@@ -61,7 +67,7 @@ class TreeVerifier:
             sequence.kv.num_computed += 1
 
     def result(self, index: int) -> VerificationResult:
-        """What became of one span's guesses."""
+        """Verification result of one slice."""
         span = self._spans[index][1]
         depth = max((len(b.tokens) + b.start - span.end + span.num_drafted for b in span.branches), default=0)
         return VerificationResult(

@@ -83,7 +83,7 @@ def test_copies_reach_exactly_the_tokens_asked_for() -> None:
 
 
 def test_what_is_moved_twice_lies_behind_one_gap() -> None:
-    table = BlockTable([(3, 1)]).spread(0, 64).spread(64, 192)
+    table = BlockTable([(3, 1)]).shift(0, 64).shift(64, 192)
     assert table.ranges == [(UNMAPPED, 6), (3, 1)]
     assert table.num_released == 192
 

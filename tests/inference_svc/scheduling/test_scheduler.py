@@ -24,10 +24,10 @@ PAGE = 32
 works = st.lists(
     st.builds(
         SchedulerEntry,
-        arrived=st.floats(0, 100),
+        arrived_at=st.floats(0, 100),
         num_uncomputed=st.one_of(st.just(1), st.integers(1, 2000)),
         free_slots=st.integers(0, 300),
-        pages=st.integers(1, 20),
+        exclusive_pages=st.integers(1, 20),
         steps_skipped=st.integers(0, 9),
         is_loading=st.booleans(),
     ),

@@ -118,7 +118,7 @@ def test_a_pass_has_so_many_rows_for_all_that_are_scored() -> None:
     for i, sequence in enumerate(scored):
         sequence.request = replace(sequence.request, arrived_at=float(i))
     other = Request(LONG, 3).sequence
-    scored[0].computed = len(LONG) - 50  # of which the last one is not scored, but computed
-    scored[0].prompt_scores = [PromptLogprob(0, 0.0, (), 1)] * (len(LONG) - 50)
+    scored[0].kv.num_computed = len(LONG) - 50  # of which the last one is not scored, but computed
+    scored[0].prompt_logprobs = [PromptLogprob(0, 0.0, (), 1)] * (len(LONG) - 50)
     found = row_budget([other, *scored])
     assert [found.get(s) for s in (other, *scored)] == [None, 50, MAX_SCORED_ROWS - 50, 0]

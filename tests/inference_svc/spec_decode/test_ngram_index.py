@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,7 +72,7 @@ def test_past_answers_are_bounded_and_the_oldest_go() -> None:
 
 def guess(lookup: NgramProposer, tokens: list[int], use: CacheParams) -> list[int]:
     asking = sequence(tokens, 50)
-    asking.cache = use
+    asking.request = replace(asking.request, cache=use)
     (draft,) = lookup.propose([DraftRequest(asking, 4)])
     return list(draft.tokens)
 
@@ -78,14 +80,16 @@ def guess(lookup: NgramProposer, tokens: list[int], use: CacheParams) -> list[in
 def test_past_answers_are_their_tenants_alone() -> None:
     lookup = NgramProposer()
     done = sequence([1, 2], 50)
-    done.cache = CacheParams(tenant_salt=b"a")
+    done.request = replace(done.request, cache=CacheParams(tenant_salt=b"a"))
     done.tokens += [3, 4, 5, 6, 7]
     lookup.finish(done)
     assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"a")) == [5, 6, 7]
     assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"b")) == []
     assert guess(lookup, [9, 3, 4], CacheParams()) == []
     assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"a", read=False)) == [], "it may read nothing"
-    done.cache, done.tokens[2:] = CacheParams(write=False), [11, 12, 13, 14]
+    done = sequence([1, 2], 50)
+    done.request = replace(done.request, cache=CacheParams(write=False))
+    done.tokens += [11, 12, 13, 14]
     lookup.finish(done)
     assert guess(lookup, [9, 11, 12], CacheParams()) == [], "it leaves nothing behind"
 
