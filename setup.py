@@ -1,7 +1,7 @@
-"""What pyproject.toml cannot say: the wheel carries the kernels' sources, and libraries where they could be made.
+"""Build steps beyond pyproject.toml: the wheel contains kernel sources and compiled libraries.
 
-The CPU's are compiled now, by the machine's compiler or ziglang's; without one torch serves. The CUDA ones are not:
-without ``make kernels`` they are compiled by NVRTC when they are first used on a GPU.
+CPU kernels are compiled now, by the machine's compiler or ziglang's; without one torch's kernels serve. CUDA kernels
+are not: without ``make kernels`` NVRTC compiles them at first use on a GPU.
 """
 
 import runpy
@@ -18,7 +18,7 @@ CPU = runpy.run_path(str(HERE / "kernels" / "kvkernels" / "cpu" / "cpu_build.py"
 
 
 class BuildWithKernels(build_py):
-    """Compiles the CPU kernels; copies sources and libraries into the package, ``make kernels``' too if it was made."""
+    """Compiles the CPU kernels; copies sources and libraries into the package, CUDA libraries if they were built."""
 
     def run(self) -> None:
         super().run()
@@ -35,7 +35,7 @@ class BuildWithKernels(build_py):
 
 
 class DistributionWithKernels(Distribution):
-    """A distribution with its packages in platlib where kernels are compiled.
+    """Distribution whose packages go to platlib if kernels are compiled.
 
     auditwheel refuses shared libraries in purelib.
     """
@@ -46,7 +46,7 @@ class DistributionWithKernels(Distribution):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for one platform and every Python 3: ctypes loads the libraries, which use nothing of Python's ABI."""
+    """Wheel for one platform and every Python 3: ctypes loads the libraries, which do not use Python's ABI."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform = super().get_tag()

@@ -1,4 +1,4 @@
-"""Runs all benchmarks one after the other and writes their JSON into one folder."""
+"""Runs all benchmarks in sequence and writes their JSON to one folder."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ NAMES = (
     "store",
     "faults",
     "soak",
+    "hostile",
     "gateway_chaos",
     "streaming",
     "agents",
     "engines",
     "peers",
 )
-_WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "streaming")
+_WITHOUT_MODEL = ("kernels", "cpu_kernels", "store", "faults", "soak", "hostile", "streaming")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.all", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="the small sizes")
+    parser.add_argument("--quick", action="store_true", help="run the small sizes")
     parser.add_argument("--model", default="demo", help="demo, shape:NAME or a folder")
     parser.add_argument("--out-dir", type=Path, default=Path("bench-out"))
     options = parser.parse_args()

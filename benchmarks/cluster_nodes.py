@@ -1,8 +1,7 @@
-"""A fleet that serves a trace in simulated time: nodes that compute one prompt after the other, with a cache each; one
-remote tier; and who gets what.
+"""Discrete-time simulation of a fleet: nodes with a cache each, a remote tier, routing.
 
-Time is spent on waiting for the prompts before, loading what the node has, fetching what the remote tier has, if that
-is quicker than computing it, and computing the rest. Writing goes on beside it and costs bytes alone. Answers are not
+A node computes one prompt after another. Time is spent queueing, loading cached tokens, fetching from the remote tier
+if that is faster than computing, and computing the rest. Writes run concurrently and cost bytes only. Answers are not
 simulated: they are decoded in batches beside the prompts.
 """
 
@@ -17,27 +16,33 @@ from typing import Literal
 
 from benchmarks.cluster_traces import Arrival
 from benchmarks.eviction_replay import Tier
-from benchmarks.eviction_traces import PAGE_TOKENS, Block, Request
+from benchmarks.eviction_traces import BLOCK_TOKENS, Block, Request
 from cache_daemon.eviction import DEFAULT, POLICIES
-from inference_svc.gateway.fleet.fleet_router import Beginnings, Ring, Standing, candidates, choose
+from inference_svc.gateway.fleet.fleet_router import (
+    HashRing,
+    PromptPrefixHashes,
+    RouteCandidate,
+    choose_node,
+    nodes_to_query,
+)
 
 Routing = Literal["random", "load", "owner", "prefix"]
 RemoteWrite = Literal["second-use", "all", "never"]
 
 
 @dataclass(frozen=True)
-class Costs:
-    """What was measured. Computing a token costs ``token_seconds``, and ``pair_seconds`` for each token before it."""
+class MeasuredCosts:
+    """Measured costs. Computing a token takes ``token_seconds``, plus ``pair_seconds`` for each token before it."""
 
     token_seconds: float
     pair_seconds: float
-    load_seconds: float  # of a token that the node has
-    fetch_seconds: float  # of a token that the remote tier has
+    load_seconds: float  # per token cached on the node
+    fetch_seconds: float  # per token cached in the remote tier
     round_trip_seconds: float
     token_bytes: int
 
     def compute(self, before: int, tokens: int) -> float:
-        """Seconds for ``tokens`` behind so many."""
+        """Return the seconds for ``tokens`` tokens after ``before`` others."""
         pairs = (before + tokens) ** 2 - before**2
         return self.token_seconds * tokens + self.pair_seconds * pairs / 2
 
@@ -45,8 +50,8 @@ class Costs:
         return self.round_trip_seconds + self.fetch_seconds * tokens
 
 
-class Remote:
-    """A tier without end. Values are written when they are used for the second time, or at once, or never."""
+class RemoteTier:
+    """Remote tier of unlimited size; values are written at their second use, at once, or never."""
 
     def __init__(self, write: RemoteWrite, token_bytes: int) -> None:
         self._write, self._token_bytes = write, token_bytes
@@ -54,7 +59,7 @@ class Remote:
         self.read_bytes = self.written_bytes = 0
 
     def behind(self, path: Sequence[Block], local: int) -> int:
-        """How many blocks behind the first ``local`` it has without a gap."""
+        """Count the contiguous blocks in the tier after the first ``local`` ones."""
         found = local
         while found < len(path) and path[found] in self._blocks:
             found += 1
@@ -64,7 +69,7 @@ class Remote:
         self.read_bytes += tokens * self._token_bytes
 
     def used(self, path: Sequence[Block], hits: int) -> None:
-        """A prompt was read, whose first blocks were hits."""
+        """Record a prompt's use; its first blocks were hits."""
         last = {"second-use": hits, "all": len(path), "never": 0}[self._write]
         for block in path[:last]:
             if block not in self._blocks:
@@ -73,8 +78,8 @@ class Remote:
 
 
 @dataclass
-class Outcome:
-    """What became of a trace."""
+class SimulationResult:
+    """Result of a trace."""
 
     prompt_tokens: int = 0
     local_tokens: int = 0
@@ -89,21 +94,27 @@ class Outcome:
 
 
 class Fleet:
-    """``capacity_blocks`` are each node's; ``remote`` may be None."""
+    """Simulated fleet. ``capacity_blocks`` is per node; ``remote`` may be None."""
 
     def __init__(
-        self, nodes: int, capacity_blocks: int, costs: Costs, remote: Remote | None, routing: Routing, seed: int
+        self,
+        nodes: int,
+        capacity_blocks: int,
+        costs: MeasuredCosts,
+        remote: RemoteTier | None,
+        routing: Routing,
+        seed: int,
     ) -> None:
         self._costs, self._remote, self._routing = costs, remote, routing
         self._tiers = [Tier(POLICIES[DEFAULT](), capacity_blocks) for _ in range(nodes)]
         self._free_at = [0.0] * nodes
-        self._standings = [Standing(str(i), 0.0) for i in range(nodes)]
-        self._ends: list[tuple[float, int]] = []  # requests that a node has now
-        self._ring = Ring(standing.name for standing in self._standings)
-        self._random, self._outcome = random.Random(seed), Outcome()
+        self._standings = [RouteCandidate(str(i), 0.0) for i in range(nodes)]
+        self._ends: list[tuple[float, int]] = []  # current requests of a node
+        self._ring = HashRing(standing.name for standing in self._standings)
+        self._random, self._outcome = random.Random(seed), SimulationResult()
 
-    def run(self, arrivals: Sequence[Arrival], pace: float) -> Outcome:
-        """Requests come ``pace`` times as slowly as they did."""
+    def run(self, arrivals: Sequence[Arrival], pace: float) -> SimulationResult:
+        """Serve the requests, stretched in time by ``pace``."""
         for arrival in arrivals:
             now = arrival.seconds * pace
             while self._ends and self._ends[0][0] <= now:
@@ -116,31 +127,31 @@ class Fleet:
         return found
 
     def _busier(self, node: int, by: int) -> None:
-        self._standings[node] = Standing(str(node), self._standings[node].load + by)
+        self._standings[node] = RouteCandidate(str(node), self._standings[node].load + by)
 
     def _place(self, request: Request) -> int:
         if self._routing == "random":
             return self._random.randrange(len(self._tiers))
         prompt = _beginnings(request)
         if self._routing == "load":
-            return int(choose(self._standings, prompt, 0).name)
-        near = candidates(self._ring, self._standings, prompt)
+            return int(choose_node(self._standings, prompt, 0).name)
+        near = nodes_to_query(self._ring, self._standings, prompt)
         self._outcome.asked += len(near) if len(self._tiers) > 1 else 0
         spill = self._routing == "prefix"
-        asked = [Standing(one.name, one.load * spill, self._held(int(one.name), request)) for one in near]
-        return int(choose(asked, prompt, request.tokens).name)
+        asked = [RouteCandidate(one.name, one.load * spill, self._held(int(one.name), request)) for one in near]
+        return int(choose_node(asked, prompt, request.tokens).name)
 
     def _held(self, node: int, request: Request) -> int:
-        return min(request.tokens, self._tiers[node].leading(request) * PAGE_TOKENS)
+        return min(request.tokens, self._tiers[node].leading(request) * BLOCK_TOKENS)
 
     def _serve(self, node: int, request: Request, now: float) -> None:
         costs, found, path = self._costs, self._outcome, request.path
         hits = self._tiers[node].serve(request)
-        local = min(request.tokens, hits * PAGE_TOKENS)
+        local = min(request.tokens, hits * BLOCK_TOKENS)
         fetched, seconds = 0, costs.load_seconds * local
         if self._remote is not None:
             more = self._remote.behind(path, hits)
-            fetched = min(request.tokens, (hits + more) * PAGE_TOKENS) - local
+            fetched = min(request.tokens, (hits + more) * BLOCK_TOKENS) - local
             if fetched and costs.fetch(fetched) < costs.compute(local, fetched):
                 seconds += costs.fetch(fetched)
                 hits += more
@@ -161,8 +172,8 @@ class Fleet:
         found.ends = max(found.ends, begin + seconds)
 
 
-def _beginnings(request: Request) -> Beginnings:
-    """As the gateway makes them of texts: at lengths that double; a conversation is what its second block says."""
+def _beginnings(request: Request) -> PromptPrefixHashes:
+    """Return prefix hashes as the gateway computes them: at doubling lengths; the second block identifies a chat."""
     path = request.path
     doubling = [path[i].key for i in (2**n - 1 for n in range(len(path).bit_length())) if i < len(path)]
-    return Beginnings(tuple(doubling), path[min(1, len(path) - 1)].key, request.tokens)
+    return PromptPrefixHashes(tuple(doubling), path[min(1, len(path) - 1)].key, request.tokens)

@@ -1,12 +1,12 @@
-"""What routing, copies and a remote tier are worth in a fleet of 1 to 1,000 nodes, by simulation of recorded traffic.
+"""Simulated value of routing, replication and a remote tier in fleets of 1 to 1,000 nodes.
 
-Requests come so fast that a fleet without any cache would be busy for ``--load`` of its time, whatever its size: many
-nodes serve the same trace in less time. Costs are measured ones: of computing and loading from the JSON of
+Recorded traffic is replayed so fast that a fleet without any cache would be busy for ``--load`` of its time, whatever
+its size: many nodes serve the same trace in less time. Costs are measured: of computing and loading from the JSON of
 `benchmarks.ttft`, of fetching from that of `benchmarks.fleet`, or from a link's speed.
 
-routing   random: any node. load: the one with the fewest requests. owner: the one that has most of the prompt, however
-          busy it is. prefix: as `kvsidecar gateway --nodes` does, which gives up some of it for less waiting.
-tier      none, or a remote one that all nodes share
+routing   random: any node. load: the node with the fewest requests. owner: the node with most of the prompt, however
+          busy it is. prefix: as `kvsidecar gateway --nodes`, which trades cached tokens for less queueing.
+tier      none, or a remote tier shared by all nodes
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import report
-from benchmarks.cluster_nodes import Costs, Fleet, Outcome, Remote, Routing
+from benchmarks.cluster_nodes import Fleet, MeasuredCosts, RemoteTier, Routing, SimulationResult
 from benchmarks.cluster_traces import Arrival, arrivals
 from benchmarks.eviction_replay import replay
 from cache_daemon.eviction import DEFAULT, POLICIES
@@ -31,9 +31,12 @@ _MEASURED = (_RESULTS / "ttft-1k-2k-qwen2.5-0.5b.json", _RESULTS / "ttft-qwen2.5
 _QUICK_REQUESTS = 1500
 
 
-def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int) -> Costs:
-    """Computing fitted to the arm ``nocache`` over its lengths, loading to ``exact``, fetching to ``remote_warm`` where
-    a file has that arm. Raises SystemExit for files without those."""
+def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int) -> MeasuredCosts:
+    """Fit costs to measured results.
+
+    Computing is fitted to the arm ``nocache`` over its lengths, loading to ``exact``, fetching to ``remote_warm`` if a
+    file has that arm. Raises SystemExit for files without those.
+    """
     try:
         rows = [row for file in files for row in json.loads(file.read_text(encoding="utf-8"))["rows"]]
         arms = {arm: [r for r in rows if r["arm"] == arm] for arm in ("nocache", "exact", "local", "remote_warm")}
@@ -51,11 +54,11 @@ def costs_of(files: list[Path], gbit: float, latency_ms: float, token_bytes: int
     if fetching:
         fetch = float(np.mean([seconds / n for n, seconds, _ in fetching]))
         each = int(np.mean([size / n for n, _, size in fetching])) or token_bytes
-    return Costs(token, pair, load, fetch, latency_ms / 1e3, each)
+    return MeasuredCosts(token, pair, load, fetch, latency_ms / 1e3, each)
 
 
 def _through_zero(columns: Any, seconds: Any) -> list[float]:
-    """Factors of a sum through the origin, none below zero: a column that would have one is left out."""
+    """Fit nonnegative factors of a sum through the origin; a column with a negative factor is dropped."""
     found, *_ = np.linalg.lstsq(columns, seconds, rcond=None)
     if columns.shape[1] > 1 and found.min() < 0:
         return [*_through_zero(columns[:, :1], seconds), 0.0]
@@ -66,7 +69,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     costs = costs_of(options.costs, options.gbit, options.latency_ms, options.token_bytes)
     first = min(options.requests or _QUICK_REQUESTS, _QUICK_REQUESTS) if options.quick else options.requests
     traces = {trace: arrivals(trace, first or None) for trace in options.trace}
-    # Where the files lie is nobody's business.
+    # The paths of the files are not recorded.
     options.costs, options.trace = [file.name for file in options.costs], [Path(trace).name for trace in traces]
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {"costs": {name: float(f"{value:.4g}") for name, value in vars(costs).items()}}
@@ -82,7 +85,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             name = Path(trace).stem
             for nodes, routing, tier in arms:
                 progress.update(task, description=f"{name}, {nodes} nodes, {routing}, {tier}")
-                remote = Remote(options.remote_write, costs.token_bytes) if tier == "remote" else None
+                remote = RemoteTier(options.remote_write, costs.token_bytes) if tier == "remote" else None
                 fleet = Fleet(nodes, options.capacity_blocks, costs, remote, routing, options.seed)
                 outcome = fleet.run(found, _pace(found, costs, nodes, options.load))
                 progress.advance(task)
@@ -95,13 +98,13 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report.write(options, "cluster_sim", rows, summary | _worth(rows))
 
 
-def _pace(found: list[Arrival], costs: Costs, nodes: int, load: float) -> float:
-    """By how much time is stretched, so that computing all prompts would keep the nodes busy for ``load`` of it."""
+def _pace(found: list[Arrival], costs: MeasuredCosts, nodes: int, load: float) -> float:
+    """Return the time stretch at which computing all prompts keeps the nodes busy for ``load`` of it."""
     seconds = sum(costs.compute(0, arrival.request.tokens) for arrival in found)
     return seconds / load / nodes / max(1e-9, found[-1].seconds)
 
 
-def _row(outcome: Outcome, nodes: int, remote: Remote | None) -> dict[str, Any]:
+def _row(outcome: SimulationResult, nodes: int, remote: RemoteTier | None) -> dict[str, Any]:
     ttft = sorted(outcome.ttft_seconds)
     total = max(1, outcome.prompt_tokens)
     return {
@@ -119,7 +122,7 @@ def _row(outcome: Outcome, nodes: int, remote: Remote | None) -> dict[str, Any]:
 
 
 def _worth(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Mean TTFT of what is compared, over that of routing by prefix, by size."""
+    """Return mean TTFT of the compared routings relative to prefix routing, by fleet size."""
     by = {(r["trace"], r["nodes"], r["routing"], r["tier"]): r for r in rows}
     out: dict[str, Any] = {}
     for (trace, nodes, routing, tier), row in by.items():
@@ -137,21 +140,19 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("cluster_sim", __doc__ or "")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--trace", nargs="+", default=["synthetic:1"], help="files, or KIND:SEED as benchmarks.eviction has them"
+        "--trace", nargs="+", default=["synthetic:1"], help="files, or KIND:SEED as in benchmarks.eviction"
     )
-    parser.add_argument("--requests", type=int, default=0, help="only so many of each trace, the first ones; 0 for all")
+    parser.add_argument("--requests", type=int, default=0, help="first requests of each trace; 0: all")
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["load", "owner", "prefix"])
-    parser.add_argument("--capacity-blocks", type=int, default=3000, help="of 512 tokens, in each node")
-    parser.add_argument("--load", type=float, default=0.7, help="share of its time that a fleet without cache is busy")
+    parser.add_argument("--capacity-blocks", type=int, default=3000, help="blocks of 512 tokens per node")
+    parser.add_argument("--load", type=float, default=0.7, help="utilization of a fleet without cache")
     parser.add_argument(
         "--costs", type=Path, nargs="+", default=list(_MEASURED), help="JSON of benchmarks.ttft, .fleet"
     )
-    parser.add_argument(
-        "--gbit", type=float, default=10.0, help="of the link to the tier, where --costs has no arm of it"
-    )
-    parser.add_argument("--latency-ms", type=float, default=1.0, help="of a look-up in the tier")
-    parser.add_argument("--token-bytes", type=int, default=12288, help="keys and values of a token, as they are sent")
+    parser.add_argument("--gbit", type=float, default=10.0, help="link to the tier, if --costs has no remote arm")
+    parser.add_argument("--latency-ms", type=float, default=1.0, help="latency of a remote lookup")
+    parser.add_argument("--token-bytes", type=int, default=12288, help="bytes of a token's keys and values on the wire")
     parser.add_argument("--remote-write", choices=["second-use", "all", "never"], default="second-use")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

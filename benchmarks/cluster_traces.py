@@ -1,4 +1,4 @@
-"""Requests with the times when they came: a recorded trace, or a made one."""
+"""Request traces with arrival times: recorded or synthetic."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks.eviction_traces import KINDS, PAGE_TOKENS, Line, Request, of_lines, read
+from benchmarks.eviction_traces import BLOCK_TOKENS, KINDS, Line, Request, of_lines, read
 
-# A user reads, thinks and writes; who has not gone on by then does not.
-_MOST_PAUSE_SECONDS, _MOST_NEW_TOKENS = 600.0, 512
+# Longest time to read, think and write; later requests count as new conversations.
+_MAX_PAUSE_SECONDS, _MAX_NEW_TOKENS = 600.0, 512
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request, in seconds since the first one."""
+    """Request with its arrival time, in seconds since the first one."""
 
     seconds: float
     request: Request
 
 
 def arrivals(trace: str, requests: int | None = None) -> list[Arrival]:
-    """``KIND:SEED`` (spread evenly over an hour), a file of JSON lines with ``timestamp`` (ms), ``input_length`` and
-    ``hash_ids``, or a CSV file of the Azure LLM inference traces. Raises SystemExit for what is none of them."""
+    """Read a trace: ``KIND:SEED``, JSON lines, or CSV of the Azure LLM inference traces.
+
+    ``KIND:SEED`` is spread evenly over an hour; JSON lines have ``timestamp`` (ms), ``input_length`` and ``hash_ids``.
+    Raises SystemExit for any other input.
+    """
     kind, _, seed = trace.partition(":")
     if kind in KINDS and seed.isdecimal():
         made = read(trace, requests)
@@ -54,9 +57,8 @@ def _mooncake(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
 
 
 @dataclass
-class _Talk:
-    """A conversation so far: tokens of its last prompt, those of prompt and answer, and the ids of the prompt's
-    blocks."""
+class _Conversation:
+    """Conversation so far: tokens of its last prompt, of prompt and answer, and the ids of the prompt's blocks."""
 
     at: float
     read: int
@@ -65,22 +67,25 @@ class _Talk:
 
 
 def _azure(file: Iterator[str]) -> Iterator[tuple[float, Line]]:
-    """These have no texts, so which prompts begin alike is not known. Taken for the next turn of a conversation: a
-    prompt that is longer than an earlier one with its answer by at most ``_MOST_NEW_TOKENS``, within
-    ``_MOST_PAUSE_SECONDS``; the nearest in length. So reuse is what the sizes allow, at the most."""
-    talks: list[_Talk] = []
+    """Read an Azure trace and infer conversations from lengths.
+
+    The traces have no texts. A prompt counts as the next turn of a conversation if it is longer than an earlier one
+    with its answer by at most ``_MAX_NEW_TOKENS``, within ``_MAX_PAUSE_SECONDS``; the nearest in length. So reuse is
+    an upper bound given by the sizes.
+    """
+    talks: list[_Conversation] = []
     numbers = itertools.count()
     for row in csv.DictReader(file):
         at = datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp()
         tokens, answered = int(row["ContextTokens"]), int(row["GeneratedTokens"])
-        talks = [talk for talk in talks if at - talk.at <= _MOST_PAUSE_SECONDS]
-        near = [talk for talk in talks if 0 < tokens - talk.tokens <= _MOST_NEW_TOKENS]
+        talks = [talk for talk in talks if at - talk.at <= _MAX_PAUSE_SECONDS]
+        near = [talk for talk in talks if 0 < tokens - talk.tokens <= _MAX_NEW_TOKENS]
         talk = min(near, key=lambda one: tokens - one.tokens, default=None)
-        # What was read whole is the same; the block that the earlier prompt ended in goes on differently.
-        ids = talk.ids[: talk.read // PAGE_TOKENS] if talk is not None else []
-        ids = ids + [next(numbers) for _ in range(-(-tokens // PAGE_TOKENS) - len(ids))]
+        # Whole blocks are shared; the partial last block of the earlier prompt differs.
+        ids = talk.ids[: talk.read // BLOCK_TOKENS] if talk is not None else []
+        ids = ids + [next(numbers) for _ in range(-(-tokens // BLOCK_TOKENS) - len(ids))]
         if talk is not None:
             talks.remove(talk)
-        talks.append(_Talk(at, tokens, tokens + answered, ids))
+        talks.append(_Conversation(at, tokens, tokens + answered, ids))
         if tokens:
             yield at, (tokens, ids)

@@ -1,7 +1,7 @@
-"""Our CPU kernels against torch's and against what the machine's memory or cores allow.
+"""CPU kernels against torch's and against the machine's memory bandwidth and arithmetic.
 
-The bound is what a large copy (reads and writes counted) or a product of 1,024 rows reaches in the same minute. Weights
-of a product are more than any cache holds.
+The bound is the rate of a large copy (reads and writes counted) or of a product of 1,024 rows in the same minute.
+Weights of a product are larger than any cache.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from kvkernels import Piece, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
-from kvkernels.cpu.bf16_gemv import MOST_ROWS
-from kvkernels.cpu.cpu_attention import PAGE, Attention, Rows, pages_for, serves
+from kvkernels import ChunkPlacement, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
+from kvkernels.cpu.bf16_gemv import MAX_ROWS
+from kvkernels.cpu.cpu_attention import PAGE, Attention, SequenceRows, num_pages, serves
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.measured import Measured, Way
+from benchmarks.kernel_comparison import Implementation, KernelComparison
 from inference_svc.models.linear.packed_linear import PackedLinear
 
 # heads, key heads, head dim: Qwen2.5-0.5B and Llama-3-8B
@@ -34,35 +34,35 @@ WEIGHTS = ((9728, 896), (896, 4864), (151936, 896))
 _CACHES = 300 << 20
 
 
-def microseconds(way: Way, repeats: int) -> float:
-    """Median time of a call, in microseconds."""
+def times_us(way: Implementation, repeats: int) -> list[float]:
+    """Return the times of calls after a warm-up call, in microseconds."""
     way()
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
         way()
         times.append((time.perf_counter() - began) * 1e6)
-    return report.median(times)
+    return times
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second of a large copy, reads and writes both counted."""
+    """Measure the bytes per second of a large copy, reads and writes both counted."""
     source, target = (torch.zeros(1 << 26) for _ in range(2))
-    return 2 * source.nbytes / microseconds(lambda: target.copy_(source), repeats) * 1e6
+    return 2 * source.nbytes / report.median(times_us(lambda: target.copy_(source), repeats)) * 1e6
 
 
 def product_rate(repeats: int) -> float:
-    """Operations per second of a large bfloat16 product."""
+    """Measure the operations per second of a large bfloat16 product."""
     rows, (outputs, inputs) = 1024, WEIGHTS[0]
     layer, x = PackedLinear(_weight(outputs, inputs), None), torch.randn(rows, inputs).bfloat16()
-    return 2.0 * rows * outputs * inputs / microseconds(lambda: layer(x), repeats) * 1e6
+    return 2.0 * rows * outputs * inputs / report.median(times_us(lambda: layer(x), repeats)) * 1e6
 
 
 def _weight(outputs: int, inputs: int) -> Tensor:
     return (torch.randn(outputs, inputs) * 0.02).bfloat16()
 
 
-def attention(out: Measured) -> None:
+def attention(out: KernelComparison) -> None:
     for model in MODELS:
         for op, rows, keys in (
             ("prefill", 512, 512),
@@ -81,7 +81,7 @@ def _pool(model: str, keys: int) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _attention(out: Measured, model: str, op: str, rows: int, keys: int) -> None:
+def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int) -> None:
     heads, _, dim = MODELS[model]
     k, v = _pool(model, keys)
     positions = np.arange(keys - rows, keys)
@@ -89,8 +89,8 @@ def _attention(out: Measured, model: str, op: str, rows: int, keys: int) -> None
         positions = np.sort(np.random.default_rng(0).permutation(keys)[:rows])
     q = torch.randn(rows, heads, dim).bfloat16()
     found = torch.empty_like(q)
-    pages = np.arange(pages_for(keys)) * PAGE
-    ours = Attention(positions, [Rows(0, rows, pages)], heads, (k, v))
+    pages = np.arange(num_pages(keys)) * PAGE
+    ours = Attention(positions, [SequenceRows(0, rows, pages)], heads, (k, v))
     ours.bind(q, found)
 
     def run() -> Tensor:
@@ -103,13 +103,13 @@ def _attention(out: Measured, model: str, op: str, rows: int, keys: int) -> None
     out.add(op, f"{model}: q {rows} k {keys}", run, name, theirs, moved, 4 * seen * heads * dim)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Way]:
-    """The ways in which torch can attend to keys up to each row's position."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Implementation]:
+    """Return torch's ways to compute causal attention at the rows' positions."""
     (rows, heads, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
     mask = torch.zeros(rows, keys, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
     per_kv = heads // kv_heads
-    # The heads of a key head as rows, which is how torch reads keys once.
+    # Query heads of a KV head as rows, so that torch reads keys once.
     packed = q.view(rows, kv_heads, per_kv, dim).permute(1, 2, 0, 3).reshape(1, kv_heads, per_kv * rows, dim)
     repeated = mask.repeat(per_kv, 1)
 
@@ -124,21 +124,21 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict
         query = q.transpose(0, 1)[None]
         return F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
 
-    ways: dict[str, Way] = {"SDPA, mask": masked, "SDPA, mask, heads packed": by_packed_heads}
+    ways: dict[str, Implementation] = {"SDPA, mask": masked, "SDPA, mask, heads packed": by_packed_heads}
     return ways | {"SDPA, causal": causal} if rows == keys else ways
 
 
-def _fastest(ways: dict[str, Way]) -> tuple[str, Way]:
-    """Of several ways to do the same, the one that is fastest here."""
-    return min(ways.items(), key=lambda way: microseconds(way[1], 3))
+def _fastest(ways: dict[str, Implementation]) -> tuple[str, Implementation]:
+    """Return the fastest of several equivalent implementations on this machine."""
+    return min(ways.items(), key=lambda way: report.median(times_us(way[1], 3)))
 
 
-def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
+def _decode(out: KernelComparison, model: str, batch: int, keys: int) -> None:
     heads, kv_heads, dim = MODELS[model]
     k, v = _pool(model, batch * keys)
     q = torch.randn(batch, heads, dim).bfloat16()
-    found, each = torch.empty_like(q), pages_for(keys)
-    rows = [Rows(n, 1, (np.arange(each) + n * each) * PAGE) for n in range(batch)]
+    found, each = torch.empty_like(q), num_pages(keys)
+    rows = [SequenceRows(n, 1, (np.arange(each) + n * each) * PAGE) for n in range(batch)]
     ours = Attention(np.full(batch, keys - 1), rows, heads, (k, v))
     ours.bind(q, found)
 
@@ -146,7 +146,7 @@ def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
         ours(0, dim**-0.5, None)
         return found
 
-    # The heads of a key head as rows, which is how torch reads keys once.
+    # Query heads of a KV head as rows, so that torch reads keys once.
     packed = q.view(batch, kv_heads, heads // kv_heads, dim)
     whole_k, whole_v = (x[0].view(kv_heads, batch, keys, dim).transpose(0, 1) for x in (k, v))
 
@@ -156,12 +156,12 @@ def _decode(out: Measured, model: str, batch: int, keys: int) -> None:
     out.add("decode", f"{model}: batch {batch} k {keys}", run, "SDPA, heads packed", theirs, 2.0 * k.nbytes)
 
 
-def products(out: Measured) -> None:
+def products(out: KernelComparison) -> None:
     for outputs, inputs in WEIGHTS:
         layers = [PackedLinear(_weight(outputs, inputs), None) for _ in range(-(-_CACHES // (outputs * inputs * 2)))]
-        for rows in (4, 8, MOST_ROWS):
+        for rows in (4, 8, MAX_ROWS):
             x = torch.randn(rows, inputs).bfloat16()
-            for layer in layers:  # the first call chooses the kernel
+            for layer in layers:  # the first call selects the kernel
                 layer(x)
 
             moved = 2.0 * outputs * inputs
@@ -170,14 +170,14 @@ def products(out: Measured) -> None:
             out.add("product", shape, ours, "oneDNN, packed", theirs, moved, rows * moved)
 
 
-def _in_turn(layers: Sequence[Callable[[Tensor], Any]], x: Tensor) -> Way:
-    """A way that calls the next layer every time."""
+def _in_turn(layers: Sequence[Callable[[Tensor], Any]], x: Tensor) -> Implementation:
+    """Return an implementation that calls the next layer each time."""
     turns = cycle(layers)
     return lambda: next(turns)(x)
 
 
-def moving(out: Measured) -> None:
-    """Quantize and dequantize: 24 layers of 256 tokens."""
+def moving(out: KernelComparison) -> None:
+    """Measure quantization and dequantization of 24 layers of 256 tokens."""
     layers, tokens, (_, kv_heads, dim) = 24, 256, MODELS["0.5b"]
     header = new_header(Geometry(layers, kv_heads, dim, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
     pool = [torch.randn(layers, kv_heads, 4096, dim).bfloat16() for _ in range(2)]
@@ -207,9 +207,9 @@ def moving(out: Measured) -> None:
     out.add("pack", shape, pack, "torch reference", pack_reference, moved)
     out.add("unpack", shape, unpack, "torch reference", unpack_reference, moved)
 
-    # A prompt's chunks in one call, as they are restored.
+    # All chunks of a prompt in one call, as in a restore.
     count = 16
-    pieces = [Piece(header, memory, torch.arange(n * tokens, (n + 1) * tokens)) for n in range(count)]
+    pieces = [ChunkPlacement(header, memory, torch.arange(n * tokens, (n + 1) * tokens)) for n in range(count)]
 
     def restore() -> Tensor:
         for _ in unpack_chunks(pool[0], pool[1], pieces, [range(layers)]):
@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         return report.write(options, "cpu_kernels", [], {"measured": False})
     repeats = 5 if options.quick else 20
     with torch.inference_mode():
-        out = Measured(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
+        out = KernelComparison(repeats, times_us, copy_bandwidth(repeats), product_rate(repeats))
         attention(out)
         products(out)
         moving(out)

@@ -1,9 +1,9 @@
-"""Decode speed by batch size: this engine, with weights of 16 bits and of fewer, transformers, and the bound.
+"""Decode speed by batch size: this engine at 16 and fewer bits, transformers, and the bound.
 
-``bound`` is the longer of two times on this machine. One is that of reading what a step must read (all weights that
-take part, and the keys and values of every sequence), at the bandwidth of reading much memory on all cores. The other
-is that of its arithmetic at the rate of a large product of the same type. Weights have the bits there that they are
-kept with, 16 where nothing is said. A bound that is beaten is an estimate, and the summary says so.
+``bound`` is the longer of two times on this machine: reading what a step must read (all active weights, and the keys
+and values of every sequence) at the bandwidth of reading much memory on all cores; and its arithmetic at the rate of a
+large product of the same dtype. Weights count at the bits that they are stored with, 16 unless stated. A bound that is
+beaten is an estimate, and the summary says so.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ _READ_BYTES, _PRODUCT = 256 << 20, 1024
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading memory that is in no cache, on all cores; the best of several."""
+    """Measure the bytes per second of reading uncached memory on all cores; the best of several runs."""
     source = torch.ones(_READ_BYTES // 8, dtype=torch.int64, device=device)
-    return _READ_BYTES / _best_seconds(device, source.sum)  # integers are added up as fast as they come
+    return _READ_BYTES / _best_seconds(device, source.sum)  # integer sums run at memory bandwidth
 
 
 def peak_arithmetic(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of a product of large matrices; the best of several."""
+    """Measure the operations per second of a large matrix product; the best of several runs."""
     one, other = (torch.ones(_PRODUCT, _PRODUCT, dtype=dtype, device=device) for _ in range(2))
     return 2 * _PRODUCT**3 / _best_seconds(device, lambda: one @ other)
 
 
 def bound_seconds(read_bytes: float, operations: float, bandwidth: float, arithmetic: float) -> float:
-    """The least time of a step that reads and computes so much."""
+    """Return the minimum time of a step that reads and computes this much."""
     return max(read_bytes / bandwidth, operations / arithmetic)
 
 
@@ -60,7 +60,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure_ours(node: Node, prompts: list[list[int]], length: int) -> float:
-    """Tokens per second of a real worker, streamed over gRPC, while all sequences decode together."""
+    """Return the tokens per second of a real worker, streamed over gRPC, with all sequences decoding together."""
 
     def one(prompt: list[int]) -> list[float]:
         parts = node.client().stream(prompt, max_tokens=length, temperature=0, ignore_eos=True, skip_cache=True)
@@ -73,7 +73,7 @@ def measure_ours(node: Node, prompts: list[list[int]], length: int) -> float:
 
 
 class Transformers:
-    """The library's own generate loop with its SDPA attention and dynamic cache."""
+    """Generate loop of transformers, with its SDPA attention and dynamic cache."""
 
     def __init__(self, model: str) -> None:
         from kvkernels.cpu import f32_gemm
@@ -145,9 +145,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         {
             "arm": arm,
             "batch": batch,
-            "tokens_per_s": report.median(times[arm, batch]),
-            "spread": report.spread(times[arm, batch]),
-            "n": len(times[arm, batch]),
+            **report.figure(times[arm, batch], "tokens_per_s"),
         }
         for batch in options.batches
         for arm in (*(OURS[bits] for bits in options.weights), "transformers", "bound")
@@ -175,7 +173,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--answer-tokens", type=int, default=64)
-    parser.add_argument("--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="bits; 16 is among them")
+    parser.add_argument(
+        "--weights", type=int, choices=OURS, nargs="+", default=[16, 4], help="weight bits, including 16"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--transformers-repeats", type=int, default=3)
     options = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
-"""The demo: a text that is read once, whoever dies.
+"""Demo: a text is computed once, and survives the death of a worker and of the daemon.
 
-Two workers share one cache daemon. The first worker is killed in the middle of the story, later the daemon is. Every
-question is asked without the cache as well: the answers are the same, and with it no text is read twice.
+Two workers share one cache daemon. The first worker is killed during the conversation, later the daemon. Every question
+is also asked without the cache: the answers are equal, and with it no text is computed twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ console = report.console
 
 @dataclass
 class Story:
-    """One conversation, played with and without cache on a node."""
+    """One conversation on a node, with and without the cache."""
 
     plain: History = field(default_factory=History)
     warm: History = field(default_factory=History)
@@ -62,7 +62,7 @@ def _table(title: str) -> Table:
 
 
 def play(node: Node, turns: list[str], answer_tokens: int, title: str) -> Story:
-    """Plays a conversation turn by turn; both victims die on the way."""
+    """Play a conversation turn by turn, with both kills on the way."""
     story, worker, table = Story(), 0, _table(title)
     with Live(table, console=console, refresh_per_second=8):
         for i, text in enumerate(turns):
@@ -127,7 +127,7 @@ serve takes a folder, a GGUF file or a hub id of your own model as well."""
 
 
 def real_model() -> bool:
-    """Whether SmolLM2 is here, or could be fetched; else says why not."""
+    """Return True if SmolLM2 is installed or can be fetched; otherwise print the reason."""
     try:
         with console.status("fetching SmolLM2, unless it is here"):
             pull(DEFAULT, say=lambda text: console.print(text, highlight=False))
@@ -143,7 +143,7 @@ def real_model() -> bool:
 
 
 def with_real_model() -> bool:
-    """SmolLM2 answers questions about a document."""
+    """Let SmolLM2 answer questions about a document."""
     with console.status("starting a cache daemon and two workers with SmolLM2"):
         node = Node(DEFAULT, workers=2, storage_bits=16).__enter__()
     try:
@@ -153,7 +153,7 @@ def with_real_model() -> bool:
 
 
 def with_built_in_model(turns: list[str], answer_tokens: int, shape: str) -> bool:
-    """A conversation with the built-in model, and at a real model's size."""
+    """Play a conversation with the built-in model, and at a real model's size."""
     with console.status("starting a cache daemon and two workers with the built-in model"):
         node = Node("demo", workers=2, storage_bits=16).__enter__()
     try:
@@ -177,11 +177,11 @@ def with_built_in_model(turns: list[str], answer_tokens: int, shape: str) -> boo
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
-    parser.add_argument("--model", choices=["auto", DEFAULT, "demo"], default="auto", help="auto: smollm2 if it can be")
+    parser.add_argument("--model", choices=["auto", DEFAULT, "demo"], default="auto", help="auto: smollm2 if available")
     parser.add_argument(
-        "--shape", default="shape:qwen2.5-0.5b", help="size of the built-in model's second part, or none"
+        "--shape", default="shape:qwen2.5-0.5b", help="shape of the second part's random model, or none"
     )
-    parser.add_argument("--answer-tokens", type=int, default=96, help="of the built-in model")
+    parser.add_argument("--answer-tokens", type=int, default=96, help="answer length of the built-in model")
     options = parser.parse_args()
     began = time.monotonic()
     text = "\n\n".join(" ".join(part.split()) for part in (__doc__ or "").split("\n\n"))

@@ -1,7 +1,7 @@
-"""The demo's story with a real model: questions about a document, two kills, and the document read once.
+"""Demo with a real model: questions about a document, two kills, the document computed once.
 
-Worker 0 is killed and worker 1 goes on; then the cache daemon is killed, and a new worker 0 answers from what the
-daemon finds on disk. Every question is asked without the cache as well, and the answers must be equal, token by token.
+Worker 0 is killed and worker 1 continues; then the cache daemon is killed, and a new worker 0 answers from the chunks
+on disk. Every question is also asked without the cache, and the answers must be equal, token by token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks import report
 from benchmarks.node import Node
 
 DOCUMENT = Path(__file__).parent / "data" / "governance.md"
-# A small model answers better when all of it is one message, and the question comes last.
+# A small model answers better with one message that ends in the question.
 _BEFORE, _BEHIND = "Read this text:\n\n", "\n\nUsing the text, answer in one short sentence. "
 QUESTIONS = (
     "How many people are on the steering council?",
@@ -33,8 +33,8 @@ console = report.console
 
 
 @dataclass
-class Asked:
-    """Every question's answers, without the cache and with it."""
+class QuestionAnswers:
+    """Answers to every question, without the cache and with it."""
 
     plain: list[Completion] = field(default_factory=list)
     warm: list[Completion] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Asked:
 
     @property
     def later(self) -> list[tuple[Completion, Completion]]:
-        """Without the first, which has nothing to reuse."""
+        """Return all but the first question, which has nothing to reuse."""
         return list(zip(self.plain, self.warm, strict=True))[1:]
 
     @property
@@ -58,13 +58,13 @@ class Asked:
 
 
 def document() -> str:
-    """The document, without the comment that says where it is from."""
+    """Return the document, without the comment about its source."""
     return DOCUMENT.read_text(encoding="utf-8").partition("-->")[2].strip()
 
 
-def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int = 40) -> Asked:
-    """Asks one question after the other on a node of two workers, and kills worker 0 and the daemon in between."""
-    asked, worker, text = Asked(), 0, document()
+def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int = 40) -> QuestionAnswers:
+    """Ask the questions on a node of two workers, and kill worker 0 and the daemon in between."""
+    asked, worker, text = QuestionAnswers(), 0, document()
     console.print(
         f"The document: {len(text.split()):,} words of PEP 13, which says how Python is governed. SmolLM2 is small "
         "(135 million weights) and often wrong. What counts here is that it says the same with the cache and without, "
@@ -103,8 +103,8 @@ def _show(question: str, plain: Completion, warm: Completion, worker: int) -> No
     )
 
 
-def verdict(asked: Asked) -> bool:
-    """Says what was seen. True when every answer was equal and the document was read once."""
+def verdict(asked: QuestionAnswers) -> bool:
+    """Print the result. True if every answer was equal and the document was computed once."""
     ok = all(asked.equal) and asked.reused > 0.9
     word = "[bold green]yes[/bold green]" if all(asked.equal) else "[bold red]NO[/bold red]"
     lines = [

@@ -1,9 +1,9 @@
-"""Two vLLM engines on one daemon under load, and SIGKILL to either of them and to the daemon, over and over.
+"""Two vLLM engines on one daemon under load, with repeated SIGKILL to engines and daemon.
 
-``wrong_answers`` differ from vLLM's without a connector; ``hung_requests`` got no answer in time from an engine that
-lives; ``failed_requests`` got an error from one, or were with one that ended by itself; ``interrupted`` ones were with
-an engine that was killed. ``leaked`` are leases and reservations that are left when the load has ended. vLLM's own
-cache is too small for the prompts, so that the daemon is asked all the time.
+``wrong_answers`` differ from vLLM's without a connector; ``hung_requests`` got no answer in time from a live engine;
+``failed_requests`` got an error from one, or were in an engine that died by itself; ``interrupted`` ones were in an
+engine that was killed. ``leaked`` counts leases and reservations left after the load. vLLM's own cache is too small for
+the prompts, so that the daemon is used all the time.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import report
-from benchmarks.engines import Draw, together
+from benchmarks.engines import TokenSource, together
 from benchmarks.node import Node
 from benchmarks.systems.checkpoint import folder_of
 from benchmarks.systems.engine import Engine, EngineDied, RequestFailed
-from benchmarks.systems.environments import Missing
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.environments import EngineNotInstalled
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 
-FAULTS = ("kill_engine_0", "kill_engine_1", "kill_daemon", "kill_daemon_and_guardian")
+FAULTS = ("kill_engine_0", "kill_engine_1", "kill_daemon", "kill_daemon_and_supervisor")
 _CONTEXT, _ANSWER_TOKENS, _BLOCK = 512, 12, 32
 _SHARED, _OWN = 160, 160
 _SETTLED_SECONDS, _DOWN_SECONDS = 30.0, 0.2
 
 
 class Load:
-    """Clients that ask either engine, each on a thread of its own."""
+    """Clients that ask either engine, one thread each."""
 
     def __init__(
-        self, engines: list[Engine], expected: dict[int, list[int]], prompts: list[list[int]], patience: float
+        self, engines: list[Engine], expected: dict[int, list[int]], prompts: list[list[int]], hang_seconds: float
     ) -> None:
-        self._engines, self._expected, self._prompts, self._patience = engines, expected, prompts, patience
+        self._engines, self._expected, self._prompts, self._hang_seconds = engines, expected, prompts, hang_seconds
         self._over, self._lock = threading.Event(), threading.Lock()
         self.down: set[Engine] = set()  # killed on purpose
         self.counts: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class Load:
                 continue
             engine, n = draw.choice(up), draw.choice(list(self._expected))
             try:
-                found = engine.ask(self._prompts[n], _ANSWER_TOKENS, seconds=self._patience)
+                found = engine.ask(self._prompts[n], _ANSWER_TOKENS, seconds=self._hang_seconds)
                 self._count("answered" if found.ids == self._expected[n] else "wrong_answers")
                 self._count("reused_tokens", found.cached)
             except EngineDied as error:
@@ -75,7 +75,7 @@ class Load:
             except RequestFailed as error:
                 self._count("failed_requests", why=str(error))
             except TimeoutError:
-                self._count("hung_requests", why=f"no answer in {self._patience:g} s")
+                self._count("hung_requests", why=f"no answer in {self._hang_seconds:g} s")
 
     def _count(self, what: str, by: int = 1, why: str = "") -> None:
         with self._lock:
@@ -84,21 +84,21 @@ class Load:
                 self.reasons.append(why)
 
 
-class Scene:
-    """The engines, their daemon, and what is expected of them."""
+class FaultScenario:
+    """Engines, their daemon, and the expected answers."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-faults-")))
-        recipe = Recipe(
+        recipe = EngineSettings(
             environment(), scratch, folder_of(options.model, scratch), "float32", _CONTEXT, options.kv_bytes, eager=True
         )
-        draw = Draw(options.seed)
+        draw = TokenSource(options.seed)
         shared = draw(_SHARED)
         self.prompts = [shared + draw(_OWN + i) for i in range(options.prompts)]
         with recipe.plain(prefix_caching=False, block_size=_BLOCK) as plain:
             alone = [plain.ask(prompt, _ANSWER_TOKENS).ids for prompt in self.prompts]
             batched = together(plain, self.prompts, _ANSWER_TOKENS)
-        # Where two tokens are as likely vLLM itself answers differently in another batch.
+        # At ties, vLLM itself answers differently in another batch.
         self.expected = {n: a for n, (a, b) in enumerate(zip(alone, batched, strict=True)) if a == b}
         flags = {"heartbeat_ms": 2000}
         self.node = stack.enter_context(Node(workers=0, arena_bytes="256MiB", daemon_flags=flags))
@@ -107,11 +107,11 @@ class Scene:
         ]
 
     def happen(self, fault: str, load: Load) -> None:
-        """Returns when what was killed is up again."""
+        """Inject one fault; return when the killed process is up again."""
         if fault == "kill_daemon":
             self.node.crash_daemon()
             self.node.wait_daemon()
-        elif fault == "kill_daemon_and_guardian":
+        elif fault == "kill_daemon_and_supervisor":
             self.node.kill("daemon")
             self.node.start_daemon()
         else:
@@ -121,7 +121,7 @@ class Scene:
             load.down.remove(engine)
 
     def leaked(self, load: Load) -> int:
-        """Leases and reservations that nobody gives back although nobody asks any more."""
+        """Return leases and reservations that are still held after the last request."""
         deadline = time.monotonic() + _SETTLED_SECONDS
         while True:
             stats = self.node.cache_stats()
@@ -139,11 +139,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("starting vLLM", total=options.seconds)
         try:
-            scene = Scene(options, stack)
-        except Missing as why:
+            scene = FaultScenario(options, stack)
+        except EngineNotInstalled as why:
             report.console.print(f"[yellow]{why}[/yellow]")
             return report.write(options, "engine_faults", [], {"missing": str(why)})
-        load = Load(scene.engines, scene.expected, scene.prompts, options.patience)
+        load = Load(scene.engines, scene.expected, scene.prompts, options.hang_seconds)
         load.start(options.clients, options.seed)
         began = time.monotonic()
         progress.update(task, description="killing")
@@ -160,14 +160,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _kill(
-    scene: Scene,
+    scene: FaultScenario,
     load: Load,
     options: argparse.Namespace,
     draw: random.Random,
     done: Counter[str],
     step: Callable[[], None],
 ) -> None:
-    """One fault after another, each kind at least once, until the time is over."""
+    """Inject one fault after another, each kind at least once, until the time is over."""
     until, left = time.monotonic() + options.seconds, list(FAULTS)
     draw.shuffle(left)
     while time.monotonic() < until or left:
@@ -182,11 +182,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("engine_faults", __doc__ or "")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--every", type=float, default=6.0, help="most seconds between two faults")
+    parser.add_argument("--every", type=float, default=6.0, help="maximum seconds between two faults")
     parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--prompts", type=int, default=48)
-    parser.add_argument("--kv-bytes", type=int, default=16 << 20, help="vLLM's own cache, in each engine")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds after which a request hangs")
+    parser.add_argument("--kv-bytes", type=int, default=16 << 20, help="vLLM's own KV cache, per engine")
+    parser.add_argument(
+        "--hang-seconds", "--patience", type=float, default=60.0, help="seconds after which a request counts as hung"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -1,18 +1,18 @@
-"""vLLM with our connector beside vLLM without: warm after restarts, what it costs, equal answers, a chat that moves.
+"""vLLM with our connector against vLLM without: TTFT after restarts, overhead, equality.
 
-nocache                     vLLM reads a document that nobody has read
+nocache                     vLLM reads a new document
 own_cache                   vLLM with its own prefix cache: a fresh question about a document that it has read
 kvsidecar                   the same with our connector, in the engine that has read the document
 kvsidecar_engine_restarted  the same after SIGKILL to the engine: everything comes from the daemon
 kvsidecar_daemon_restarted  SIGKILL to the daemon, and vLLM's own cache emptied: everything comes from its disk
 example_connector           the connector that vLLM ships, which keeps files, with vLLM's own cache emptied
 
-Every question is fresh, and answered by two engines in turns: one with and one without a connector. ``identical``
-says whether their greedy answers are the same. ``answers`` compares more of them, where vLLM gives the same answer
-alone, with all but the last token in its own cache, in a batch, and in a batch of another order; the rest vLLM itself
-does not answer the same, and it is counted. In bfloat16 that is not enough to be sure: what a row gives depends on what
-is computed beside it. So vLLM without a connector is asked once more as ours is, and ``plain_different_where_sure``
-says how many of its own answers are different then.
+Every question is fresh, and answered by two engines alternately: one with and one without a connector. ``identical`` is
+true if their greedy answers are the same. ``answers`` compares more of them, where vLLM gives the same answer alone,
+with all but the last token in its own cache, in a batch, and in a batch of another order; the others, which vLLM itself
+does not answer consistently, are counted. In bfloat16 this is no guarantee: a row's result depends on its batch. So
+vLLM without a connector is asked once more as ours is, and ``plain_different_where_sure`` counts its own differing
+answers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from benchmarks import report
 from benchmarks.node import Node
 from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of
 from benchmarks.systems.engine import Answer, Engine, EngineDied, RequestFailed
-from benchmarks.systems.environments import Missing
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.environments import EngineNotInstalled
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 
 PARTS = ("ttft", "overhead", "answers", "chat")
 QUESTION_TOKENS, _ANSWER_TOKENS = 32, 8
@@ -40,14 +40,14 @@ _OVERHEAD_TOKENS, _OVERHEAD_ANSWER, _TOGETHER, _TURNS = 512, 16, 4, 4
 _CHECKED_TOKENS, _CHAT_TURN_TOKENS, _CHAT_ANSWER_TOKENS = 256, 200, 60
 
 
-class Pair:
-    """vLLM without connector, and vLLM with ours on a daemon."""
+class EnginePair:
+    """vLLM without a connector, and vLLM with ours on a daemon."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsidecar-engines-")))
         place, model = environment(), folder_of(options.model, scratch)
         options.context_tokens = lengths_of(model, options.context_tokens, _ANSWER_TOKENS)
-        self.recipe = Recipe(
+        self.recipe = EngineSettings(
             place,
             scratch,
             model,
@@ -66,7 +66,7 @@ class Pair:
         return int(self.ours.about["block_tokens"])
 
     def turns(self, prompt: list[int], turn: int, answer: int = _ANSWER_TOKENS) -> tuple[Answer, Answer]:
-        """Plain's answer and ours, which take turns in coming first; nobody goes on before ours is stored."""
+        """Return plain's answer and ours, in alternating order; waits until ours is stored."""
         order = (self.plain, self.ours) if turn % 2 else (self.ours, self.plain)
         found = {}
         for engine in order:
@@ -76,13 +76,13 @@ class Pair:
         return found[self.plain], found[self.ours]
 
     def restart(self) -> None:
-        """SIGKILL to the engine with the connector. What is slow only once is over when this returns."""
+        """Kill the engine with the connector and start it again; warm-up is done when this returns."""
         self.ours.restart()
         self.ours.ask([7] * QUESTION_TOKENS, 2)
 
 
-class Draw:
-    """Token ids that nobody has seen."""
+class TokenSource:
+    """Source of unseen token ids."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
@@ -91,8 +91,8 @@ class Draw:
         return [self._rng.randrange(16, 4000) for _ in range(tokens)]
 
 
-class Times:
-    """Answers by arm and length, and whether two engines agreed."""
+class ArmTimes:
+    """Times by arm and length, and whether the two engines agreed."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int], list[tuple[Answer, bool]]] = {}
@@ -109,8 +109,7 @@ class Times:
                 "engine": "vllm",
                 "arm": arm,
                 "context_tokens": context,
-                "ttft_ms_p50": report.median([a.ttft_ms for a, _ in found]),
-                "spread": report.spread([a.ttft_ms for a, _ in found]),
+                **report.figure([a.ttft_ms for a, _ in found], "ttft_ms_p50"),
                 "cached_tokens": found[-1][0].cached,
                 "identical": all(same for _, same in found),
             }
@@ -118,9 +117,11 @@ class Times:
         ]
 
 
-def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All arms, over documents of every length."""
-    times = Times()
+def ttft(
+    pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Measure all arms over documents of every length."""
+    times = ArmTimes()
     lengths = [(context, i) for context in options.context_tokens for i in range(options.repeats)]
     documents = {at: draw(at[0] - QUESTION_TOKENS) for at in lengths}
 
@@ -144,7 +145,7 @@ def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
     if options.example:
         try:
             summary |= example(pair, documents, draw, times, step)
-        except (EngineDied, RequestFailed) as why:  # the rest is worth having
+        except (EngineDied, RequestFailed) as why:  # the other results are still useful
             summary["missing"] = {"example_connector": _last_line(why)}
     for context in options.context_tokens:
         restarted = report.median(times.ttft("kvsidecar_engine_restarted", context))
@@ -156,9 +157,13 @@ def ttft(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
     return times.rows(), summary
 
 
-def example(pair: Pair, documents: dict[Any, list[int]], draw: Draw, times: Times, step: Any) -> dict[str, Any]:
-    """vLLM's example connector, which writes a document's files while the request waits; in turns with vLLM's own
-    cache, as our arms are, for a machine is not as fast at one hour as at another."""
+def example(
+    pair: EnginePair, documents: dict[Any, list[int]], draw: TokenSource, times: ArmTimes, step: Any
+) -> dict[str, Any]:
+    """Measure vLLM's example connector, which writes a document's files while the request waits.
+
+    It alternates with vLLM's own cache, as our arms do, because the machine's speed drifts over hours.
+    """
     ratios: dict[int, list[float]] = {}
     with pair.recipe.example(pair.scratch / "files") as engine:
         for document in documents.values():
@@ -178,9 +183,11 @@ def _last_line(why: Exception) -> str:
     return lines[-1].strip() if lines else type(why).__name__
 
 
-def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
-    """Unique prompts, drawn anew for each engine: alone for the time to the first token; some at a time, without a
-    pause and until all is stored, for tokens per second."""
+def overhead(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any) -> dict[str, Any]:
+    """Measure unique prompts, new ones for each engine.
+
+    One at a time for TTFT; several concurrently, in a closed loop until everything is stored, for tokens per second.
+    """
     ratios, rates = [], []
     for turn in range(options.pairs):
         order = (pair.plain, pair.ours) if turn % 2 else (pair.ours, pair.plain)
@@ -205,23 +212,21 @@ def overhead(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> 
         rates.append(rate[pair.ours] / rate[pair.plain])
         step()
     return {
-        "overhead_ttft_ratio": report.median(ratios),
-        "overhead_ttft_spread": report.spread(ratios),
-        "overhead_throughput_ratio": report.median(rates),
-        "overhead_throughput_spread": report.spread(rates),
+        **report.figure(ratios, "overhead_ttft_ratio", "overhead_ttft"),
+        **report.figure(rates, "overhead_throughput_ratio", "overhead_throughput"),
     }
 
 
 def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-    """Answers to all of them at a time."""
+    """Return concurrent answers to all prompts."""
     size = len(prompts)
     with ThreadPoolExecutor(size) as pool:
         return [found.ids for found in pool.map(lambda prompt: engine.ask(prompt, tokens, together=size), prompts)]
 
 
-def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> dict[str, Any]:
-    """Ours against plain's: cold, and after a restart."""
-    # Whole blocks and a token, which is all that is computed of a prompt that is known.
+def answers(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any) -> dict[str, Any]:
+    """Compare our answers with plain's: cold, and after a restart."""
+    # Whole blocks and a token: only that token is computed of a cached prompt.
     shared = draw(_CHECKED_TOKENS // 2)
     prompts = [shared + draw(_CHECKED_TOKENS // 2 + 1) for _ in range(options.answers)]
     size = pair.recipe.sequences
@@ -264,8 +269,10 @@ def answers(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> d
     }
 
 
-def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A chat that goes on with the engine that comes after the one that was killed, before every second turn."""
+def chat(
+    pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Run a chat that continues in a new engine after a kill, before every second turn."""
     history: list[int] = []
     rows, same = [], True
     for turn in range(options.turns):
@@ -274,7 +281,7 @@ def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
         known, prompt = max(0, len(history) - 1), history + draw(_CHAT_TURN_TOKENS)
         plain, ours = pair.turns(prompt, turn, _CHAT_ANSWER_TOKENS)
         same = same and plain.ids == ours.ids
-        # Whole blocks, and at least a token is computed; the last of an answer was never read.
+        # Whole blocks; at least one token is computed, and an answer's last token has no keys.
         ideal = min(known, len(prompt) - 1) // pair.block * pair.block
         rows.append(
             {
@@ -297,12 +304,12 @@ def chat(pair: Pair, options: argparse.Namespace, draw: Draw, step: Any) -> tupl
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     summary: dict[str, Any] = {}
-    draw = Draw(options.seed)
+    draw = TokenSource(options.seed)
     with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("starting vLLM", total=None)
         try:
-            pair = Pair(options, stack)
-        except Missing as why:
+            pair = EnginePair(options, stack)
+        except EngineNotInstalled as why:
             report.console.print(f"[yellow]{why}[/yellow]")
             return report.write(options, "engines", [], {"missing": str(why)})
         progress.update(task, total=_steps(options))
@@ -339,16 +346,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("engines", (__doc__ or "").split("\n")[0])
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="default: 1024 and 4096 if they fit the context")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=5, help="documents of each length")
     parser.add_argument("--pairs", type=int, default=24, help="unique prompts for the overhead")
     parser.add_argument("--rounds", type=int, default=8, help="batches for the throughput")
     parser.add_argument("--answers", type=int, default=200, help="prompts whose answers are compared")
-    parser.add_argument("--turns", type=int, default=8, help="of the chat")
+    parser.add_argument("--turns", type=int, default=8, help="turns of the chat")
     parser.add_argument("--arena-bytes", default="2GiB")
-    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
-    parser.add_argument("--no-example", dest="example", action="store_false", help="leave out vLLM's own connector")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
+    parser.add_argument("--no-example", dest="example", action="store_false", help="skip vLLM's example connector")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -20,7 +20,7 @@ from cache_daemon.eviction import Entry, EvictionPolicy
 from cache_daemon.eviction.prefill_cost import PrefillCost
 
 _SMALL_SHARE = 0.1
-_MOST_USES = 3
+_MAX_USES = 3
 _USES_TO_STAY = 2
 
 
@@ -32,7 +32,7 @@ class _Held:
 
 
 class Ranked(ABC):
-    """Among equal ranks, what was unused for longest goes first."""
+    """Base of policies by rank; equal ranks evict the least recently used entry."""
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
@@ -41,7 +41,7 @@ class Ranked(ABC):
 
     @abstractmethod
     def rank(self, entry: Entry, uses: int) -> float:
-        """The rank of an entry that is used for the ``uses``-th time since it came in. Must not fall in ``uses``."""
+        """Return the rank of an entry at its ``uses``-th use since insertion; nondecreasing in ``uses``."""
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         return True
@@ -90,15 +90,18 @@ class Ranked(ABC):
 
 
 class LeastFrequentlyUsed(Ranked):
-    """Gives up what was used least often since it came in."""
+    """Evicts the entry with the fewest uses since its insertion."""
 
     def rank(self, entry: Entry, uses: int) -> float:
         return float(uses)
 
 
 class GreedyDualSizeFrequency(Ranked):
-    """Gives up what saves fewest seconds of prefill per byte, times uses; the rank of the last to go is added to what
-    is used after it, so that the past fades (Cherkasova 1998; with equal seconds per byte, LFU with ageing)."""
+    """Evicts the entry that saves the fewest seconds of prefill per byte, times its uses (GDSF).
+
+    The rank of the last victim is added to later ranks, which ages old entries (Cherkasova 1998; with equal seconds per
+    byte, LFU with ageing).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +126,7 @@ class _Queued:
 
 
 class _Queue:
-    """Entries in the order in which they were queued. Counts the bytes of parked ones, but does not show them."""
+    """FIFO queue of entries. Counts the bytes of parked entries without listing them."""
 
     def __init__(self) -> None:
         self.shown: SortedDict[int, Entry] = SortedDict()
@@ -131,8 +134,11 @@ class _Queue:
 
 
 class S3Fifo:
-    """Two queues (Yang et al., SOSP 2023): newcomers pass a small one of a tenth of the bytes, and reach the main one
-    if they are used twice there, or again soon after they left it. Main gives second chances, up to three."""
+    """Two FIFO queues (Yang et al., SOSP 2023).
+
+    New entries pass a small queue of a tenth of the bytes, and reach the main queue if they are used twice there, or
+    again soon after eviction. The main queue gives up to three second chances.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Queued] = {}
@@ -148,12 +154,12 @@ class S3Fifo:
             raise KeyError(f"{entry!r} is in the tier already")
         main = entry.key in self._ghosts
         self._ghosts.pop(entry.key, None)
-        held = self._held[entry] = _Queued(0, main, min(uses, _MOST_USES))
+        held = self._held[entry] = _Queued(0, main, min(uses, _MAX_USES))
         self._enqueue(entry, held)
 
     def touch(self, entry: Entry) -> None:
         held = self._held[entry]
-        held.uses = min(held.uses + 1, _MOST_USES)
+        held.uses = min(held.uses + 1, _MAX_USES)
 
     def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
@@ -178,7 +184,7 @@ class S3Fifo:
                 self._ghosts.popitem(last=False)
 
     def victims(self) -> Iterator[Entry]:
-        # Second chances are given now; each was paid for by a use.
+        # Second chances: each use grants one.
         small_bytes = _SMALL_SHARE * (self._small.size_bytes + self._main.size_bytes)
         while self._small.shown and (self._small.size_bytes > small_bytes or not self._main.shown):
             entry = self._small.shown.peekitem(0)[1]

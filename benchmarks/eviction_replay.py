@@ -1,4 +1,4 @@
-"""A tier of so many blocks that serves a trace: under a policy, and under one that knows the future."""
+"""Replay of a trace on a tier of limited size, under a policy and under Belady's."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
-from benchmarks.eviction_traces import PAGE_TOKENS, Block, Request
+from benchmarks.eviction_traces import BLOCK_TOKENS, Block, Request
 from cache_daemon.eviction import EvictionPolicy
 
 _NEVER = 1 << 60
 
 
 class _Tier:
-    """The blocks that are in a tier, each with the number of its children that are."""
+    """Blocks in a tier, with the number of their children in it."""
 
     def __init__(self) -> None:
         self.blocks: dict[Block, int] = {}
         self.asked_tokens = self.hit_tokens = 0
 
     def match(self, request: Request) -> int:
-        """Counts the request and returns how many of its leading blocks are here."""
+        """Count the request and return the number of its leading blocks in the tier."""
         found = self.leading(request)
         self.asked_tokens += request.tokens
-        self.hit_tokens += min(request.tokens, found * PAGE_TOKENS)
+        self.hit_tokens += min(request.tokens, found * BLOCK_TOKENS)
         return found
 
     def leading(self, request: Request) -> int:
@@ -35,7 +35,7 @@ class _Tier:
         return found
 
     def add(self, block: Block) -> bool:
-        """Says whether it is its parent's first child here."""
+        """Insert a block; True if it is its parent's first child in the tier."""
         self.blocks[block] = 0
         if block.parent is None:
             return False
@@ -43,7 +43,7 @@ class _Tier:
         return self.blocks[block.parent] == 1
 
     def drop(self, block: Block) -> Block | None:
-        """Returns the parent if that was its last child here."""
+        """Remove a block; return the parent if that was its last child in the tier."""
         del self.blocks[block]
         if block.parent is None:
             return None
@@ -56,16 +56,18 @@ class _Tier:
 
 
 class Tier(_Tier):
-    """One under a policy. Calls it as docs/eviction.md has it: a request's blocks are leased while it runs, what it
-    hits is touched from the last to the first, and what it misses is stored from the first to the last, as far as it
-    is admitted."""
+    """Tier under an eviction policy.
+
+    Follows docs/eviction.md: a request's blocks are leased while it runs, its hits are touched from last to first, and
+    its misses are stored from first to last, as far as they are admitted.
+    """
 
     def __init__(self, policy: EvictionPolicy, capacity_blocks: int) -> None:
         super().__init__()
         self._policy, self._capacity = policy, capacity_blocks
 
     def serve(self, request: Request) -> int:
-        """Returns how many of the request's leading blocks were here."""
+        """Serve a request; return the number of its leading blocks that were hits."""
         policy, path = self._policy, request.path
         found = self.match(request)
         for block in reversed(path[:found]):
@@ -97,7 +99,7 @@ def replay(
     capacity_blocks: int,
     served: Callable[[], None] = lambda: None,
 ) -> float:
-    """The token hit ratio."""
+    """Return the token hit ratio."""
     tier = Tier(policy, capacity_blocks)
     for request in requests:
         tier.serve(request)
@@ -106,7 +108,7 @@ def replay(
 
 
 def belady(requests: Sequence[Request], capacity_blocks: int, served: Callable[[], None] = lambda: None) -> float:
-    """The token hit ratio of a tier that gives up the leaf whose next use is farthest, be it the newcomer."""
+    """Return the token hit ratio of evicting the leaf whose next use is farthest, the newcomer included."""
     following: list[list[int]] = []
     seen: dict[Block, int] = {}
     for i in reversed(range(len(requests))):
@@ -120,7 +122,7 @@ def belady(requests: Sequence[Request], capacity_blocks: int, served: Callable[[
     def offer(block: Block) -> None:
         heapq.heappush(leaves, (-next_use[block], next(ties), block))
 
-    def make_room(block: Block) -> bool:
+    def make_entry_space(block: Block) -> bool:
         while len(tier.blocks) >= capacity_blocks:
             farthest, _, victim = leaves[0]
             if tier.blocks.get(victim) == 0 and next_use[victim] == -farthest:
@@ -139,7 +141,7 @@ def belady(requests: Sequence[Request], capacity_blocks: int, served: Callable[[
             if not tier.blocks[block]:
                 offer(block)
         for block in request.path[found:]:
-            if not make_room(block):
+            if not make_entry_space(block):
                 break
             tier.add(block)
             offer(block)

@@ -1,4 +1,4 @@
-"""Requests as paths of blocks: read from a trace, or made from a seed."""
+"""Traces of requests as block paths: recorded or synthetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE_TOKENS = 512
+BLOCK_TOKENS = 512
 
 
 class Block:
@@ -23,25 +23,27 @@ class Block:
     def __init__(self, number: int, parent: Block | None, start_position: int, tokens: int) -> None:
         self.key = hashlib.blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
         self.parent, self.start_position, self.tokens = parent, start_position, tokens
-        self.size_bytes = PAGE_TOKENS  # a tier of so many blocks has room for partial ones as for whole ones
+        self.size_bytes = BLOCK_TOKENS  # partial blocks count as whole blocks of the capacity
         self.prefill_seconds = float(tokens)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt of ``tokens``, which is the blocks of ``path``; the last may be partial."""
+    """Prompt of ``tokens`` tokens with its ``path`` of blocks; the last block may be partial."""
 
     tokens: int
     path: tuple[Block, ...]
 
 
-# A line of a trace: prompt tokens, and an id for each of its blocks in its context.
+# A trace line: prompt tokens, and an id for each block in its context.
 Line = tuple[int, list[int]]
 
 
 def read(trace: str, requests: int | None = None) -> list[Request]:
-    """``synthetic:SEED``, ``KIND:SEED`` for one of ``KINDS``, or a file of JSON lines with ``input_length`` and
-    ``hash_ids``."""
+    """Read ``synthetic:SEED``, ``KIND:SEED`` for one of ``KINDS``, or JSON lines.
+
+    Lines have ``input_length`` and ``hash_ids``.
+    """
     kind, _, seed = trace.partition(":")
     if kind in KINDS and seed.isdecimal():
         lines: Iterable[Line] = KINDS[kind](int(seed))
@@ -57,7 +59,7 @@ def read(trace: str, requests: int | None = None) -> list[Request]:
 
 
 def of_lines(lines: Iterable[Line]) -> list[Request]:
-    """Requests whose equal ids are the same block."""
+    """Build requests in which equal ids are the same block."""
     blocks: dict[int, Block] = {}
     out = []
     for tokens, ids in lines:
@@ -65,17 +67,17 @@ def of_lines(lines: Iterable[Line]) -> list[Request]:
         for i, number in enumerate(ids):
             block = blocks.get(number)
             if block is None:
-                at = i * PAGE_TOKENS
+                at = i * BLOCK_TOKENS
                 parent = path[-1] if path else None
-                block = blocks[number] = Block(number, parent, at, min(PAGE_TOKENS, tokens - at))
+                block = blocks[number] = Block(number, parent, at, min(BLOCK_TOKENS, tokens - at))
             path.append(block)
         out.append(Request(tokens, tuple(path)))
     return out
 
 
-# ---- made ones ------------------------------------------------------------------------------------------------------
+# ---- synthetic traces ------------------------------------------------------------------------------------------------
 
-# What a client sends next: when, and the prompt as ``(text, tokens)`` pieces; a text is the same wherever it stands.
+# A client's next request: its time, and the prompt as ``(text, tokens)`` pieces; equal ids are equal texts.
 Prompt = list[tuple[int, int]]
 Sent = tuple[float, Prompt]
 
@@ -84,8 +86,8 @@ def _lognormal(rng: random.Random, median: float, sigma: float, most: float) -> 
     return min(most, median * math.exp(rng.gauss(0.0, sigma)))
 
 
-class _Texts:
-    """Numbers for texts."""
+class _TextIds:
+    """Counter of text ids."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self._next = rng, itertools.count()
@@ -94,8 +96,8 @@ class _Texts:
         return next(self._next), 1 + int(_lognormal(self.rng, median, sigma, most))
 
 
-def _chats(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Conversations: the next turn comes when its user has read and thought, if ever."""
+def _chats(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+    """Generate conversations: the next turn comes after reading and thinking time, if at all."""
     rng = texts.rng
     systems = [texts.text(900) for _ in range(4)]
     at = begin
@@ -103,7 +105,7 @@ def _chats(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Ite
         yield _chat(texts, at, [rng.choices(systems, weights=(8, 4, 2, 1))[0]], rng.betavariate(1.2, 1.5))
 
 
-def _chat(texts: _Texts, at: float, prompt: Prompt, goes_on: float) -> Iterator[Sent]:
+def _chat(texts: _TextIds, at: float, prompt: Prompt, goes_on: float) -> Iterator[Sent]:
     rng = texts.rng
     prompt = [*prompt, texts.text(2500, 1.3)]
     while True:
@@ -115,8 +117,8 @@ def _chat(texts: _Texts, at: float, prompt: Prompt, goes_on: float) -> Iterator[
         at += answer[1] / 40 + _lognormal(rng, 60, 1.0, 3600)
 
 
-def _documents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Questions about documents, some of which are asked about much more than others."""
+def _documents(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+    """Generate questions about documents of skewed popularity."""
     rng = texts.rng
     system = texts.text(1500)
     shelf = [texts.text(6000) for _ in range(1200)]
@@ -127,8 +129,8 @@ def _documents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator
         yield iter([(at, [system, document, texts.text(120)])])
 
 
-def _agents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Loops of tool calls over a growing context, which now and then branch into a few that share it."""
+def _agents(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+    """Generate tool-call loops over a growing context, which sometimes branches."""
     rng = texts.rng
     tools = [texts.text(5000, 0.4) for _ in range(3)]
     at = begin
@@ -136,7 +138,7 @@ def _agents(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[It
         yield _agent(texts, at, [rng.choice(tools), texts.text(1500)])
 
 
-def _agent(texts: _Texts, at: float, prompt: Prompt) -> Iterator[Sent]:
+def _agent(texts: _TextIds, at: float, prompt: Prompt) -> Iterator[Sent]:
     rng = texts.rng
     for _ in range(1 + int(rng.expovariate(1 / 8))):
         yield at, prompt
@@ -148,8 +150,8 @@ def _agent(texts: _Texts, at: float, prompt: Prompt) -> Iterator[Sent]:
         at += answer[1] / 40 + _lognormal(rng, 5, 1.0, 600)
 
 
-def _scans(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Batch jobs: long prompts that share their instructions and never come again."""
+def _scans(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
+    """Generate batch jobs: long prompts that share instructions and never recur."""
     rng = texts.rng
     instructions = texts.text(700)
     at = begin
@@ -157,12 +159,12 @@ def _scans(texts: _Texts, rate: float, begin: float, end: float) -> Iterator[Ite
         yield iter([(at, [instructions, texts.text(9000, 0.7)])])
 
 
-_Source = Callable[[_Texts, float, float, float], Iterator[Iterator[Sent]]]
+_Source = Callable[[_TextIds, float, float, float], Iterator[Iterator[Sent]]]
 
 
 def _lines(seed: int, parts: list[tuple[_Source, float, float, float]]) -> Iterator[Line]:
-    """The requests of all sources ``(source, clients per second, begin, end)`` in the order of their time."""
-    texts = _Texts(random.Random(seed))
+    """Return the requests of all sources ``(source, clients per second, begin, end)`` in time order."""
+    texts = _TextIds(random.Random(seed))
     waiting: list[tuple[float, int, Prompt, Iterator[Sent]]] = []
     ties = itertools.count()
     clients = heapq.merge(*(_begun(source(texts, *rest)) for source, *rest in parts), key=lambda c: c[0][0])
@@ -189,13 +191,13 @@ def _begun(clients: Iterator[Iterator[Sent]]) -> Iterator[tuple[Sent, Iterator[S
 
 
 def _line(prompt: Prompt, numbers: dict[tuple[int, tuple[tuple[int, int], ...]], int]) -> Line:
-    """Cuts a prompt into blocks; the pieces that reach into a block, and what stands before it, are its identity."""
+    """Cut a prompt into blocks; a block's identity is its pieces and everything before it."""
     total = sum(tokens for _, tokens in prompt)
     ids: list[int] = []
     at, end, pieces = 0, 0, iter(prompt)
     reach: list[tuple[int, int]] = []
-    for start in range(0, total, PAGE_TOKENS):
-        stop = min(start + PAGE_TOKENS, total)
+    for start in range(0, total, BLOCK_TOKENS):
+        stop = min(start + BLOCK_TOKENS, total)
         inside = [r for r in reach if end > start][-1:]
         while end < stop:
             text, tokens = next(pieces)
@@ -211,7 +213,7 @@ _HOUR = 3600.0
 
 
 def _synthetic(seed: int) -> Iterator[Line]:
-    """Chat all the time, agents all the time, documents in the first half, batch jobs in the middle third."""
+    """Mix chat and agents all the time, documents in the first half, batch jobs in the middle third."""
     return _lines(
         seed,
         [

@@ -1,11 +1,10 @@
-"""Faults, for real: processes killed and stopped under load, damaged stores, full disks, clients that misbehave.
+"""Real faults: processes killed and stopped under load, damaged stores, full disks.
 
-A row per kind. ``wrong_answers`` counts reads with other bytes than were committed and refusals that did not come;
-``leaked_slots`` leases, reservations and arena pages that nobody accounts for afterwards; ``lost_durable_chunks`` those
-that were told durable and cannot be found after a kill, of nodes that evict nothing (every other one evicts);
-``failed_requests`` those that failed although nothing that they need was down. ``recovery_ms`` runs from the kill to
-the first Match that succeeds, with the start of the process; the summary's is that of every kill of the daemon, with
-its guardian or without.
+A row per kind. ``wrong_answers`` counts reads of bytes that were not committed and missing refusals; ``leaked_slots``
+leases, reservations and arena pages without an owner afterwards; ``lost_durable_chunks`` chunks that were reported
+durable and cannot be found after a kill, on nodes that evict nothing (every other node evicts); ``failed_requests``
+those that failed although everything that they need was up. ``recovery_ms`` runs from the kill to the first successful
+Match, process start included; the summary's is that of every kill of the daemon, with its supervisor or without.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.chaos.kinds import KINDS, PROMPTS, Outcome, Scene, small_disk, until
-from benchmarks.chaos.load import Load
+from benchmarks.chaos.attacks import KINDS, PROMPTS, FaultScenario, RoundOutcome, small_disk, until
+from benchmarks.chaos.victim_load import VictimLoad
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 
-# Kills are what most can go wrong with.
-_SHARES = {"kill_daemon": 10, "kill_daemon_and_guardian": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
+# Kills have the most ways to fail.
+_SHARES = {"kill_daemon": 10, "kill_daemon_and_supervisor": 4, "stop_writer": 4, "kill_client": 3, "stop_daemon": 3}
 _ROUNDS_OF_A_NODE = 40
 _WORKER_PROMPT, _WORKER_TOKENS = 300, 16
 
 
 def rounds_of(total: int) -> list[str]:
-    """The kinds, in turns, each as often as its share says and at least once."""
+    """Return the kinds of all rounds, interleaved by share, each at least once."""
     weights = {kind: _SHARES.get(kind, 1) for kind in KINDS}
     whole = sum(weights.values())
     out = [kind for kind, weight in weights.items() for _ in range(max(1, round(total * weight / whole)))]
@@ -42,18 +41,18 @@ def rounds_of(total: int) -> list[str]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(options.seed)
-    found: dict[str, list[Outcome]] = defaultdict(list)
+    found: dict[str, list[RoundOutcome]] = defaultdict(list)
     reasons: list[str] = []
     todo = rounds_of(options.rounds)
     with report.progress() as progress:
         task = progress.add_task("rounds", total=len(todo) + 1 + options.worker_rounds)
         for begin in range(0, len(todo), _ROUNDS_OF_A_NODE):
-            # An evicting node has a store that is smaller than what the load stores; the other one loses nothing.
+            # An evicting node's store is smaller than the load; the other node evicts nothing.
             evicting = begin // _ROUNDS_OF_A_NODE % 2 == 1
             flags = {"heartbeat_ms": 200, "store_bytes": "4MiB" if evicting else "256MiB", "staging_bytes": "4MiB"}
             with Node(workers=0, arena_bytes="6MiB", daemon_flags=flags) as node:
-                load = Load(node, options.peers, PROMPTS, rng.randrange(1 << 30))
-                scene = Scene(node, load, rng, evicts=evicting)
+                load = VictimLoad(node, options.peers, PROMPTS, rng.randrange(1 << 30))
+                scene = FaultScenario(node, load, rng, evicts=evicting)
                 try:
                     for kind in todo[begin : begin + _ROUNDS_OF_A_NODE]:
                         found[kind].append(one(kind, scene))
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         name: sum(r[name] for r in rows)
         for name in ("rounds", "wrong_answers", "leaked_slots", "lost_durable_chunks", "failed_requests")
     }
-    kinds = ("kill_daemon", "kill_daemon_and_guardian")
+    kinds = ("kill_daemon", "kill_daemon_and_supervisor")
     kills = [o.recovery_ms for kind in kinds for o in found[kind] if o.recovery_ms is not None]
     summary["recovery_ms_p50"] = report.median(kills)
     summary["recovery_ms_p99"] = round(report.p99(kills), 1)
@@ -82,8 +81,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return report.write(options, "faults", rows, summary)
 
 
-def one(kind: str, scene: Scene) -> Outcome:
-    """One round, and what the load saw of it."""
+def one(kind: str, scene: FaultScenario) -> RoundOutcome:
+    """Run one round; return its row."""
     wrong, failed = scene.load.wrong, scene.load.failed
     outcome = KINDS[kind](scene)
     scene.let_run()
@@ -93,7 +92,7 @@ def one(kind: str, scene: Scene) -> Outcome:
     return outcome
 
 
-def row(kind: str, outcomes: list[Outcome]) -> dict[str, Any]:
+def row(kind: str, outcomes: list[RoundOutcome]) -> dict[str, Any]:
     recoveries = [o.recovery_ms for o in outcomes if o.recovery_ms is not None]
     return {
         "fault": kind,
@@ -106,8 +105,8 @@ def row(kind: str, outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def full_disk() -> list[Outcome]:
-    """A full disk: the arena goes on serving, what comes once there is room is durable, and what is durable stays."""
+def full_disk() -> list[RoundOutcome]:
+    """Fill the disk: the arena keeps serving, later chunks become durable, durable ones stay."""
     node = Node(workers=0, arena_bytes="64MiB")
     with small_disk(node.folder / "small", "2m") as mounted:
         if not mounted:
@@ -116,7 +115,7 @@ def full_disk() -> list[Outcome]:
             return []
         node._daemon_flags["store"] = node.folder / "small" / "store"
         with node:
-            peer, outcome = Peer(node), Outcome()
+            peer, outcome = Peer(node), RoundOutcome()
             stored = [[n] * 400 for n in range(100)]
             for ids in stored:
                 peer.try_put(ids, 400)
@@ -141,8 +140,8 @@ def full_disk() -> list[Outcome]:
             return [outcome]
 
 
-def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
-    """A real worker, the daemon, or both are killed; greedy answers stay as they were."""
+def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, RoundOutcome]]:
+    """Kill a real worker, the daemon, or both; greedy answers must not change."""
     if not rounds:
         return []
     out = []
@@ -157,13 +156,13 @@ def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
         for n in range(rounds):
             kind = ("kill_worker", "kill_worker_and_daemon", "kill_daemon_of_worker")[n % 3]
             node.settle()
-            outcome, began = Outcome(), time.monotonic()
+            outcome, began = RoundOutcome(), time.monotonic()
             if kind != "kill_daemon_of_worker":
                 node.kill("worker-0")
             if kind != "kill_worker":
                 node.kill("daemon")
             try:
-                if kind == "kill_daemon_of_worker":  # the cache is never a reason to fail
+                if kind == "kill_daemon_of_worker":  # the cache must never fail a request
                     outcome.wrong += answers() != expected
                 if kind != "kill_worker":
                     node.start_daemon()
@@ -184,7 +183,7 @@ def of_workers(rounds: int, rng: random.Random) -> list[tuple[str, Outcome]]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("faults", __doc__ or "")
     parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--worker-rounds", type=int, default=12, help="of these, with real workers beside them")
+    parser.add_argument("--worker-rounds", type=int, default=12, help="rounds with real workers")
     parser.add_argument("--peers", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

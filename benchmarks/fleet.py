@@ -1,19 +1,19 @@
-"""Two nodes and a remote tier: what one has read, the other finds, over links of several speeds.
+"""Two nodes and a remote tier: reuse of one node's chunks by the other, by link speed.
 
-The tier is a Valkey cluster of three, or an S3 store. Its servers are on a host of their own, behind a shaped link
-(``links.py``); both nodes are on this machine, so they share its cores but run one after the other. Every repeat has a
-document that nobody has read: node A reads it, node B asks about it; document, question and answer have
-``context_tokens`` together.
+The tier is a Valkey cluster of three, or an S3 store. Its servers are on a separate host, behind a shaped link
+(``network_links.py``); both nodes are on this machine, so they share its cores but run one after the other. Every
+repeat has a new document: node A reads it, node B asks about it; document, question and answer have ``context_tokens``
+together.
 
 nocache       B computes all of it
-remote_warm   B's first question about it: what A read comes over the link, if that is quicker than computing
-local         the same question again: B has it now
-remote_down   the server is stopped, the document new to both: what a tier costs that is not there
+remote_warm   B's first question about it: A's chunks come over the link, if that is faster than computing
+local         the same question again: now B has the chunks
+remote_down   the server is stopped, the document new to both: the cost of an absent tier
 
-The first three take turns for each document, the last one with nocache while the server is stopped.
+The first three alternate for each document, the last one with nocache while the server is stopped.
 
-``warm_over_bound`` is ``remote_warm`` over the better of computing and what loading needs at the least: the bytes at
-the link's speed, and then what ``local`` takes. With ``--out`` a run that was stopped goes on where it was.
+``warm_over_bound`` is ``remote_warm`` over the better of computing and the minimum of loading: the bytes at the link's
+speed, then the time of ``local``. With ``--out`` an interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kvsidecar import Completion
 from kvsidecar.errors import ConfigurationError
 
 from benchmarks import report
-from benchmarks.kept import Kept
-from benchmarks.links import LOOPBACK, Link, link, links_of
+from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.network_links import LOOPBACK, Link, link, links_of
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisCluster, S3Server, why_no_s3, why_no_valkey
 
 QUESTION_TOKENS, ANSWER_TOKENS = 32, 8
 ARMS = ("nocache", "remote_warm", "local", "remote_down")
-# Of a document's tokens, this share at least is in chunks that do not depend on what follows.
+# Minimum share of a document's tokens in chunks that do not depend on the following text.
 _SHARED = 0.75
 _TALLY = ("wrong", "lost", "bypassed")
 
@@ -66,7 +66,7 @@ class Fleet:
                     options.model,
                     storage_bits=options.storage_bits,
                     daemon_flags=flags,
-                    # Nothing stays in the pool: what is measured comes from the daemon.
+                    # No prefix cache in the pool: all measured reuse comes from the daemon.
                     worker_flags={"resident_sequences": 0},
                 )
             )
@@ -75,13 +75,13 @@ class Fleet:
         self._until(lambda: not any(n.cache_stats().remote_failing for n in (self.a, self.b)))
 
     def check(self, context: int) -> None:
-        """Raises ConfigurationError for more than the model can read and answer."""
+        """Raise ConfigurationError for a context beyond the model's."""
         longest = self.b.client().model().context_length
         if context > longest:
             raise ConfigurationError(f"--context-tokens has {context}; the model's context has {longest}")
 
     def share(self, document: list[int]) -> int:
-        """A reads a document, and it is in the tier. Returns the bytes that it has there."""
+        """Let A read a document; return its bytes in the tier."""
         before = self.a.cache_stats().remote_written_bytes
         self.a.client().generate(document, max_tokens=1, deadline=600)
         self.a.settle()
@@ -94,7 +94,7 @@ class Fleet:
         return found
 
     def stop(self) -> None:
-        """The server hangs, as it looks from B; returns when B has noticed."""
+        """Stop the server, which appears hung to B; return when B has noticed."""
         self.server.send(signal.SIGSTOP)
         self._until(lambda: bool(self.b.cache_stats().remote_failing))
 
@@ -114,8 +114,10 @@ class Fleet:
 def measure(
     fleet: Fleet, context: int, repeats: int, rng: random.Random, gbit: float, tally: dict[str, int]
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """The rows of one link of so many Gbit/s, tier and length, without their names; and what prompts that nobody has
-    read took with the tier stopped, each by what it takes without a cache."""
+    """Measure one link speed, tier and length.
+
+    Returns the rows without their names, and pairs of TTFT of new prompts with the tier stopped and without a cache.
+    """
     times: dict[str, list[float]] = {arm: [] for arm in ARMS}
     stopped: list[float] = []
     moved: dict[str, list[float]] = {arm: [] for arm in ARMS}
@@ -156,8 +158,7 @@ def measure(
         {
             "arm": arm,
             "context_tokens": context,
-            "ttft_ms_p50": report.median(times[arm]),
-            "spread": report.spread(times[arm]),
+            **report.figure(times[arm], "ttft_ms_p50"),
             "bytes": int(report.median(moved[arm])),
             "link_ms": round(report.median(sizes) * 8 / (gbit * 1e6), 2) if gbit else 0.0,
         }
@@ -175,7 +176,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         else:
             tiers.append(tier)
     links, rng = links_of(options.gbit), random.Random(options.seed)
-    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     done = dict(kept.read())
     kept.write(list(done.items()))
     with report.progress() as progress:
@@ -191,7 +192,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     at = stack.enter_context(link(gbit)) if gbit else LOOPBACK
                     fleet = Fleet(options, tier, at, stack)
                     fleet.check(max(lengths))
-                    measure(fleet, 256, 1, rng, gbit, dict.fromkeys(_TALLY, 0))  # what is slow only once
+                    measure(fleet, 256, 1, rng, gbit, dict.fromkeys(_TALLY, 0))  # warm-up
                     for context in lengths:
                         tally = dict.fromkeys(_TALLY, 0)
                         found, stopped = measure(fleet, context, options.repeats, rng, gbit, tally)
@@ -220,12 +221,13 @@ def _ratios(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _stopped(cells: dict[tuple[str, int], dict[str, Any]]) -> dict[str, Any]:
-    """Of pairs: nothing that happens to the machine meanwhile happens to one side alone."""
+    """Return measured pairs, interleaved so that changes of the machine's speed affect both sides."""
     out: dict[str, Any] = {}
     for (where, context), cell in cells.items():
         name = f"{where.replace(' ', '_')}gbit_{context}"
         out[f"down_over_nocache_{name}"] = report.median(cell["stopped"])
         out[f"down_over_nocache_spread_{name}"] = report.spread(cell["stopped"])
+        out[f"down_over_nocache_n_{name}"] = len(cell["stopped"])
     return out
 
 
@@ -234,7 +236,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--tiers", nargs="+", choices=["valkey", "s3"], default=["valkey", "s3"])
-    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="speeds of the link")
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="link speeds")
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
@@ -245,5 +247,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    report.end_in_order()
+    report.exit_on_sigterm()
     main()

@@ -1,10 +1,10 @@
-"""Clients of the gateway while workers die: what is lost, and how long the first token takes.
+"""Gateway under worker deaths: lost answers and time to first token at the client.
 
-A node of ``kvsidecar serve`` with real processes; every ``--kill-every`` seconds a worker gets SIGKILL, in turns, and
-the supervisor starts it again. Half of the clients ask for whole answers, half for streams; each asks about one of some
-documents, thinks, and asks again. Lost is an answer that failed although nothing of it had been sent, broken one that
-ended in the middle of its stream, wrong one that was not what the same prompt got before (greedy, 16-bit storage).
-Times to the first token are those of streams, at the client.
+A node of ``kvsidecar serve`` with real processes; every ``--kill-every`` seconds a worker gets SIGKILL, in turn, and
+the supervisor restarts it. Half of the clients ask for complete answers, half for streams; each asks about one of
+several documents, thinks, and asks again. Lost is an answer that failed before any of it was sent, broken one that
+ended during its stream, wrong one that differs from the previous answer to the same prompt (greedy, 16-bit storage).
+Times to first token are those of streams, at the client.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _WINDOW_SECONDS = 30.0
 
 
 @dataclass
-class Seen:
-    """What the clients saw. ``times`` are ``(when it was asked, seconds to the first token)``."""
+class ClientResults:
+    """Client-side results. ``times`` are ``(time of the request, seconds to the first token)``."""
 
     answers: int = 0
     lost: int = 0
@@ -49,7 +49,7 @@ class Seen:
     known: dict[str, str] = field(default_factory=dict)
 
 
-class Served:
+class ServedNode:
     """``kvsidecar serve`` in a folder of its own; use it as a context manager."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -57,7 +57,7 @@ class Served:
         self._killed = 0
         self.url = f"http://127.0.0.1:{free_port()}"
 
-    def __enter__(self) -> Served:
+    def __enter__(self) -> ServedNode:
         folder, options = Path(self._folder.name), self._options
         flags = {
             "model": options.model,
@@ -105,7 +105,7 @@ class Served:
             return 0
 
     def kill_worker(self) -> None:
-        """The next one, if it lives."""
+        """Kill the next worker, if it is alive."""
         name = f"--name=worker-{self._killed % self._options.workers}"
         self._killed += 1
         for child in psutil.Process(self._process.pid).children():
@@ -113,8 +113,10 @@ class Served:
                 os.kill(child.pid, signal.SIGKILL)
 
 
-async def ask(client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: int, seen: Seen, began: float) -> None:
-    """One question and what came of it."""
+async def ask(
+    client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: int, seen: ClientResults, began: float
+) -> None:
+    """Send one question and record the result."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": streamed}
     asked, pieces, ended = time.perf_counter(), list[str](), False
     why = ""
@@ -147,16 +149,16 @@ async def ask(client: httpx.AsyncClient, prompt: str, streamed: bool, tokens: in
         seen.wrong += seen.known.setdefault(prompt, text) != text
 
 
-async def load(served: Served, options: argparse.Namespace, seen: Seen) -> int:
-    """All clients, until the time is over. Returns how many workers were killed."""
+async def load(served: ServedNode, options: argparse.Namespace, seen: ClientResults) -> int:
+    """Run all clients until the time is over; return the number of killed workers."""
     rng = random.Random(options.seed)
     shape = Shape(options.documents, options.document_words, 20)
     firsts, others = prompts(shape, options.questions, options.seed)
     limits = httpx.Limits(max_connections=options.clients)
     timeout = httpx.Timeout(120.0)
     async with httpx.AsyncClient(base_url=served.url, timeout=timeout, limits=limits) as client:
-        for prompt in firsts:  # every document has been read when the clock starts
-            await ask(client, prompt.text, False, options.max_tokens, Seen(), 0.0)
+        for prompt in firsts:  # every document is cached when the clock starts
+            await ask(client, prompt.text, False, options.max_tokens, ClientResults(), 0.0)
         began = time.perf_counter()
         end = began + options.minutes * 60
 
@@ -187,8 +189,8 @@ async def load(served: Served, options: argparse.Namespace, seen: Seen) -> int:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    seen = Seen()
-    with Served(options) as served:
+    seen = ClientResults()
+    with ServedNode(options) as served:
         kills = asyncio.run(load(served, options, seen))
     windows: dict[int, list[float]] = {}
     for at, seconds in seen.times:
@@ -197,7 +199,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         {
             "from_s": int(n * _WINDOW_SECONDS),
             "streams": len(times),
-            "ttft_ms_p50": report.median(times),
+            **report.figure(times, "ttft_ms_p50"),
             "ttft_ms_p99": round(report.p99(times), 1),
         }
         for n, times in sorted(windows.items())
@@ -223,7 +225,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def failures(summary: dict[str, Any]) -> list[str]:
-    """The promises that a run did not keep, one sentence each."""
+    """Return the violated guarantees of a run, one sentence each."""
     out = [f"{summary[name]} {name.replace('_', ' ')}" for name in _NONE_ALLOWED if summary[name]]
     if not summary["ttft_kept"]:
         out.append(
@@ -238,11 +240,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--kill-every", type=float, default=30.0, help="seconds")
-    parser.add_argument("--think-seconds", type=float, default=3.0, help="between a client's questions, on average")
+    parser.add_argument("--kill-every", type=float, default=30.0, help="seconds between kills")
+    parser.add_argument("--think-seconds", type=float, default=3.0, help="mean pause between a client's questions")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--document-words", type=int, default=300)
-    parser.add_argument("--questions", type=int, default=400, help="different ones that there are")
+    parser.add_argument("--questions", type=int, default=400, help="number of distinct questions")
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
-"""A hostile guest beside a well-behaved client of one daemon: what the client notices, and what the daemon uses.
+"""Isolation under attack: a hostile guest beside a well-behaved client of one daemon.
 
-The guest (``benchmarks.chaos.guest``) attacks from a process of its own with all that a caller at the shared socket can
-do. The client matches prompts that it stored, a hundred a second. ``match_p99_ms`` is wall time at the client;
-``internal`` counts calls that failed inside the daemon; ``above_budgets_mib`` is the most memory that the daemon had
-beyond what it had idle, its arena and one staging for each of the two callers.
+The guest (``benchmarks.chaos.hostile_guest``) attacks from a separate process with everything that a caller at the
+shared socket can send. The client matches prompts that it stored, a hundred per second. ``match_p99_ms`` is wall time
+at the client; ``internal`` counts calls that failed with INTERNAL; ``above_budgets_mib`` is the daemon's peak memory
+above its idle memory, its arena and one staging area for each of the two callers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _PROMPTS, _CHUNKS, _CHUNK_TOKENS = 8, 4, 64
 _PAUSE_SECONDS, _LOOK_SECONDS = 0.01, 0.1
 
 
-class Client:
-    """A worker that stores its prompts again when they are gone, and measures its Matches."""
+class MeasuredClient:
+    """Client that stores its prompts again when they were evicted, and measures its Matches."""
 
     def __init__(self, node: Node) -> None:
         self.peer = Peer(node)
@@ -57,8 +57,8 @@ class Client:
             self.failed[known.code().name] += 1
 
 
-class Memory(threading.Thread):
-    """Watches how much the daemon has."""
+class MemoryMonitor(threading.Thread):
+    """Thread that records the daemon's peak memory."""
 
     def __init__(self, process: psutil.Process) -> None:
         super().__init__(daemon=True)
@@ -74,8 +74,8 @@ class Memory(threading.Thread):
         self.join()
 
 
-def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
-    """One daemon, its client and, if asked for, the guest, for so long."""
+def measure(seconds: float, *, hostile: bool) -> dict[str, Any]:
+    """Measure one daemon and its client, with or without the guest, for ``seconds``."""
     with (
         tempfile.TemporaryDirectory(prefix="hostile-") as folder,
         Node(
@@ -86,10 +86,10 @@ def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
         ) as node,
     ):
         shared = Path(folder) / "shared.sock"
-        memory = Memory(psutil.Process(node.pid("daemon")))
+        memory = MemoryMonitor(psutil.Process(node.pid("daemon")))
         memory.start()
-        client, told = Client(node), "{}"
-        command = [sys.executable, "-m", "benchmarks.chaos.guest", str(shared)]
+        client, told = MeasuredClient(node), "{}"
+        command = [sys.executable, "-m", "benchmarks.chaos.hostile_guest", str(shared)]
         guest = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) if hostile else None
         try:
             until, number = time.monotonic() + seconds, 0
@@ -106,12 +106,13 @@ def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
             "hostile": hostile,
             "seconds": seconds,
             "matches": len(client.match_ms),
-            "match_p50_ms": round(report.median(client.match_ms), 2),
+            **report.figure(client.match_ms, "match_p50_ms"),
             "match_p99_ms": round(report.p99(client.match_ms), 2),
             "match_max_ms": round(max(client.match_ms), 1),
             "hit_share": round(client.found / max(1, len(client.match_ms)), 3),
             "wrong": client.wrong,
             "failed": dict(client.failed),
+            "failed_calls": client.failed.total(),
             "internal": internal,
             "above_budgets_mib": round((memory.most - memory.idle - _ARENA - 2 * _STAGING) / _MEBIBYTE, 1),
             "guest": json.loads(told),
@@ -119,8 +120,8 @@ def measured(seconds: float, *, hostile: bool) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    rows = [measured(min(options.seconds, 30.0), hostile=False), measured(options.seconds, hostile=True)]
-    return report.write(options, "hostile", rows, rows[-1])
+    rows = [measure(min(options.seconds, 30.0), hostile=False), measure(options.seconds, hostile=True)]
+    return report.write(options, "hostile", rows, {k: v for k, v in rows[-1].items() if not isinstance(v, dict)})
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Our CUDA kernels against torch's and against what the device's memory or tensor cores allow.
+"""CUDA kernels against torch's and against the device's memory bandwidth and tensor cores.
 
-Without a CUDA device it says so and ends well: what can be known without one, ``make kernels`` and the emulator's tests
-say. ``benchmarks.cpu_kernels`` measures the CPU's.
+Without a CUDA device it says so and exits with 0; ``make kernels`` and the emulator's tests cover what needs no device.
+``benchmarks.cpu_kernels`` measures the CPU's kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from kvkernels import kv_pack_reference
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
-from kvkernels.cuda.cuda_attention import InPool, Rows, attend
+from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16
@@ -23,13 +23,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from benchmarks import report
-from benchmarks.measured import Measured, Way
+from benchmarks.kernel_comparison import Implementation, KernelComparison
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
 
-def microseconds(way: Way, repeats: int) -> float:
-    """Median time of a call on the device, in microseconds."""
+def times_us(way: Implementation, repeats: int) -> list[float]:
+    """Return the device times of calls after three warm-up calls, in microseconds."""
     for _ in range(3):
         way()
     times = []
@@ -40,23 +40,23 @@ def microseconds(way: Way, repeats: int) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1000)
-    return report.median(times)
+    return times
 
 
 def copy_bandwidth(repeats: int) -> float:
-    """Bytes per second of a large copy, reads and writes both counted."""
+    """Measure the bytes per second of a large copy, reads and writes both counted."""
     source = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.nbytes / microseconds(lambda: target.copy_(source), repeats) * 1e6
+    return 2 * source.nbytes / report.median(times_us(lambda: target.copy_(source), repeats)) * 1e6
 
 
 def product_rate(repeats: int) -> float:
-    """Operations per second of a large bf16 product."""
+    """Measure the operations per second of a large bf16 product."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    return 2 * 8192**3 / microseconds(lambda: a @ a, repeats) * 1e6
+    return 2 * 8192**3 / report.median(times_us(lambda: a @ a, repeats)) * 1e6
 
 
-def attention(kernels: Kernels, out: Measured) -> None:
+def attention(kernels: Kernels, out: KernelComparison) -> None:
     for rows, keys in ((2048,) * 2, (8192,) * 2, (16384,) * 2, (128, 16384), (128, 65536), (512, 16384), (512, 65536)):
         _attention(kernels, out, "prefill" if rows == keys else "append", rows, keys, scattered=False)
     for keys in (8192, 32768):
@@ -65,14 +65,14 @@ def attention(kernels: Kernels, out: Measured) -> None:
         _decode(kernels, out, batch, 16384)
 
 
-def _attention(kernels: Kernels, out: Measured, op: str, rows: int, keys: int, scattered: bool) -> None:
+def _attention(kernels: Kernels, out: KernelComparison, op: str, rows: int, keys: int, scattered: bool) -> None:
     q = torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(KV_HEADS, keys, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     positions = torch.arange(keys - rows, keys, device="cuda")
     if scattered:
         positions = torch.randperm(keys, device="cuda")[:rows].sort().values
-    at = Rows(_int32(0, rows), _int32(keys), positions.to(torch.int32), rows, keys)
-    source, scale = InPool(k, v, first_slot=_int32(0)), DIM**-0.5
+    at = AttentionRows(_int32(0, rows), _int32(keys), positions.to(torch.int32), rows, keys)
+    source, scale = PagedKV(k, v, first_slot=_int32(0)), DIM**-0.5
     query = q.transpose(0, 1)[None]
 
     def theirs() -> Tensor:
@@ -99,11 +99,11 @@ def _attention(kernels: Kernels, out: Measured, op: str, rows: int, keys: int, s
     )
 
 
-def _decode(kernels: Kernels, out: Measured, batch: int, keys: int) -> None:
+def _decode(kernels: Kernels, out: KernelComparison, batch: int, keys: int) -> None:
     q = torch.randn(batch, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     k, v = (torch.randn(KV_HEADS, batch * keys, DIM, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    at = Rows(_int32(*range(batch + 1)), _int32(*[keys] * batch), None, 1, keys)
-    source = InPool(k, v, first_slot=_int32(*range(0, batch * keys, keys)))
+    at = AttentionRows(_int32(*range(batch + 1)), _int32(*[keys] * batch), None, 1, keys)
+    source = PagedKV(k, v, first_slot=_int32(*range(0, batch * keys, keys)))
     whole_k, whole_v = (x.view(KV_HEADS, batch, keys, DIM).transpose(0, 1) for x in (k, v))
     out.add(
         "decode",
@@ -115,8 +115,8 @@ def _decode(kernels: Kernels, out: Measured, batch: int, keys: int) -> None:
     )
 
 
-def moving(kernels: Kernels, out: Measured) -> None:
-    """Dequantize, rotate, scatter: 36 layers of 256 tokens."""
+def moving(kernels: Kernels, out: KernelComparison) -> None:
+    """Measure dequantization with RoPE shift and scatter of 36 layers of 256 tokens."""
     layers, tokens = 36, 256
     header = new_header(Geometry(layers, KV_HEADS, DIM, DATA_TYPE_BFLOAT16, 8), list(range(tokens)), 512)
     payload = torch.randint(0, 255, (header.payload_bytes,), dtype=torch.uint8)
@@ -143,7 +143,7 @@ def moving(kernels: Kernels, out: Measured) -> None:
     out.add("unpack", f"{layers} layers, {tokens} tokens, 8 bit", ours, "torch reference", theirs, moved)
 
 
-def products(kernels: Kernels, out: Measured) -> None:
+def products(kernels: Kernels, out: KernelComparison) -> None:
     for size in (4096, 8192):
         words, zeros = (
             torch.randint(-(2**31), 2**31, shape, device="cuda").to(torch.int32)
@@ -156,7 +156,7 @@ def products(kernels: Kernels, out: Measured) -> None:
             _product(kernels, out, x, packed, full)
 
 
-def _product(kernels: Kernels, out: Measured, x: Tensor, packed: awq_gemm.AwqWeights, full: Tensor) -> None:
+def _product(kernels: Kernels, out: KernelComparison, x: Tensor, packed: awq_gemm.AwqWeights, full: Tensor) -> None:
     moved = packed.codes.nbytes + packed.scales.nbytes + packed.zeros.nbytes
     shape = f"M {x.shape[0]}, {packed.inputs} x {packed.outputs}"
     out.add("awq_gemm", shape, lambda: awq_gemm.gemm(kernels, x, packed), "fp16 product", lambda: x @ full.t(), moved)
@@ -175,7 +175,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         report.console.print(f"Our kernels cannot be used here: {choice.why}.")
         return report.write(options, "kernels", [], {"measured": False, "reason": choice.why})
     repeats = 5 if options.quick else 20
-    out = Measured(repeats, microseconds, copy_bandwidth(repeats), product_rate(repeats))
+    out = KernelComparison(repeats, times_us, copy_bandwidth(repeats), product_rate(repeats))
     attention(choice.kernels, out)
     moving(choice.kernels, out)
     products(choice.kernels, out)

@@ -1,4 +1,4 @@
-"""A node of real processes for benchmarks, the demo and tests: one daemon, some workers, kills and restarts."""
+"""Node of real processes for benchmarks, demo and tests: daemon, workers, kills, restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUIET_SECONDS = 0.3
 
 
 class Process(Protocol):
-    """What a node wants of ``subprocess.Popen``."""
+    """Subset of ``subprocess.Popen`` that a node needs."""
 
     pid: int
     returncode: int | None
@@ -40,21 +40,21 @@ class Process(Protocol):
 
 
 def new_interpreter(command: list[str], environment: dict[str, str], log: int) -> Process:
-    """Runs ``python -m`` with these arguments; output goes to the descriptor ``log``."""
+    """Run ``python -m`` with these arguments; output goes to the descriptor ``log``."""
     return subprocess.Popen(
         [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL
     )
 
 
 def free_port() -> int:
-    """A port of this machine that nobody has, for the moment."""
+    """Return a currently free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 class Node:
-    """Owns its processes and a temporary folder; use it as a context manager."""
+    """Owner of a daemon, workers and a temporary folder; use it as a context manager."""
 
     launch: Callable[[list[str], dict[str, str], int], Process] = staticmethod(new_interpreter)
 
@@ -101,7 +101,7 @@ class Node:
                 self.start_worker(i, wait=False)
             for i in range(self.workers):
                 self.wait_worker(i)
-        except BaseException:  # Ctrl-C as well: what has started must not be left
+        except BaseException:  # also on Ctrl-C: no process may be left behind
             self.__exit__()
             raise
         return self
@@ -128,7 +128,7 @@ class Node:
             self.wait_daemon()
 
     def wait_daemon(self) -> None:
-        """Waits until the daemon serves."""
+        """Wait until the daemon serves."""
         deadline = time.monotonic() + _START_SECONDS
         while True:
             try:
@@ -146,7 +146,7 @@ class Node:
             self.wait_worker(i)
 
     def wait_worker(self, i: int) -> None:
-        """Waits until a worker serves and, if the daemon runs, is attached to it."""
+        """Wait until a worker serves and, if the daemon runs, is attached to it."""
         deadline = time.monotonic() + _START_SECONDS
         while not self.worker_socket(i).exists():
             self._check(f"worker-{i}", deadline)
@@ -164,9 +164,9 @@ class Node:
             self._check(f"worker-{i}", deadline)
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
-        """Sends a signal to ``daemon`` or ``worker-N``; after SIGKILL and SIGTERM waits until it is gone.
+        """Send a signal to ``daemon`` or ``worker-N``; after SIGKILL and SIGTERM wait for its end.
 
-        The daemon is the process that serves, and for these two also its guardian, so that it stays dead.
+        ``daemon`` is the serving process and, for these two signals, also its supervisor, so that it stays dead.
         """
         key = "a-daemon" if name == "daemon" else name
         process, serving = self._processes[key], self.pid(name)
@@ -180,7 +180,7 @@ class Node:
         del self._processes[key]
 
     def crash_daemon(self) -> None:
-        """SIGKILL to the process that serves, as the kernel sends it for want of memory; its guardian lives."""
+        """Send SIGKILL to the serving process, as the OOM killer does; its supervisor survives."""
         serving = self.pid("daemon")
         handle = os.pidfd_open(serving)
         os.kill(serving, signal.SIGKILL)
@@ -191,21 +191,21 @@ class Node:
         return key in self._processes and self._processes[key].poll() is None
 
     def pid(self, name: str) -> int:
-        """Of the process that does the work."""
+        """Return the id of the serving process."""
         if name != "daemon":
             return self._processes[name].pid
         guardian, deadline = self._processes["a-daemon"].pid, time.monotonic() + 5
         while not (children := psutil.Process(guardian).children()):
-            self._check("a-daemon", deadline)  # between two of them
+            self._check("a-daemon", deadline)  # between two polls
         return children[0].pid
 
     def restart_worker(self, i: int) -> None:
-        """SIGKILL, then a new process."""
+        """Kill a worker with SIGKILL and start a new process."""
         self.kill(f"worker-{i}")
         self.start_worker(i)
 
     def restart_daemon(self) -> None:
-        """SIGKILL, then a new process; returns when the workers are attached to it."""
+        """Kill the daemon with SIGKILL and start a new process; return when the workers are attached."""
         self.kill("daemon")
         self.start_daemon()
         for i in range(self.workers):
@@ -229,7 +229,7 @@ class Node:
             return response
 
     def settle(self, seconds: float = 30.0) -> None:
-        """Waits until all that was computed is stored and durable."""
+        """Wait until everything computed is stored and durable."""
         deadline = time.monotonic() + seconds
         while True:
             stats = [self.client(i).stats() for i in range(self.workers) if self.alive(f"worker-{i}")]
@@ -241,8 +241,10 @@ class Node:
             time.sleep(0.01)
 
     def settle_stores(self, seconds: float = 60.0) -> float:
-        """For engines that are not ours and do not say what they still store: until the daemon has heard of nothing new
-        for a while. Returns when it last did (``time.perf_counter``)."""
+        """Wait until the daemon receives no new chunks for a while, for engines that do not report pending stores.
+
+        Returns the time of the last new chunk (``time.perf_counter``).
+        """
         deadline, before, changed = time.monotonic() + seconds, (-1, -1), time.perf_counter()
         while True:
             stats = self.cache_stats()
@@ -257,7 +259,7 @@ class Node:
             time.sleep(_QUIET_SECONDS / 15)
 
     def wait_sessions(self, count: int, seconds: float = 60.0) -> None:
-        """Until so many sessions are open: an engine's two halves have one each."""
+        """Wait until ``count`` sessions are open; a vLLM engine has two."""
         deadline = time.monotonic() + seconds
         while self.cache_stats().sessions < count:
             if time.monotonic() > deadline:
@@ -285,7 +287,7 @@ class Node:
 
 
 def _wait_gone(handle: int, seconds: float) -> None:
-    """Waits until a process that need not be this one's child has ended with all of its threads; closes its pidfd."""
+    """Wait until a process, which need not be a child, has ended with all of its threads; close its pidfd."""
     try:
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)

@@ -1,7 +1,7 @@
-"""What the cache costs when nothing is ever found: unique prompts with the cache on and off, alternating.
+"""Overhead of the cache without hits: unique prompts with the cache on and off, alternating.
 
-The throughput is that of a closed loop: so many clients ask without a pause, and the clock runs until the last answer
-is there and all that was computed is stored.
+Throughput is measured as a closed loop: the clients ask without a pause, and the clock runs until the last answer has
+arrived and everything computed is stored.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             for arm in ARMS if i % 2 else ARMS[::-1]:
                 result = client.generate(prompt(), max_tokens=1, temperature=0, skip_cache=arm == "off")
                 ttft[arm].append(result.ttft_ms)
-                node.settle()  # what was computed is stored between requests, as between a user's turns
+                node.settle()  # stores finish between requests, as between a user's turns
                 progress.advance(task)
         for i in range(options.rounds):
             for arm in ARMS if i % 2 else ARMS[::-1]:
@@ -60,20 +60,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     rows = [
         {
             "arm": arm,
-            "ttft_ms_p50": report.median(ttft[arm]),
-            "ttft_spread": report.spread(ttft[arm]),
-            "tokens_per_s": report.median(rate[arm]),
-            "tokens_per_s_spread": report.spread(rate[arm]),
+            **report.figure(ttft[arm], "ttft_ms_p50", "ttft"),
+            **report.figure(rate[arm], "tokens_per_s", "tokens_per_s"),
         }
         for arm in ARMS
     ]
     pairs = [on / off for on, off in zip(ttft["on"], ttft["off"], strict=True)]
     rates = [on / off for on, off in zip(rate["on"], rate["off"], strict=True)]
     summary = {
-        "ttft_ratio": report.median(pairs),
-        "ttft_ratio_spread": report.spread(pairs),
-        "throughput_ratio": report.median(rates),
-        "throughput_ratio_spread": report.spread(rates),
+        **report.figure(pairs, "ttft_ratio", "ttft_ratio"),
+        **report.figure(rates, "throughput_ratio", "throughput_ratio"),
         "throughput_ratio_of_medians": round(report.median(rate["on"]) / report.median(rate["off"]), 4),
     }
     return report.write(options, "overhead", rows, summary)
@@ -84,10 +80,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--context-tokens", type=int, default=512)
     parser.add_argument("--answer-tokens", type=int, default=16)
-    parser.add_argument("--requests", type=int, default=24, help="pairs for the time to first token")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs for the throughput")
+    parser.add_argument("--requests", type=int, default=24, help="request pairs for TTFT")
+    parser.add_argument("--rounds", type=int, default=5, help="round pairs for throughput")
     parser.add_argument("--concurrency", type=int, default=4)
-    parser.add_argument("--turns", type=int, default=4, help="prompts of each client in a round")
+    parser.add_argument("--turns", type=int, default=4, help="prompts per client and round")
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)

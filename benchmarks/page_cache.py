@@ -1,4 +1,4 @@
-"""The system's page cache, which is emptied for reads that are to come from the disk. That needs root."""
+"""The kernel's page cache, dropped before cold reads. Needs root."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def can_drop() -> bool:
 
 
 def drop() -> None:
-    """Writes out what is not yet, and forgets all of it."""
+    """Write back dirty pages and drop the page cache."""
     os.sync()
     _DROP.write_text("3")

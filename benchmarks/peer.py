@@ -1,6 +1,6 @@
-"""A worker without a model: attaches, maps the daemon's memory, stores and reads chunks.
+"""Client of the daemon without a model: attaches, maps memory, stores and reads chunks.
 
-The payload of a chunk is a function of its tokens, so that whoever reads it can check every byte.
+The payload of a chunk is a function of its tokens, so that every reader can check every byte.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GEOMETRY = Geometry(2, 1, 8, DATA_TYPE_FLOAT32, 16)
 
 
 def descriptor(name: str = "m", geometry: Geometry = GEOMETRY) -> NamespaceDescriptor:
-    """A namespace of float32 chunks."""
+    """Return a namespace descriptor of float32 chunks."""
     return NamespaceDescriptor(
         model_fingerprint=name.encode().ljust(32, b"\0"), architecture="Test", layers=geometry.layers,
         kv_heads=geometry.kv_heads, head_dim=geometry.head_dim, dtype=geometry.dtype,
@@ -31,13 +31,13 @@ def descriptor(name: str = "m", geometry: Geometry = GEOMETRY) -> NamespaceDescr
 
 
 def payload_of(ids: list[int], size: int) -> bytes:
-    """The payload of a chunk with these tokens."""
+    """Return the payload of a chunk with these tokens."""
     seed = keys.token_bytes(ids)
     return (seed * (size // len(seed) + 1))[:size]
 
 
 class Peer:
-    """One session. Raises grpc.RpcError and OSError when the daemon is not there."""
+    """One session of the daemon. Raises grpc.RpcError and OSError if the daemon is down."""
 
     def __init__(
         self, node: Node, name: str = "m", heartbeats: bool = True, geometry: Geometry = GEOMETRY, timeout: float = 30.0
@@ -67,7 +67,7 @@ class Peer:
             self._out.put(pb.AttachRequest(heartbeat=pb.Heartbeat()))
 
     def close(self) -> None:
-        """Ends the session without a word, as a worker that dies does."""
+        """Drop the session without a call, as a dying worker does."""
         self._beating.set()
         self._out.put(None)
         self.call.cancel()
@@ -101,7 +101,7 @@ class Peer:
         return self.stub.Commit(request, timeout=self.timeout)
 
     def put(self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"", ttl: int = 0) -> bytes:
-        """Stores a chunk, to be kept for so many seconds (0: for as long as there is room). Returns its prefix hash."""
+        """Store a chunk with a TTL in seconds (0: no expiry); return its prefix hash."""
         found = self.reserve(self.header(ids, start, parent), salt=salt, ttl=ttl)[0]
         assert found.outcome == pb.RESERVE_OUTCOME_GRANTED, found
         self.staged(found.staging)[:] = payload_of(ids, found.staging.size_bytes)
@@ -109,7 +109,7 @@ class Peer:
         return found.prefix_hash
 
     def try_put(self, ids: list[int], tokens_of_a_chunk: int, salt: bytes = b"") -> int:
-        """Stores what is missing of a prompt, like a worker: what cannot be stored is left out. Returns the chunks."""
+        """Store the missing chunks of a prompt like a worker, skipping refused ones; return the chunks."""
         found = self.stub.Match(
             pb.MatchRequest(namespace=self.namespace, token_ids=ids, tenant_salt=salt), timeout=self.timeout
         )
@@ -143,13 +143,15 @@ class Peer:
         return int(self.stub.Release(request, timeout=self.timeout).released)
 
     def release_later(self, found: pb.MatchResponse) -> Any:
-        """The same, not waited for: the call, whose ``result`` is the answer."""
+        """Release asynchronously; ``result()`` of the returned call is the answer."""
         request = pb.ReleaseRequest(session_id=self.session, lease_ids=[found.lease_id])
         return self.stub.Release.future(request, timeout=self.timeout)
 
     def is_right(self, ids: list[int], found: pb.MatchResponse) -> bool:
-        """Whether every byte of what was found is that of its tokens. A chunk that matches partly is not of tokens that
-        the asker knows, and its first bytes are checked alone."""
+        """Return True if every byte found belongs to its tokens.
+
+        A partly matched chunk contains tokens unknown to the caller; only its first bytes are checked.
+        """
         at = 0
         for m in found.matches:
             size = m.payload_bytes
@@ -165,7 +167,7 @@ class Peer:
         return True
 
     def read(self, ids: list[int], salt: bytes = b"") -> int:
-        """Matches, checks every byte, releases. Returns the tokens found."""
+        """Match, check every byte, release; return the number of tokens found."""
         found = self.match(ids, salt)
         assert self.is_right(ids, found), "the bytes are not those of the chunk's tokens"
         assert self.release(found) == bool(found.matches)
@@ -175,7 +177,7 @@ class Peer:
         return self.stub.Stats(pb.StatsRequest(), timeout=self.timeout)
 
     def list_all(self) -> list[pb.ChunkInfo]:
-        """All chunks of all tenants."""
+        """Return all chunks of all tenants."""
         found: list[pb.ChunkInfo] = []
         token = b""
         while True:

@@ -1,16 +1,17 @@
-"""The same prompts, model and machine, one system after another: ours, transformers, llama.cpp, vLLM.
+"""Comparison with other engines: ours, transformers, llama.cpp and vLLM, one after another.
 
-Each reads documents that nobody has read (``ttft_nocache_ms``), answers a fresh question about each at once
-(``ttft_warm_ms``), and after SIGKILL and a new process another one (``ttft_after_restart_ms``); ``decode_ms`` is a
-token's time behind the document. Systems that keep nothing compute again, which is what their restart costs.
+All get the same prompts and model on the same machine. Each reads new documents (``ttft_nocache_ms``), then answers a
+fresh question about each (``ttft_warm_ms``), and another one after SIGKILL and a new process
+(``ttft_after_restart_ms``); ``decode_ms`` is the time per token after the document. Systems without persistence compute
+again, which is the cost of their restart.
 
-ours, ours_w8, ours_w4     our worker on its daemon; weights as they are, and at 8 and 4 bits
+ours, ours_w8, ours_w4     our worker on its daemon; weights unchanged, and at 8 and 4 bits
 transformers               the library, its cache object kept between prompts
 llama.cpp_f16, _bf16, _q8_0, _q4_0  compiled for this machine, bf16 where the CPU multiplies it;
                            each document's state saved to a file and loaded from it
 vllm, vllm_kvsidecar       compiled, tcmalloc and Intel's OpenMP preloaded where installed; with our connector
 
-``make bench-peers`` installs them. What is missing is said in ``missing``, with the reason.
+``make bench-peers`` installs them. Missing systems are listed in ``missing``, with the reason.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.engines import QUESTION_TOKENS, Draw
+from benchmarks.engines import QUESTION_TOKENS, TokenSource
 from benchmarks.node import Node
-from benchmarks.systems.arms import PAGE_TOKENS, Arm, of_engine, of_node, of_vllm
+from benchmarks.systems.arms import BLOCK_TOKENS, EngineArm, of_engine, of_node, of_vllm
 from benchmarks.systems.checkpoint import dtype_of, folder_of, lengths_of, write_gguf
 from benchmarks.systems.engine import Engine
 from benchmarks.systems.environments import Environment, find
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 from inference_svc.models.loader import model_shape
 
 _OURS = {"ours": "16", "ours_w8": "8", "ours_w4": "4"}
@@ -42,11 +43,11 @@ _LLAMA = {"llama.cpp_f16": "f16", "llama.cpp_bf16": "bf16", "llama.cpp_q8_0": "q
 SYSTEMS = (*_OURS, "transformers", *_LLAMA, "vllm", "vllm_kvsidecar")
 _SPARE_TOKENS = 16
 METRICS = ("ttft_nocache_ms", "ttft_warm_ms", "ttft_after_restart_ms", "decode_ms")
-_FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # of any system; the others are measured all the same
+_FAILURES = (KVSidecarError, RuntimeError, OSError, ValueError)  # errors of one system; the others are still measured
 
 
 class Bench:
-    """Starts one system at a time, of one model."""
+    """Starts one system at a time, for one model."""
 
     def __init__(self, options: argparse.Namespace, scratch: Path) -> None:
         self._options, self._scratch = options, scratch
@@ -54,13 +55,13 @@ class Bench:
         options.context_tokens = lengths_of(self._model, options.context_tokens, options.answer_tokens + _SPARE_TOKENS)
         self._dtype = dtype_of(options.model, options.dtype)
         self._context = max(options.context_tokens) + options.answer_tokens + _SPARE_TOKENS
-        room = (self._context + PAGE_TOKENS) * (options.repeats + 1)
+        room = (self._context + BLOCK_TOKENS) * (options.repeats + 1)
         self._room = room * model_shape(str(self._model)).token_bytes
         self._threads = len(os.sched_getaffinity(0))
 
     @contextmanager
-    def running(self, name: str) -> Iterator[Arm]:
-        """Raises one of ``_FAILURES`` where it cannot be had."""
+    def running(self, name: str) -> Iterator[EngineArm]:
+        """Start a system. Raises one of ``_FAILURES`` if it is not available."""
         with ExitStack() as stack:
             if name in _OURS:
                 flags = {"dtype": self._dtype, "weights": _OURS[name]}
@@ -77,7 +78,7 @@ class Bench:
                 engine = stack.enter_context(self._llama(_LLAMA[name]))
                 yield of_engine(name, engine, save=lambda: engine.do("save"))
             else:
-                recipe = Recipe(
+                recipe = EngineSettings(
                     environment(),
                     self._scratch,
                     self._model,
@@ -98,13 +99,13 @@ class Bench:
         return Engine(place, "llama_cpp", self._scratch, options)
 
 
-def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:
-    """A system's rows. All systems get the same prompts."""
-    draw, rows = Draw(options.seed), []
+def measure(arm: EngineArm, options: argparse.Namespace, step: Callable[[], None]) -> list[dict[str, Any]]:
+    """Measure one system; return its rows. All systems get the same prompts."""
+    draw, rows = TokenSource(options.seed), []
     for context in options.context_tokens:
         found: dict[str, list[float]] = {metric: [] for metric in METRICS}
         documents = [draw(context - QUESTION_TOKENS) for _ in range(options.repeats)]
-        arm.ask(draw(QUESTION_TOKENS), 2)  # what is slow only once
+        arm.ask(draw(QUESTION_TOKENS), 2)  # warm-up
         for document in documents:
             cold = arm.ask(document + draw(QUESTION_TOKENS), 1)
             arm.settle()
@@ -122,8 +123,8 @@ def measure(arm: Arm, options: argparse.Namespace, step: Callable[[], None]) -> 
             found["ttft_after_restart_ms"].append(after.ttft_ms)
             step()
         row: dict[str, Any] = {"system": arm.name, "context_tokens": context}
-        row |= {metric: report.median(times) for metric, times in found.items()}
-        row |= {f"{metric.removesuffix('_ms')}_spread": report.spread(times) for metric, times in found.items()}
+        for metric, times in found.items():
+            row |= report.figure(times, metric, metric.removesuffix("_ms"))
         rows.append(row | {"reused_after_restart": after.cached})
     return rows
 
@@ -151,7 +152,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as long each other system takes as ours with its weights as they are: below 1 ours has lost."""
+    """Return each system's times relative to ours with unchanged weights: below 1, ours is slower."""
     ours = {r["context_tokens"]: r for r in rows if r["system"] == "ours"}
     return {
         f"{r['system']}_{r['context_tokens']}_over_ours": {
@@ -167,10 +168,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--dtype", default="auto", help="auto (bfloat16 where the CPU has it), float32 or bfloat16")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--context-tokens", type=int, nargs="+", help="1024 and 4096 where the model has the room")
+    parser.add_argument("--context-tokens", type=int, nargs="+", help="default: 1024 and 4096 if they fit the context")
     parser.add_argument("--repeats", type=int, default=3, help="documents of each length")
     parser.add_argument("--answer-tokens", type=int, default=32)
-    parser.add_argument("--eager", action="store_true", help="vLLM without its compiler")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without its compiler")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -1,6 +1,6 @@
-"""Writes docs/peers.md from what ``peers``, ``agents``, ``engines`` and ``engine_faults`` measured.
+"""Generator of docs/peers.md from results of ``peers``, ``agents``, ``engines``, ``engine_faults``.
 
-``python -m benchmarks.peers_page`` reads ``benchmarks/results``. What ours lost is listed first.
+``python -m benchmarks.peers_page`` reads ``benchmarks/results``. Rows in which ours is behind come first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Result = dict[str, Any]
 
 
 def page(results: dict[str, Result]) -> str:
-    """The page, of the results that there are, by file's name."""
+    """Return the page for the available results, by file name."""
     parts = [
         "# Side by side with other engines",
         "Written by `python -m benchmarks.peers_page` from one run of each benchmark (`benchmarks/results`). "

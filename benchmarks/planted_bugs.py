@@ -1,4 +1,4 @@
-"""Small functions with one planted bug: where is it? The question that the reference system measures itself by."""
+"""Small functions with one planted bug: the question of the reference system."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-# Functions, each with the number of the line that is replaced (from 1), and by what.
+# Functions, each with the number of the replaced line (from 1) and its replacement.
 _FUNCTIONS = Path(__file__).parent / "data" / "functions.jsonl"
 
 
 @dataclass(frozen=True)
 class PlantedBug:
-    """Functions with numbered lines, one of them with a bug, a question, and the number of the line."""
+    """Functions with numbered lines, one of them with a bug; the question; the line number."""
 
     functions: tuple[str, ...]
     question: str
@@ -21,7 +21,7 @@ class PlantedBug:
 
 
 def planted_bug(rng: random.Random, functions: int) -> PlantedBug:
-    """So many different functions, of which one has a bug; lines are numbered through."""
+    """Draw ``functions`` distinct functions, one with a bug; lines are numbered consecutively."""
     known = [json.loads(line) for line in _FUNCTIONS.read_text(encoding="utf-8").splitlines()]
     chosen, broken = rng.sample(known, functions), rng.randrange(functions)
     out, number, line = [], 0, 0

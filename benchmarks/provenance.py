@@ -1,4 +1,4 @@
-"""Provenance of a result: the commit, the time, the load and the command that it came from."""
+"""Provenance of a result: commit, time, load and command."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ _LOAD = os.getloadavg()
 
 @dataclass(frozen=True)
 class Provenance:
-    """Taken when a benchmark was imported, but for ``seconds`` and ``load_after``. ``commit`` is empty, and ``dirty``
-    None, where there is no repository."""
+    """Provenance of a run, taken at import except ``seconds`` and ``load_after``.
+
+    Without a repository ``commit`` is empty and ``dirty`` None.
+    """
 
     commit: str
     dirty: bool | None
@@ -31,6 +33,7 @@ class Provenance:
 
     @classmethod
     def now(cls) -> Provenance:
+        """Return the provenance of this run."""
         commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
         took = (datetime.datetime.now(datetime.UTC) - _STARTED).total_seconds()
         return cls(
@@ -48,7 +51,7 @@ class Provenance:
 
 
 def _git(*arguments: str) -> str | None:
-    """Asks git about the repository; None where git has no answer."""
+    """Return git's output for the repository; None if git fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, timeout=30, check=True
@@ -59,7 +62,7 @@ def _git(*arguments: str) -> str | None:
 
 
 def _command() -> str:
-    """The command line, without the places of this machine."""
+    """Return the command line without this machine's paths."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     if spec is None:
         return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,4 +1,4 @@
-"""A network between a daemon and an engine that fails on command: one TCP port of this machine before another one."""
+"""Faulty TCP proxy: one local port forwarded to another, with faults on command."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False)
 class Proxy:
-    """Forwards connections to a port of ``host``, with threads of its own. Faults hold for connections that are
-    open, and for new ones, until they are set back."""
+    """Forwards connections to a port of ``host`` on its own threads.
+
+    Faults apply to open and to new connections until they are reset.
+    """
 
     target: int
     port: int = field(init=False)
-    delay_seconds: float = 0.0  # of every piece of an answer
-    garbage: bool = False  # answers are random bytes
+    delay_seconds: float = 0.0  # delay of every piece of an answer
+    garbage: bool = False  # replace answers by random bytes
     host: str = "127.0.0.1"
     _open: set[socket.socket] = field(default_factory=set)
     _flowing: threading.Event = field(default_factory=threading.Event)
@@ -35,16 +37,16 @@ class Proxy:
     # ---- faults ---------------------------------------------------------------------------------------------
 
     def hang(self) -> None:
-        """Nothing comes through any more; connections stay open."""
+        """Forward nothing; connections stay open."""
         self._flowing.clear()
 
     def go_on(self) -> None:
-        """Everything is as it should be."""
+        """Reset all faults."""
         self.delay_seconds, self.garbage, self.refusing = 0.0, False, False
         self._flowing.set()
 
     def cut(self) -> None:
-        """Ends all connections, and every new one at once."""
+        """Close all connections, and every new one at once."""
         self.refusing = True
         with self._lock:
             gone, self._open = self._open, set()

@@ -1,14 +1,14 @@
-"""What reuse does to answers: accuracy on tasks that need other chunks, divergence and perplexity on text.
+"""Quality of reuse: accuracy on tasks that need other chunks, divergence and perplexity.
 
-A sample is a prompt of documents with questions. ``exact`` arms store the prompt itself at so many bits and reuse it as
-a prefix; all others store its documents as they were in another order, put them at their places and repair them. Every
-arm is compared, question by question, with a full prefill by the same engine. ``full_pieces`` is that prefill in other
-piece sizes: the noise floor. The gates say whether the benchmark can tell anything at all.
+A sample is a prompt of documents with questions. ``exact`` arms store the prompt itself at several bit widths and reuse
+it as a prefix; all others store its documents in another order, relocate them and repair them. Every arm is compared,
+question by question, with a full prefill by the same engine. ``full_pieces`` is that prefill in other piece sizes: the
+noise floor. The gates check that the benchmark has statistical power.
 
 With any other model than the built-in one: ``real_quality``.
 
-Runs in as many processes as ``--processes`` says, one thread each. With ``--out``, what is measured is kept beside it
-until all is done, and a run that was stopped goes on from there.
+Runs in ``--processes`` processes of one thread each. With ``--out``, results are checkpointed beside it, and an
+interrupted run resumes.
 """
 
 from __future__ import annotations
@@ -24,42 +24,42 @@ from typing import Any
 import torch
 
 from benchmarks import real_quality, report
-from benchmarks.judged import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, Samples, outcomes
-from benchmarks.kept import Job, Kept
-from benchmarks.tally import Record, Tally
+from benchmarks.checkpointed_results import CheckpointedResults, Job
+from benchmarks.judged_prompts import EXACT, RATIOS, REPAIRS, SHUFFLED, Arm, PromptSampler, arm_outcomes
+from benchmarks.quality_statistics import ArmStatistics, PromptRecord
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.models.loader import load, quiet_transformers
 from training import tasks
 
 CROSS, CONTROLS = ("alias", "two_hop", "relative"), tasks.CONTROLS
 
-Measured = dict[str, Record]  # by arm
+Measured = dict[str, PromptRecord]  # by arm
 
 
 def arms_of(number: int, options: argparse.Namespace) -> list[Arm]:
-    """The arms of a task's prompt with this number."""
+    """Return the arms of a task's ``number``-th prompt."""
     return [*(EXACT if number < options.n_exact else []), *(SHUFFLED if number < options.n else [])]
 
 
 class Measurer:
-    """One process's model and samples."""
+    """Model and samples of one process."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
         self._options = options
         self._lab = ReuseLab(load(options.model, dtype=options.dtype), 2048)
-        self._samples = Samples(self._lab, options.facts, options.filler)
+        self._samples = PromptSampler(self._lab, options.facts, options.filler)
 
     def __call__(self, job: Job) -> Measured:
         name, number = job
         rng = random.Random(f"{self._options.seed} {name} {number}")
         prompt = self._samples.text(rng) if name == "text" else self._samples.task(name, rng)
-        found = outcomes(self._lab, prompt, arms_of(number, self._options), rng)
+        found = arm_outcomes(self._lab, prompt, arms_of(number, self._options), rng)
         _, full = next(found)
-        return {arm: Record.of(prompt.gold, full, outcome) for arm, outcome in found}
+        return {arm: PromptRecord.of(prompt.gold, full, outcome) for arm, outcome in found}
 
 
-_measurer: Measurer  # of a child process
+_measurer: Measurer  # state of a child process
 
 
 def _begin(options: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def _measure(job: Job) -> tuple[Job, Measured]:
 
 
 def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job, Measured]]:
-    """Measures jobs, in any order."""
+    """Measure jobs, in any order."""
     if options.processes <= 1:
         measurer = Measurer(options)
         yield from ((job, measurer(job)) for job in jobs)
@@ -84,7 +84,7 @@ def measured(options: argparse.Namespace, jobs: list[Job]) -> Iterator[tuple[Job
 
 
 def gates(rows: list[dict[str, Any]]) -> dict[str, bool]:
-    """Whether the benchmark has power; a task that the model has not learned proves nothing."""
+    """Check that the benchmark has power; a task that the model has not learned proves nothing."""
     found = {(r["arm"], r["task"]): r for r in rows}
 
     def lost(arm: str, task: str) -> float:
@@ -125,7 +125,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     names = [*tasks.TASKS, "text"]
-    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     found = list(_complete(kept, options))
     kept.write([(job, _plain(arms)) for job, arms in found])
     done = {job for job, _ in found}
@@ -136,10 +136,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             kept.add(job, _plain(arms))
             found.append((job, arms))
             progress.advance(bar)
-    tallies: dict[tuple[str, str], Tally] = {}
+    tallies: dict[tuple[str, str], ArmStatistics] = {}
     for (name, _), arms in sorted(found, key=lambda one: (names.index(one[0][0]), one[0][1])):
         for arm, record in arms.items():
-            tallies.setdefault((name, arm), Tally()).records.append(record)
+            tallies.setdefault((name, arm), ArmStatistics()).records.append(record)
     rows = [tally.row(arm, name) for (name, arm), tally in tallies.items()]
     shown = ("arm", "task", "accuracy", "accuracy_full", "flips", "kl_mean", "top1_agreement", "recomputed_ratio")
     result = report.write(options, "quality", rows, summary(rows), shown)
@@ -147,11 +147,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _complete(kept: Kept, options: argparse.Namespace) -> Iterator[tuple[Job, Measured]]:
-    """What was measured already, of prompts with all their arms."""
+def _complete(kept: CheckpointedResults, options: argparse.Namespace) -> Iterator[tuple[Job, Measured]]:
+    """Return the stored results of prompts with all their arms."""
     for (name, number), arms in kept.read():
         if {a.name for a in arms_of(number, options)} == arms.keys() - {"full_pieces"}:
-            yield (name, number), {arm: Record(**record) for arm, record in arms.items()}
+            yield (name, number), {arm: PromptRecord(**record) for arm, record in arms.items()}
 
 
 def _plain(arms: Measured) -> dict[str, dict[str, Any]]:
@@ -163,16 +163,18 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument(
         "--model",
         default="demo",
-        help="demo: tasks that it was trained for; any other trained model, such as smollm2: real text",
+        help="demo: its trained tasks; any other trained model, such as smollm2: real text",
     )
-    parser.add_argument("--dtype", default="float32", help="float32 shows what reuse does, not what rounding does")
+    parser.add_argument("--dtype", default="float32", help="float32 isolates the effect of reuse from rounding")
     parser.add_argument("--n", type=int, help="prompts per task for the shuffled arms; 1000, or 100 of real text")
     parser.add_argument("--n-exact", type=int, help="prompts per task for the exact arms; likewise, or 30")
-    parser.add_argument("--facts", type=int, default=4, help="most facts per prompt; two documents each")
-    parser.add_argument("--filler", type=int, default=12, help="most filler words per document")
+    parser.add_argument("--facts", type=int, default=4, help="maximum facts per prompt; two documents each")
+    parser.add_argument("--filler", type=int, default=12, help="maximum filler words per document")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of real text's one process")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads of the single process for real text"
+    )
     options = parser.parse_args(arguments)
     real = options.model != "demo"
     usual_sizes = (100, 30) if real else (1000, 1000)

@@ -1,8 +1,8 @@
-"""Questions over retrieved documents: what is reused, and the time to first token, by chunking and by repair.
+"""RAG workload: reused tokens and time to first token, by chunking and by repair.
 
-A library of documents is read once. Every request then puts some of them, in an order of its own, behind a system
-prompt and before a fresh question; between requests nothing else is stored. ``found_ratio`` is the share of the
-documents' tokens that came from the cache, whether as a prefix or elsewhere.
+A library of documents is read once. Every request then puts some of them, in a new order, after a system prompt and
+before a fresh question; nothing else is stored between requests. ``found_ratio`` is the share of the documents' tokens
+that came from the cache, as a prefix or relocated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUESTION_TOKENS = 24
 
 @dataclass(frozen=True)
 class Request:
-    """Token ids and where its documents end."""
+    """Token ids and the ends of its documents."""
 
     tokens: list[int]
     segment_ends: list[int]
@@ -50,11 +50,11 @@ class Library:
         return Request(tokens + self._words(QUESTION_TOKENS), ends, sum(map(len, chosen)))
 
     def reading(self) -> list[Request]:
-        """Requests that together contain every document once."""
+        """Return requests that together contain every document once."""
         return [self._request(self._documents[i : i + 4]) for i in range(0, len(self._documents), 4)]
 
     def asking(self, least: int, most: int) -> Request:
-        """A request over a few documents in any order."""
+        """Return a request over a few documents in any order."""
         return self._request(self._rng.sample(self._documents, self._rng.randint(least, most)))
 
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with report.progress() as progress:
         bar = progress.add_task("measuring", total=len(arms) * (len(asked) + 1))
         for arm, flags in arms.items():
-            # One node at a time: several models would not fit beside each other.
+            # One node at a time: several models would not fit into memory.
             with Node(
                 options.model,
                 storage_bits=options.storage_bits,
@@ -105,7 +105,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "chunking": str(flags.get("chunking", "content_defined")),
             "repair": str(flags.get("repair", "")),
             "requests": len(asked),
-            "ttft_ms_p50": report.median(times[arm]),
+            **report.figure(times[arm], "ttft_ms_p50"),
             "ttft_ratio": round(report.median(times[arm]) / report.median(times["nocache"]), 3),
             "found_ratio": round(sum(found[arm]) / len(asked), 4),
             "recomputed_ratio": round(sum(recomputed[arm]) / len(asked), 4),
@@ -121,7 +121,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--documents", type=int, default=24, help="documents in the library")
     parser.add_argument("--document-tokens", type=int, default=200, help="mean length of a document")
-    parser.add_argument("--retrieved", type=int, nargs=2, default=[3, 6], help="fewest and most documents of a request")
+    parser.add_argument(
+        "--retrieved", type=int, nargs=2, default=[3, 6], help="minimum and maximum documents per request"
+    )
     parser.add_argument("--requests", type=int, default=20)
     parser.add_argument("--chunk-tokens", type=int, default=64)
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)

@@ -1,6 +1,6 @@
-"""Prompts of real text for a real model: documents, dialogues and code in another order, tasks, and controls.
+"""Real-text prompts for a trained model: reordered documents, dialogues and code, tasks, controls.
 
-The text is a sample that ships with the benchmark (``data/SOURCES.md``). A control asks for what stands in one document
+The text is a sample that ships with the benchmark (``data/SOURCES.md``). A control asks for a fact of one document
 alone, so that reuse without repair does no harm.
 """
 
@@ -22,8 +22,10 @@ _QUESTION_TOKENS = 48
 
 @dataclass(frozen=True)
 class RealPrompt:
-    """Documents behind a beginning, then a question, as token ids. ``answer`` is the right one, where there is one;
-    elsewhere what full prefill answers is."""
+    """Beginning, documents and question, as token ids.
+
+    ``answer`` is the right one if there is one; otherwise the answer of full prefill is the reference.
+    """
 
     head: list[int]
     documents: list[list[int]]
@@ -32,7 +34,7 @@ class RealPrompt:
 
 
 class RealSamples:
-    """Draws prompts for a tokenizer, the same for the same ``rng``. ``sample`` holds lines of ``{"kind", "parts"}``."""
+    """Draws prompts for a tokenizer, deterministic in ``rng``. ``sample`` holds lines of ``{"kind", "parts"}``."""
 
     def __init__(self, tokenizer: Any, sample: Path = SAMPLE) -> None:
         self._tokenizer = tokenizer
@@ -51,7 +53,7 @@ class RealSamples:
         }
 
     def draw(self, kind: str, rng: random.Random) -> RealPrompt:
-        """A prompt of one of TEXTS, TASKS and CONTROLS."""
+        """Draw a prompt of one of TEXTS, TASKS and CONTROLS."""
         return self._kinds[kind](rng)
 
     def _ids(self, text: str) -> list[int]:
@@ -65,7 +67,7 @@ class RealSamples:
         return RealPrompt(head, [self._ids(d + end) for d in documents], asked, self._ids(answer) if answer else [])
 
     def _window(self, kind: str, rng: random.Random, least: int = 2, most: int = 6, step: int = 1) -> list[Any]:
-        """``least`` to ``most`` parts in a row, and one more."""
+        """Return ``least`` to ``most`` consecutive parts, and the next one."""
         parts = rng.choice([p for p in self._parts[kind] if len(p) > least])
         count = min(rng.randint(least, most), len(parts) - 1)
         start = rng.randrange(0, len(parts) - count, step)
@@ -90,7 +92,7 @@ class RealSamples:
         return self._prompt(documents, f"{spoken[-1]}\n{answering}:", end="\n")
 
     def _conversation(self, rng: random.Random) -> RealPrompt:
-        """In the model's own format, two turns a document, of which earlier ones come back in another order."""
+        """Build a chat in the model's format, two turns per document; earlier documents recur reordered."""
         turns = self._window("dialogues", rng, 8, 24)
         if turns[-1][0] != "user":
             turns = turns[:-1]

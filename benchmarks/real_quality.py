@@ -1,14 +1,15 @@
-"""What reuse does to a real language model on real text: ``python -m benchmarks.quality --model smollm2``.
+"""Quality of reuse on a real model and real text: ``python -m benchmarks.quality --model smollm2``.
 
-Documents, dialogues and code are stored as they were in another order and put where the prompt has them; judged are all
-tokens of the question and of the answer that full prefill gives, in float32. Tasks ask the reference system's own
-question: is the warm answer the cold one. Controls need no other document; a repair that harms them fails. ``oracle``
-has the true keys and values of the best tokens: what no choice can beat. ``cost`` is a repair's rows times layers as a
-share of computing all that is not exact, without the question's own pass, which all arms have (``work`` has it, too);
-``cost_bound`` is what is allowed: r + 2 / layers + the question's share (it is read once to see where it looks) + .03.
+Documents, dialogues and code are stored in another order and relocated to their places in the prompt; all tokens of the
+question and of full prefill's answer are judged, in float32. Tasks ask the reference system's own question: does the
+warm answer equal the cold one? Controls need no other document; a repair that harms them fails. ``oracle`` has the true
+keys and values of the best tokens: the upper bound of any selection. ``cost`` is a repair's rows times layers as a
+share of computing all tokens that are not exact, without the question's own pass, which all arms have (``work``
+includes it); ``cost_bound`` is the allowed cost: r + 2 / layers + the question's share (it is read once for its
+attention) + .03.
 
-``exact`` arms reuse the prompt itself at so many bits, in float32 and in bfloat16, each against full prefill in the
-same type; ``rounding_bfloat16`` is a full prefill in bfloat16 against one in float32. Resumes like the built-in
+``exact`` arms reuse the prompt itself at several bit widths, in float32 and in bfloat16, each against full prefill in
+the same dtype; ``rounding_bfloat16`` is a full prefill in bfloat16 against one in float32. Resumes like the built-in
 model's run.
 """
 
@@ -24,10 +25,10 @@ import numpy as np
 import torch
 
 from benchmarks import report
-from benchmarks.kept import Kept
-from benchmarks.oracle import Truth, oracle
+from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.quality_statistics import bootstrap_interval
 from benchmarks.real_prompts import CONTROLS, TASKS, TEXTS, RealPrompt, RealSamples
-from benchmarks.tally import interval
+from benchmarks.recompute_oracle import FullPrefill, oracle_outcome
 from inference_svc.context_reuse.reuse_lab import LabResult, ReuseLab
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.context_reuse.verify import divergence, shuffled_order
@@ -38,16 +39,18 @@ RATIOS = (0.15, 0.3)
 REPAIRS = ("cacheblend", "guided", "salient")
 _ANSWER_TOKENS = 16
 _EXACT_BITS = {"float32": (16, 8, 4), "bfloat16": (16, 8)}
-# Where a repair may be worse than no repair on controls, in nats: what verify allows.
+# Allowed harm of a repair on controls, in nats, as in verify.
 _HARM = 0.01
 
 Job = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Found:
-    """One prompt under one arm beside its full prefill: nats and equality per judged token; whether the answer is the
-    full prefill's, and whether it is the right one (None: nobody knows the right one)."""
+class PromptResult:
+    """One prompt under one arm beside its full prefill: nats and equality per judged token.
+
+    Also whether the answer equals full prefill's, and whether it is right (None: unknown).
+    """
 
     kl: list[float]
     same: list[bool]
@@ -61,8 +64,8 @@ class Found:
     full_seconds: float
 
     @classmethod
-    def of(cls, full: LabResult, got: LabResult, answer: list[int], gold: bool, share: float) -> Found:
-        """``answer`` was read by both; ``gold`` says that it is the right one."""
+    def of(cls, full: LabResult, got: LabResult, answer: list[int], gold: bool, share: float) -> PromptResult:
+        """Compare an arm's result with full prefill. Both read ``answer``; ``gold``: it is the right one."""
         kl, same = divergence(full, got)
         mine, theirs = got.answer_logits.argmax(-1).tolist(), full.answer_logits.argmax(-1).tolist()
         return cls(
@@ -80,7 +83,7 @@ class Found:
 
 
 class Measurer:
-    """The model in each type, and its prompts."""
+    """Model in each dtype, and its prompts."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         quiet_transformers()
@@ -90,7 +93,7 @@ class Measurer:
         self.layers = self._labs["float32"].decoder.layers
         self._samples = RealSamples(self._labs["float32"].loaded.tokenizer)
 
-    def __call__(self, job: Job) -> dict[str, Found]:
+    def __call__(self, job: Job) -> dict[str, PromptResult]:
         kind, number = job
         rng = random.Random(f"{self._options.seed} {kind} {number}")
         prompt = self._samples.draw(kind, rng)
@@ -99,17 +102,17 @@ class Measurer:
             found |= dict(self._exact(prompt))
         return found
 
-    def _shuffled(self, prompt: RealPrompt, rng: random.Random) -> Iterator[tuple[str, Found]]:
+    def _shuffled(self, prompt: RealPrompt, rng: random.Random) -> Iterator[tuple[str, PromptResult]]:
         lab = self._labs["float32"]
         read = lab.documents(prompt.head, prompt.documents)
         tokens, question = read.tokens + prompt.question, len(read.tokens)
         at, gold = np.arange(question, len(tokens)), bool(prompt.answer)
-        truth = Truth.of(lab, tokens, question, _ANSWER_TOKENS, prompt.answer)
+        truth = FullPrefill.of(lab, tokens, question, _ANSWER_TOKENS, prompt.answer)
         full, answer = truth.outcome, truth.outcome.greedy_tokens
         share = len(prompt.question) / (len(tokens) - len(prompt.head))
 
-        def judged(got: LabResult) -> Found:
-            return Found.of(full, got, answer, gold, share)
+        def judged(got: LabResult) -> PromptResult:
+            return PromptResult.of(full, got, answer, gold, share)
 
         first, placed = read.stored_in_order(shuffled_order(len(prompt.documents), rng), 16)
         yield "none", judged(lab.reuse(tokens, first, placed, SELECTORS["none"], 0.0, at, answer=answer))
@@ -117,9 +120,9 @@ class Measurer:
             for name in REPAIRS:
                 got = lab.reuse(tokens, first, placed, SELECTORS[name], ratio, at, answer=answer)
                 yield f"{name}_r{ratio:g}", judged(got)
-            yield f"oracle_r{ratio:g}", judged(oracle(lab, truth, tokens, first, placed, ratio, at, answer))
+            yield f"oracle_r{ratio:g}", judged(oracle_outcome(lab, truth, tokens, first, placed, ratio, at, answer))
 
-    def _exact(self, prompt: RealPrompt) -> Iterator[tuple[str, Found]]:
+    def _exact(self, prompt: RealPrompt) -> Iterator[tuple[str, PromptResult]]:
         fulls: dict[str, LabResult] = {}
         answer: list[int] = []
         for dtype, lab in self._labs.items():
@@ -130,12 +133,12 @@ class Measurer:
             answer = full.greedy_tokens
             for bits, chunks in zip(_EXACT_BITS[dtype], read.stored_at(_EXACT_BITS[dtype]), strict=True):
                 got = lab.reuse(tokens, chunks, [], SELECTORS["none"], 0.0, at, answer=answer)
-                yield f"exact_{bits}bit_{dtype}", Found.of(full, got, answer, False, 1.0)
-        yield "rounding_bfloat16", Found.of(fulls["float32"], fulls["bfloat16"], answer, False, 1.0)
+                yield f"exact_{bits}bit_{dtype}", PromptResult.of(full, got, answer, False, 1.0)
+        yield "rounding_bfloat16", PromptResult.of(fulls["float32"], fulls["bfloat16"], answer, False, 1.0)
 
 
-def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:
-    """What is printed of an arm's prompts."""
+def row(arm: str, task: str, found: list[PromptResult]) -> dict[str, Any]:
+    """Return the result row of an arm's prompts."""
     kl, same = (np.concatenate([getattr(f, name) for f in found]) for name in ("kl", "same"))
     prompt = np.repeat(np.arange(len(found)), [len(f.kl) for f in found])
     known = [f for f in found if f.right is not None]
@@ -148,7 +151,7 @@ def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:
         "accuracy_full": round(float(np.mean([f.full_right for f in known])), 4) if known else None,
         "unchanged_answers": round(float(np.mean([f.unchanged for f in found])), 4),
         "kl_mean": round(float(kl.mean()), 8),
-        "kl_95": [round(v, 6) for v in interval(kl, prompt)],
+        "kl_95": [round(v, 6) for v in bootstrap_interval(kl, prompt)],
         "kl_p99": round(float(np.quantile(kl, 0.99)), 6),
         "top1_agreement": round(float(same.mean()), 4),
         "flips": int((~same).sum()),
@@ -161,7 +164,10 @@ def row(arm: str, task: str, found: list[Found]) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]], layers: int) -> dict[str, Any]:
-    """Shares of what ``none`` loses that repairs regain, mean over kinds of text; harm on controls; costs."""
+    """Return the share of ``none``'s loss that repairs regain, harm on controls, and costs.
+
+    Shares are means over kinds of text.
+    """
     found = {(r["arm"], r["task"]): r for r in rows}
     out: dict[str, Any] = {}
     for ratio in RATIOS:
@@ -186,9 +192,9 @@ def summary(rows: list[dict[str, Any]], layers: int) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Measures what is not measured yet, and writes all."""
-    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
-    found = [((job[0], job[1]), {a: Found(**f) for a, f in arms.items()}) for job, arms in kept.read()]
+    """Measure the missing prompts and write all results."""
+    kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    found = [((job[0], job[1]), {a: PromptResult(**f) for a, f in arms.items()}) for job, arms in kept.read()]
     found = [(job, arms) for job, arms in found if job[1] < options.n]
     kept.write([(job, _plain(arms)) for job, arms in found])
     done = {job for job, _ in found}
@@ -201,7 +207,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             kept.add(job, _plain(arms))
             found.append((job, arms))
             progress.advance(bar)
-    collected: dict[tuple[str, str], list[Found]] = {}
+    collected: dict[tuple[str, str], list[PromptResult]] = {}
     for (kind, _), arms in sorted(found, key=lambda one: (KINDS.index(one[0][0]), one[0][1])):
         for arm, one in arms.items():
             collected.setdefault((arm, kind), []).append(one)
@@ -212,5 +218,5 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _plain(arms: dict[str, Found]) -> dict[str, Any]:
+def _plain(arms: dict[str, PromptResult]) -> dict[str, Any]:
     return {arm: asdict(one) for arm, one in arms.items()}

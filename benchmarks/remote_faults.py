@@ -1,18 +1,18 @@
-"""A remote tier that fails under load: two nodes with workers ask all the time, and everything that can befall it does.
+"""Faults of the remote tier under load: two nodes with workers, and a faulty network.
 
-Each node has a network of its own to one Valkey (``proxy.py``), and so small a cache that most of what it reads comes
-from there. Every fault lasts ``--seconds``; then it is over, and what node A reads, node B must find again. Every
-prompt is a document that was read before and a question that was not; each answer is compared with that of the same
-prompt computed in full (greedy, 16-bit storage). With ``--out`` a run that was stopped goes on with the next fault.
+Each node has its own network path to one Valkey (``proxy.py``), and so small a cache that most of its reads come from
+there. Every fault lasts ``--seconds``; afterwards node B must find again what node A reads. Every prompt is a known
+document and a new question; each answer is compared with that of the same prompt computed in full (greedy, 16-bit
+storage). With ``--out`` an interrupted run resumes with the next fault.
 
 killed, hung, full     the server: SIGKILL, SIGSTOP, no memory left
-slow                   200 ms and 5 % loss on the way there, where the server can be on a host of its own and the kernel
+slow                   200 ms and 5 % loss on the way there, where the server can be on a separate host and the kernel
                        has ``netem``; elsewhere every piece of an answer comes 200 ms late
 garbage                answers are random bytes
-foreign                values are replaced, five times a second: by another chunk's, another format's, cut off, a bit
+foreign                values are replaced, five times a second: by another chunk's, another format's, truncated, a bit
                        flipped
 cut                    every connection ends at once
-apart                  one node's network alone is gone
+apart                  one node's network alone is down
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 
 from benchmarks import report
-from benchmarks.kept import Kept
-from benchmarks.links import LOOPBACK, impaired, link, why_none
+from benchmarks.checkpointed_results import CheckpointedResults
+from benchmarks.network_links import LOOPBACK, impaired, link, why_none
 from benchmarks.node import Node
 from benchmarks.proxy import Proxy
 from benchmarks.remote_servers import RedisServer, why_no_valkey
@@ -45,8 +45,8 @@ _PAUSE_SECONDS, _LATEST_SECONDS, _DEADLINE_SECONDS = 0.2, 120.0, 120.0
 
 
 @dataclass
-class Seen:
-    """What one node's client saw."""
+class ClientResults:
+    """Results of one node's client."""
 
     requests: int = 0
     wrong: int = 0
@@ -56,8 +56,8 @@ class Seen:
     reasons: set[str] = field(default_factory=set)
 
 
-class Scene:
-    """Two nodes, a network for each, and the server between them; a client of each node asks until the end."""
+class FaultScenario:
+    """Two nodes, a network path each, and the server; a client of each node asks until the end."""
 
     def __init__(self, model: str, seed: int, stack: ExitStack) -> None:
         self._rng = random.Random(seed)
@@ -81,13 +81,13 @@ class Scene:
             )
             self.nodes.append(stack.enter_context(node))
         self.documents = [self.fresh(DOCUMENT_TOKENS) for _ in range(DOCUMENTS)]
-        self.seen = [Seen(), Seen()]
+        self.seen = [ClientResults(), ClientResults()]
         self._over = threading.Event()
         self._clients = [threading.Thread(target=self._ask_on, args=(i, seed + i)) for i in range(2)]
         stack.callback(self._stop)
 
     def start(self) -> None:
-        """Returns when everything is in the tier and both nodes use it."""
+        """Start; return when everything is in the tier and both nodes use it."""
         self.until(lambda: not any(node.cache_stats().remote_failing for node in self.nodes))
         for document in self.documents:
             self.nodes[0].client().generate(document, max_tokens=1, deadline=_DEADLINE_SECONDS)
@@ -102,7 +102,7 @@ class Scene:
                 client.join()
 
     def settle(self) -> None:
-        """What A has read is in the tier, if that takes anything."""
+        """Wait until A's chunks are in the tier, if the tier accepts writes."""
         self.nodes[0].settle()
         self.until(lambda: (stats := self.nodes[0].cache_stats()).remote_pending == 0 or bool(stats.remote_failing))
 
@@ -131,7 +131,7 @@ class Scene:
             seen.plain_ms.append(plain.ttft_ms)
 
     def works(self) -> bool:
-        """Whether what A reads now, B finds in the tier."""
+        """Return True if B finds in the tier what A reads now."""
         prompt = self.fresh(DOCUMENT_TOKENS)
         self.nodes[0].client().generate(prompt, max_tokens=1, deadline=_DEADLINE_SECONDS)
         self.settle()
@@ -151,28 +151,28 @@ class Scene:
 
 
 @contextmanager
-def _killed(scene: Scene) -> Iterator[None]:
+def _killed(scene: FaultScenario) -> Iterator[None]:
     scene.server.stop()
     yield
     scene.server.start()
 
 
 @contextmanager
-def _hung(scene: Scene) -> Iterator[None]:
+def _hung(scene: FaultScenario) -> Iterator[None]:
     scene.server.send(signal.SIGSTOP)
     yield
     scene.server.send(signal.SIGCONT)
 
 
 @contextmanager
-def _full(scene: Scene) -> Iterator[None]:
+def _full(scene: FaultScenario) -> Iterator[None]:
     scene.server.command("CONFIG", "SET", "maxmemory", "1mb")
     yield
     scene.server.command("CONFIG", "SET", "maxmemory", "0")
 
 
 @contextmanager
-def _slow(scene: Scene) -> Iterator[None]:
+def _slow(scene: FaultScenario) -> Iterator[None]:
     with impaired(scene.at, "delay", f"{_DELAY_SECONDS}s", "loss", _LOSS) as done:
         for network in scene.networks:
             network.delay_seconds = 0.0 if done else _DELAY_SECONDS
@@ -182,7 +182,7 @@ def _slow(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _garbage(scene: Scene) -> Iterator[None]:
+def _garbage(scene: FaultScenario) -> Iterator[None]:
     for network in scene.networks:
         network.garbage = True
     yield
@@ -191,7 +191,7 @@ def _garbage(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _cut(scene: Scene) -> Iterator[None]:
+def _cut(scene: FaultScenario) -> Iterator[None]:
     for network in scene.networks:
         network.cut()
     yield
@@ -200,14 +200,14 @@ def _cut(scene: Scene) -> Iterator[None]:
 
 
 @contextmanager
-def _apart(scene: Scene) -> Iterator[None]:
+def _apart(scene: FaultScenario) -> Iterator[None]:
     scene.networks[1].hang()
     yield
     scene.networks[1].go_on()
 
 
 @contextmanager
-def _foreign(scene: Scene) -> Iterator[None]:
+def _foreign(scene: FaultScenario) -> Iterator[None]:
     over = threading.Event()
     thread = threading.Thread(target=_replacing, args=(scene.server, over, random.Random(1)))
     thread.start()
@@ -217,7 +217,7 @@ def _foreign(scene: Scene) -> Iterator[None]:
 
 
 def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -> None:
-    """Puts values where they do not belong."""
+    """Replace values by wrong ones."""
     while not over.wait(_PAUSE_SECONDS):
         names = [name for name in server.names() if not name.endswith("mark")]
         if len(names) < 2:
@@ -227,10 +227,10 @@ def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -
         if not value:
             continue
         kind = rng.randrange(4)
-        if kind == 0:  # another chunk's, as another tenant's would be: its name is not in it
+        if kind == 0:  # another chunk's value, which does not contain its own name
             value = bytearray(server.command("GET", other) or b"x")
         elif kind == 1:
-            value[4] ^= 0xFF  # a record's version
+            value[4] ^= 0xFF  # wrong record version
         elif kind == 2:
             del value[len(value) // 2 :]
         else:
@@ -238,7 +238,7 @@ def _replacing(server: RedisServer, over: threading.Event, rng: random.Random) -
         server.command("SET", victim, bytes(value))
 
 
-FAULTS: dict[str, Callable[[Scene], Any]] = {
+FAULTS: dict[str, Callable[[FaultScenario], Any]] = {
     "killed": _killed,
     "hung": _hung,
     "full": _full,
@@ -253,16 +253,16 @@ FAULTS: dict[str, Callable[[Scene], Any]] = {
 # ---- the run ------------------------------------------------------------------------------------------------
 
 
-def one(scene: Scene, fault: str, seconds: float) -> dict[str, Any]:
-    """Lets a fault last, and waits until the tier is used again. Returns its row."""
-    scene.seen[:] = [Seen(), Seen()]
+def one(scene: FaultScenario, fault: str, seconds: float) -> dict[str, Any]:
+    """Inject a fault, wait until the tier is used again, and return its row."""
+    scene.seen[:] = [ClientResults(), ClientResults()]
     before, began = [node.cache_stats() for node in scene.nodes], time.monotonic()
     with FAULTS[fault](scene):
-        # Both have asked at least once meanwhile, however slow the machine is.
+        # Both clients sent at least one request in the meantime, on a machine of any speed.
         scene.until(lambda: time.monotonic() - began >= seconds and all(s.requests + s.failed for s in scene.seen),
                     seconds + _LATEST_SECONDS)  # fmt: skip
         during = list(scene.seen)
-        scene.seen[:] = [Seen(), Seen()]
+        scene.seen[:] = [ClientResults(), ClientResults()]
     over = time.monotonic()
     scene.until(lambda: not any(node.cache_stats().remote_failing for node in scene.nodes))
     answering = time.monotonic() - over
@@ -293,14 +293,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if why:
         report.console.print(f"[yellow]not run: {why}[/yellow]")
         return {}
-    kept = Kept(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
+    kept = CheckpointedResults(options.out.with_suffix(".partial.jsonl") if options.out else None, options)
     done = dict(kept.read())
     kept.write(list(done.items()))
     todo = [fault for fault in options.faults if (fault, 0) not in done]
     with report.progress() as progress, ExitStack() as stack:
         task = progress.add_task("faults", total=len(todo))
         if todo:
-            scene = Scene(options.model, options.seed, stack)
+            scene = FaultScenario(options.model, options.seed, stack)
             scene.start()
         for fault in todo:
             done[fault, 0] = {"row": one(scene, fault, options.seconds)}
@@ -321,7 +321,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("remote_faults", __doc__ or "")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--faults", nargs="+", choices=list(FAULTS), default=list(FAULTS))
-    parser.add_argument("--seconds", type=float, default=600.0, help="how long each fault lasts")
+    parser.add_argument("--seconds", type=float, default=600.0, help="duration of each fault")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:
@@ -330,5 +330,5 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    report.end_in_order()
+    report.exit_on_sigterm()
     main()

@@ -1,12 +1,12 @@
-"""What a worker on another host gets of its link: chunks read and written over mTLS, against iperf3 in the same run.
+"""Throughput of a remote worker: chunks read and written over mTLS, against iperf3.
 
-The other host is a network namespace behind a shaped link (``links.py``), so both ends share this machine's cores. In
-each repeat all arms take turns:
+The other host is a network namespace behind a shaped link (``network_links.py``), so both ends share this machine's
+cores. In each repeat all arms alternate:
 
-iperf3   what the link carries, one TCP connection, nothing encrypted (a plain socket where there is no iperf3)
+iperf3   the link's capacity, one TCP connection, unencrypted (a plain socket if there is no iperf3)
 tls      one TLS connection between two Python processes: what encryption leaves of that on these cores
-read     a session's Match and Fetch, each payload checked by its checksum: what a worker does before it unpacks
-write    Reserve, Fill and Commit of as much
+read     a session's Match and Fetch, each payload checked by its checksum: a worker's steps before unpacking
+write    Reserve, Fill and Commit of as many bytes
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kvsidecar.kv_transfer.chunk_writer import linked_groups, write
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 
 from benchmarks import report
-from benchmarks.elsewhere import Door
-from benchmarks.links import LOOPBACK, Link, link, links_of
+from benchmarks.network_links import LOOPBACK, Link, link, links_of
 from benchmarks.node import Node, free_port
 from benchmarks.peer import descriptor
 from benchmarks.remote_shape import CHUNK_TOKENS, GEOMETRY, NAME, TOKEN_BYTES
+from benchmarks.two_hosts import TlsListener
 
 ARMS = ("iperf3", "tls", "read", "write")
 
 
-class Sender:
-    """Sends so many bytes to everybody who connects and says something."""
+class ByteSender:
+    """Server that sends a number of bytes to every client that sends a byte."""
 
     def __init__(self, host: str, size_bytes: int, context: ssl.SSLContext | None) -> None:
         self._size, self._context = size_bytes, context
@@ -66,23 +66,30 @@ class Sender:
         self._listener.close()
 
 
-class Hosts:
-    """A daemon on this side of a link, with a prompt of so many tokens stored, and a worker on the other."""
+class TwoHosts:
+    """Daemon on this side of a link, with a stored prompt, and a worker on the other."""
 
     def __init__(self, wire: Link, tokens: int, stack: ExitStack) -> None:
         self._wire, size = wire, tokens * TOKEN_BYTES
-        self.door = Door(Path(stack.enter_context(TemporaryDirectory())), wire.near)
+        self.door = TlsListener(Path(stack.enter_context(TemporaryDirectory())), wire.near)
         flags = {**self.door.daemon_flags, "staging_bytes": "256MiB"}
         room = f"{3 * size + (64 << 20)}"
         self.node = stack.enter_context(Node(workers=0, durable=False, arena_bytes=room, daemon_flags=flags))
         self._store(tokens)
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(flags["tls_cert"], flags["tls_key"])
-        senders = [Sender(wire.near, size, one) for one in (None, context)]
+        senders = [ByteSender(wire.near, size, one) for one in (None, context)]
         for sender in senders:
             stack.callback(sender.close)
         files = self.door.worker_flags
-        command = [*wire.inside, sys.executable, "-m", "benchmarks.far_side", self.door.at, *(s.at for s in senders)]
+        command = [
+            *wire.inside,
+            sys.executable,
+            "-m",
+            "benchmarks.remote_host_program",
+            self.door.at,
+            *(s.at for s in senders),
+        ]
         command += [str(files[name]) for name in ("cache_ca", "cache_cert", "cache_key")] + [str(tokens)]
         self._far = stack.enter_context(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -103,7 +110,7 @@ class Hosts:
             near.close()
 
     def rate(self, arm: str) -> float:
-        """Bytes per second of one transfer."""
+        """Return the bytes per second of one transfer."""
         if arm == "iperf3" and shutil.which("iperf3"):
             return self._iperf3()
         assert self._far.stdin is not None
@@ -116,14 +123,14 @@ class Hosts:
 
     def _iperf3(self) -> float:
         said = ""
-        for _ in range(5):  # one that ends without a result, because the other was not ready, is begun again
+        for _ in range(5):  # retried if the server was not ready
             port = str(free_port())
             server = subprocess.Popen(
                 ["iperf3", "-s", "-1", "-B", self._wire.near, "-p", port], stdout=subprocess.DEVNULL
             )
             command = [*self._wire.inside, "iperf3", "-c", self._wire.near, "-p", port, "-R", "-t", "1", "-J"]
             try:
-                for _ in range(50):  # until it listens
+                for _ in range(50):  # until the server listens
                     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
                     found = json.loads(done.stdout or "{}")
                     if "sum_received" in found.get("end", {}):
@@ -143,12 +150,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     for gbit in links:
         with ExitStack() as stack:
             wire = stack.enter_context(link(gbit)) if gbit else LOOPBACK
-            hosts = Hosts(wire, tokens, stack)
+            hosts = TwoHosts(wire, tokens, stack)
             rates: dict[str, list[float]] = {arm: [] for arm in ARMS}
             for repeat in range(options.repeats + 1):
                 for arm in ARMS:
                     found = hosts.rate(arm)
-                    if repeat:  # the first one is for what is slow only once
+                    if repeat:  # the first repeat is a warm-up
                         rates[arm].append(found)
             stats = hosts.node.cache_stats()
             if stats.leases or stats.reservations:
@@ -157,9 +164,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             {
                 "link_gbit": gbit,
                 "arm": arm,
-                "megabytes_per_second": round(report.median(rates[arm]) / 1e6, 1),
+                **report.figure([rate / 1e6 for rate in rates[arm]], "megabytes_per_second"),
                 "of_iperf3": round(report.median(rates[arm]) / report.median(rates["iperf3"]), 3),
-                "spread": report.spread(rates[arm]),
             }
             for arm in ARMS
         ]
@@ -172,8 +178,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("remote_reads", __doc__ or "")
-    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="speeds of the link; 0: loopback")
-    parser.add_argument("--mebibytes", type=int, default=128, help="moved by each transfer")
+    parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 10.0], help="link speeds; 0: loopback")
+    parser.add_argument("--mebibytes", type=int, default=128, help="size of each transfer")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.quick:

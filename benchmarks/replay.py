@@ -1,4 +1,4 @@
-"""Replays multi-turn conversations: with and without cache, and after killing the worker or the daemon.
+"""Replay of multi-turn conversations: without cache, warm, and after worker or daemon kills.
 
 Each mode has a node of its own, so that none warms another's cache; turns of the modes alternate. In
 ``worker_restarted`` and ``daemon_restarted`` the process gets SIGKILL before every turn from the second on.
@@ -21,7 +21,7 @@ MODES = ("nocache", "warm", "worker_restarted", "daemon_restarted")
 
 @dataclass
 class History:
-    """A conversation as one mode has it: the token ids so far, and each answer."""
+    """Conversation of one mode: the token ids so far, and each answer."""
 
     tokens: list[int] = field(default_factory=list)
     answers: list[list[int]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Turn:
 
 
 def ask(client: Client, mode: str, history: History, user: list[int], recorded: list[int] | None, length: int) -> Turn:
-    """Sends one turn and lengthens the history by the answer (or by the recorded one)."""
+    """Send one turn and extend the history by the answer (or by the recorded one)."""
     known = len(history.tokens)
     prompt = history.tokens + user
     result = client.generate(
@@ -46,7 +46,7 @@ def ask(client: Client, mode: str, history: History, user: list[int], recorded: 
     )
     history.answers.append(result.token_ids)
     history.tokens = prompt + (result.token_ids if recorded is None else recorded)
-    # The last token of an answer was never read by the model, so nothing can hold its keys.
+    # The keys of an answer's last token were never computed.
     ideal = min(max(0, known - 1 if recorded is None else known), len(prompt) - 1)
     return Turn(result.ttft_ms, result.prompt_tokens, result.cached_tokens, ideal)
 
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             "mode": mode,
             "turn": turn + 1,
             "context_tokens": round(report.median([t.prompt_tokens for t in turns])),
-            "ttft_ms_p50": report.median([t.ttft_ms for t in turns]),
+            **report.figure([t.ttft_ms for t in turns], "ttft_ms_p50"),
             "reused_ratio": round(sum(t.cached_tokens for t in turns) / sum(t.prompt_tokens for t in turns), 4),
             "ideal_reused_ratio": round(sum(t.ideal_tokens for t in turns) / sum(t.prompt_tokens for t in turns), 4),
         }
@@ -121,7 +121,7 @@ def _summary(
         out["reuse_of_ideal"] = ratio(sum(t.cached_tokens for t in warm), max(1, sum(t.ideal_tokens for t in warm)))
     for mode in ("worker_restarted", "daemon_restarted"):
         if {"warm", mode} <= set(modes):
-            # Turns are paired: the first has nothing to reuse.
+            # Paired by turn; the first turn has nothing to reuse.
             pairs = [ttft(mode, t) / ttft("warm", t) for t in range(1, options.turns)]
             out[f"{mode}_over_warm"] = round(report.median(pairs), 3) if pairs else 1.0
             out[f"{mode}_over_warm_last_turn"] = ratio(ttft(mode), ttft("warm"))

@@ -1,4 +1,4 @@
-"""What all benchmarks share: arguments, JSON, tables, statistics."""
+"""Common parts of benchmarks: arguments, JSON, tables, statistics."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _VERSIONS = ("kvsidecar", "torch", "transformers", "grpcio", "lmdb", "numpy")
 
 
 def parser(name: str, text: str) -> argparse.ArgumentParser:
-    """A parser with the arguments that all benchmarks have."""
+    """Create a parser with the arguments of all benchmarks."""
     out = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=text)
-    out.add_argument("--quick", action="store_true", help="the small size")
+    out.add_argument("--quick", action="store_true", help="run the small size")
     out.add_argument("--out", type=Path, help="write the results to this JSON file")
     return out
 
 
-def end_in_order() -> None:
-    """SIGTERM ends a benchmark as Ctrl-C does, so that what it has started is stopped and removed."""
+def exit_on_sigterm() -> None:
+    """Handle SIGTERM like Ctrl-C, so that started processes are stopped and removed."""
 
     def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ignore further signals
         raise SystemExit(128 + signal.SIGTERM)
 
     signal.signal(signal.SIGTERM, stop)
 
 
 def progress() -> Progress:
-    """A bar on a terminal; in a log a line now and then."""
+    """Return a progress bar on a terminal; periodic lines in a log."""
     return Progress(console=console, transient=True) if console.is_terminal else _Lines(console=console, disable=True)
 
 
@@ -69,7 +69,7 @@ class _Lines(Progress):
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Describe the machine."""
     lines = _read("/proc/cpuinfo").splitlines()
     model = next((x.split(":", 1)[1].strip() for x in lines if x.startswith("model name")), platform.processor())
     memory = next((int(line.split()[1]) for line in _read("/proc/meminfo").splitlines() if "MemTotal" in line), 0)
@@ -100,7 +100,7 @@ def write(
     summary: dict[str, Any],
     shown: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Prints the rows (all columns, or those of ``shown``) and the summary, and writes them with ``--out``."""
+    """Print the rows (all columns, or those of ``shown``) and the summary; write them with ``--out``."""
     config = {k: v.name if isinstance(v, Path) else v for k, v in vars(options).items() if k != "out"}
     versions = {"python": platform.python_version(), **{v: importlib.metadata.version(v) for v in _VERSIONS}}
     result = {
@@ -139,9 +139,11 @@ def _by_lines(value: Any) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Rows of equal keys as a table."""
+    """Format rows of equal keys as a table; dictionaries are left out."""
     out = Table()
-    names = list(dict.fromkeys(k for row in rows for k in row))
+    names = [
+        k for k in dict.fromkeys(k for row in rows for k in row) if not any(isinstance(r.get(k), dict) for r in rows)
+    ]
     for name in names:
         out.add_column(name, justify="right" if rows and isinstance(rows[0].get(name), (int, float)) else "left")
     for row in rows:
@@ -156,21 +158,23 @@ def _shown(value: Any) -> str:
 
 
 def median(values: Sequence[float]) -> float:
+    """Return the median, rounded."""
     return round(statistics.median(values), 4)
 
 
-def figure(values: Sequence[float]) -> dict[str, float | int]:
-    """A median with its spread, and of how many values."""
-    return {"median": median(values), "spread": spread(values), "n": len(values)}
+def figure(values: Sequence[float], name: str = "median", prefix: str = "") -> dict[str, float | int]:
+    """Return median, spread and number of the values, as fields ``name``, ``[prefix_]spread`` and ``[prefix_]n``."""
+    prefix = f"{prefix}_" if prefix else ""
+    return {name: median(values), f"{prefix}spread": spread(values), f"{prefix}n": len(values)}
 
 
 def p99(values: Sequence[float]) -> float:
-    """0 of nothing."""
+    """Return the 99th percentile; 0 without values."""
     return sorted(values)[min(len(values) - 1, len(values) * 99 // 100)] if values else 0.0
 
 
 def spread(values: Sequence[float]) -> float:
-    """Half the distance between the quartiles, relative to the median."""
+    """Return half the interquartile range, relative to the median."""
     if len(values) < 4:
         return round((max(values) - min(values)) / 2 / statistics.median(values), 4)
     q = statistics.quantiles(values, n=4)

@@ -1,8 +1,8 @@
-"""Mixed load with eviction churn for an hour: memory of every process, the store's file, and p99 of Match over time.
+"""Soak test: mixed load with eviction churn; memory, store size and p99 of Match over time.
 
 Nothing is killed. Flat means that from the end of the first sixth on (ten minutes of an hour) a straight line through
-the samples rises by at most ``--rise-mb`` until the end; stable, that p99 of Match in the last sixth is at most
-1.25 times that of the second one.
+the samples rises by at most ``--rise-mb`` until the end; stable, that p99 of Match in the last sixth is at most 1.25
+times that of the second one.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ import psutil
 from kvsidecar.byte_sizes import parse_size
 
 from benchmarks import report
-from benchmarks.chaos.load import CHUNK_TOKENS, prompt
+from benchmarks.chaos.victim_load import CHUNK_TOKENS, prompt
 from benchmarks.node import Node
 from benchmarks.peer import Peer
 
 _ALLOWED_P99, _ALLOWED_FILE = 1.25, 1.5
 _SESSION_SECONDS = 60.0
 _PARTS = 6
-# Rows that are written; of an hour's samples each stands for a minute.
+# Maximum number of rows; for an hour each covers a minute.
 _ROWS = 60
 _LAST = ("at_s", "chunks", "arena_evictions", "durable_evictions")
 
 
 class Worker:
-    """One peer after another, since sessions come and go, on a thread."""
+    """Thread that runs one client after another, since sessions come and go."""
 
     def __init__(self, node: Node, seed: int, prompts: int) -> None:
         self._node, self._rng, self._prompts = node, random.Random(seed), prompts
@@ -51,7 +51,7 @@ class Worker:
         self._thread.join()
 
     def taken(self) -> list[float]:
-        """The durations of Match since the last time."""
+        """Return the durations of Match since the previous call."""
         taken, self.waits_ms = self.waits_ms, []
         return taken
 
@@ -67,7 +67,7 @@ class Worker:
             peer.close()
 
     def _work(self, peer: Peer) -> None:
-        # Some prompts come again and again, others once.
+        # Some prompts recur, others occur once.
         n = int(self._rng.paretovariate(0.6)) % self._prompts
         salt = self._rng.choice((b"", b"", b"tenant"))
         ids = prompt(n)
@@ -83,7 +83,7 @@ class Worker:
 
 
 def rise(samples: list[tuple[float, float]]) -> float:
-    """By how much a straight line through ``(time, value)`` rises from the first to the last."""
+    """Return the rise of a straight line through ``(time, value)`` from the first to the last."""
     if len(samples) < 2:
         return 0.0
     at, values = np.array(samples).T
@@ -91,9 +91,11 @@ def rise(samples: list[tuple[float, float]]) -> float:
     return float(slope * (at[-1] - at[0]))
 
 
-def thinned(rows: list[dict[str, Any]], most: int = _ROWS) -> list[dict[str, Any]]:
-    """At most so many rows, each for as many samples as all others but the last: the largest of what was watched, the
-    sum of the matches, the last of what only counts."""
+def thin_samples(rows: list[dict[str, Any]], most: int = _ROWS) -> list[dict[str, Any]]:
+    """Reduce the rows to at most ``most``, each for equally many samples.
+
+    A row has the maximum of gauges, the sum of the matches and the last value of counters.
+    """
     each = -(-len(rows) // most)
     groups = [rows[i : i + each] for i in range(0, len(rows), each or 1)]
     return [{name: _of(name, [row[name] for row in group]) for name in group[0]} for group in groups]
@@ -105,7 +107,7 @@ def _of(name: str, values: list[Any]) -> Any:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     seconds, rows = options.minutes * 60.0, []
-    waits = [array("f") for _ in range(_PARTS)]  # small ones: the load's own memory is watched, too
+    waits = [array("f") for _ in range(_PARTS)]  # small: the load's own memory is measured, too
     flags = {"staging_bytes": "8MiB"}
     budget = parse_size(options.store_bytes)
     with (
@@ -161,14 +163,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "reasons": sorted({text for w in workers for text in w.errors})[:3],
         "leaked": int(end.leases + end.reservations),
     }
-    return report.write(options, "soak", thinned(rows), summary)
+    return report.write(options, "soak", thin_samples(rows), summary)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("soak", __doc__ or "")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--prompts", type=int, default=50_000, help="different ones that there are")
+    parser.add_argument("--prompts", type=int, default=50_000, help="number of distinct prompts")
     parser.add_argument("--arena-bytes", default="8MiB")
     parser.add_argument("--store-bytes", default="32MiB")
     parser.add_argument("--every", type=float, default=10.0, help="seconds between samples")

@@ -1,12 +1,11 @@
-"""Decode speed with guesses and without, by kind of text: edits of a given file, agents' traces, chat, and text that
-repeats nothing.
+"""Decode speed with and without speculation, by kind of text: edits, agents' traces, chat, random text.
 
-``suffix`` looks up what followed the same tokens before, ``trees`` does so in as many branches as pay, ``draft`` asks
-``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` is what acceptance and the measured
-costs of passes allow: tokens over what passes of as many rows cost, and over what guessing took. All arms answer the
-same prompts, one after the other in every repeat, each first in its turn, and each prompt has a tenant of its own, so
-that nobody looks up what another arm was answered. Answers end where the model ends them: what it would go on with is
-another kind of text. Every answer is compared with the plain one's, greedy or by its seed.
+``suffix`` proposes the tokens that followed the same suffix before, ``trees`` several branches of those, ``draft`` asks
+``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` follows from acceptance and the
+measured costs of steps: tokens over the cost of steps with as many rows and of proposing. All arms answer the same
+prompts, interleaved in every repeat with rotating order, and each prompt has a tenant of its own, so that no arm looks
+up another arm's answer. Answers end where the model ends them: continued text would be of another kind. Every answer is
+compared with the plain one's, greedy or by its seed.
 """
 
 from __future__ import annotations
@@ -33,29 +32,29 @@ _ARMS: dict[str, dict[str, Any]] = {
     "draft": {"speculation": "draft"},
     "self": {"speculation": "draft"},
 }
-_FEWEST = 4  # prompts in a repeat, in batches
+_FEWEST = 4  # prompts per repeat, in batches
 _NAMES = ("Ada", "Bruno", "Chen", "Dina", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas")
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A prompt and how it is sampled."""
+class SampledPrompt:
+    """Prompt with its sampling parameters."""
 
     prompt: Any
     options: dict[str, Any]
 
 
-def edits(rng: random.Random) -> Ask:
-    """A file that is to be written again with one change."""
+def edits(rng: random.Random) -> SampledPrompt:
+    """Build a prompt that asks for a file to be rewritten with one change."""
     known = [json.loads(line)["source"] for line in (_DATA / "functions.jsonl").read_text("utf-8").splitlines()]
     file = "\n\n\n".join(rng.sample(known, 3))
     name = rng.choice(known[:8]).split("(")[0].removeprefix("def ")
     text = f"Write this file again and rename {name} to my_{name}. Answer with code alone.\n\n```python\n{file}\n```"
-    return Ask([{"role": "user", "content": text}], {"temperature": 0})
+    return SampledPrompt([{"role": "user", "content": text}], {"temperature": 0})
 
 
-def agents(rng: random.Random) -> Ask:
-    """A tool's result that is to be handed on in another tool's form, after two turns that did so."""
+def agents(rng: random.Random) -> SampledPrompt:
+    """Build a prompt whose tool result is to be passed on in another tool's format, after two such turns."""
     messages = [{"role": "system", "content": "You pass orders on. Answer with the order's JSON, changing its status."}]
     for turn in range(3):
         order = {
@@ -68,30 +67,30 @@ def agents(rng: random.Random) -> Ask:
         if turn < 2:
             packed = json.dumps(order | {"status": "packed"}, indent=1)
             messages.append({"role": "assistant", "content": packed})
-    return Ask(messages, {"temperature": 0})
+    return SampledPrompt(messages, {"temperature": 0})
 
 
-def chat(rng: random.Random) -> Ask:
-    """Something that somebody said to an agent."""
+def chat(rng: random.Random) -> SampledPrompt:
+    """Build a prompt of a user's message to an agent."""
     lines = [json.loads(line) for line in (_DATA / "real_text.jsonl").read_text("utf-8").splitlines()]
     talks = [line["parts"] for line in lines if line["kind"] == "dialogues"]
     said = [text for who, text in rng.choice(talks) if who == "user"]
-    return Ask([{"role": "user", "content": rng.choice(said)}], {"temperature": 0})
+    return SampledPrompt([{"role": "user", "content": rng.choice(said)}], {"temperature": 0})
 
 
-def unique(rng: random.Random) -> Ask:
-    """Nothing is ever written twice: words at random go on at random, and what was there is penalized."""
+def unique(rng: random.Random) -> SampledPrompt:
+    """Build a prompt without repetition: random words, with penalties on repetition."""
     words = " ".join("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in range(80))
     options = {"temperature": 1.0, "seed": rng.randrange(2**32), "repetition_penalty": 1.5, "ignore_eos": True}
-    return Ask(words, options)
+    return SampledPrompt(words, options)
 
 
 _KINDS = {"edits": edits, "agents": agents, "chat": chat, "unique": unique}
 
 
 @dataclass
-class Sum:
-    """What came of one arm in one workload and batch."""
+class ArmTotals:
+    """Accumulated results of one arm in one workload and batch."""
 
     rates: list[float] = field(default_factory=list)
     generated: int = 0
@@ -103,14 +102,14 @@ class Sum:
 
     @property
     def passes(self) -> int:
-        """In which a sequence took part, each of its tokens but those that were guessed."""
+        """Return the steps of a sequence: one per token that was not an accepted draft token."""
         return max(1, self.generated - self.accepted)
 
-    def add(self, repeat: list[Measured], batch: int) -> None:
-        """Batches of one repeat."""
+    def add(self, repeat: list[BatchResult], batch: int) -> None:
+        """Add the batches of one repeat."""
         results = [r for measured in repeat for r in measured.answers]
         tokens, seconds = sum(len(r.token_ids) - 1 for r in results), sum(r.timings["decode_ms"] for r in results) / 1e3
-        # The batch is kept full where it is served: who is quick does not wait for the others' end.
+        # Continuous batching: finished sequences are replaced at once.
         self.rates.append(batch * tokens / seconds)
         self.generated += tokens
         self.drafted += sum(r.draft_tokens for r in results)
@@ -120,33 +119,35 @@ class Sum:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Answers of a batch, seconds that its passes and guessing should take, and how many of the accepted tokens came
-    from another branch than the first."""
+class BatchResult:
+    """Answers of a batch and the expected seconds of its steps and proposals.
+
+    Also counts the accepted tokens of branches other than the first.
+    """
 
     answers: list[Result]
     expected_seconds: float
     branched: int
 
 
-def measure(engine: Engine, asks: list[Ask], arm: str, length: int) -> Measured:
-    """One arm's answers to a batch."""
+def measure(engine: Engine, asks: list[SampledPrompt], arm: str, length: int) -> BatchResult:
+    """Return one arm's answers to a batch."""
     options: dict[str, Any] = {"max_tokens": length, **_ARMS[arm]}
     options["tenant_salt"] = secrets.token_bytes(8)
-    engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # then all decode together
+    engine.generate_many([(ask.prompt, options | {"max_tokens": 1}) for ask in asks])  # all decode together afterwards
     speculator = engine._runtime.engine.speculator
     before = replace(speculator.stats, rows=speculator.stats.rows.copy())
     found = engine.generate_many([(ask.prompt, ask.options | options) for ask in asks])
     after, costs = speculator.stats, speculator.costs
     passes = sum(count * costs.seconds(rows, arm != "plain") for rows, count in (after.rows - before.rows).items())
-    guessing = after.draft_seconds - before.draft_seconds
-    return Measured(found, passes + guessing, after.branched_tokens - before.branched_tokens)
+    drafting = after.draft_seconds - before.draft_seconds
+    return BatchResult(found, passes + drafting, after.branched_tokens - before.branched_tokens)
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     with ExitStack() as stack:
         engines = {arm: engine for engine, arms in _engines(options, stack) for arm in arms}
-        sums = {(w, b, arm): Sum() for w in options.workloads for b in options.batches for arm in engines}
+        sums = {(w, b, arm): ArmTotals() for w in options.workloads for b in options.batches for arm in engines}
         progress = stack.enter_context(report.progress())
         task = progress.add_task("measuring", total=options.repeats * len(sums))
         for repeat in range(options.repeats):
@@ -155,7 +156,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 for batch in options.batches:
                     batches = [[_KINDS[workload](rng) for _ in range(batch)] for _ in range(-(-_FEWEST // batch))]
                     answers: dict[str, list[list[int]]] = {}
-                    arms, first = list(engines.items()), repeat % len(engines)  # nobody is always the first
+                    arms, first = list(engines.items()), repeat % len(engines)  # the order rotates
                     for arm, engine in arms[first:] + arms[:first]:
                         measured = [measure(engine, asks, arm, options.answer_tokens) for asks in batches]
                         answers[arm] = [r.token_ids for one in measured for r in one.answers]
@@ -168,7 +169,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine, list[str]]]:
-    """The engines, each with its arms; ``plain`` is in the first."""
+    """Return the engines, each with its arms; ``plain`` is in the first."""
 
     def start(draft_model: str) -> Engine:
         made = Engine.from_pretrained(
@@ -184,13 +185,12 @@ def _engines(options: argparse.Namespace, stack: ExitStack) -> list[tuple[Engine
     return out
 
 
-def _row(arm: str, workload: str, batch: int, sums: Sum) -> dict[str, Any]:
+def _row(arm: str, workload: str, batch: int, sums: ArmTotals) -> dict[str, Any]:
     return {
         "arm": arm,
         "workload": workload,
         "batch": batch,
-        "tokens_per_s": report.median(sums.rates),
-        "spread": report.spread(sums.rates),
+        **report.figure(sums.rates, "tokens_per_s"),
         "answer_tokens": sums.generated,
         "accepted_per_pass": round(sums.generated / sums.passes, 3),
         "accepted_in_branches": round(sums.branched / max(1, sums.accepted), 3),
@@ -214,9 +214,11 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("speculate", __doc__ or "")
     parser.add_argument("--model", default="smollm2", help="smollm2, demo, shape:NAME or a folder")
-    parser.add_argument("--draft-model", default="", help="a smaller model with the same tokenizer, for the arm draft")
-    parser.add_argument("--self", action="store_true", help="the arm self as well")
-    parser.add_argument("--branches", type=int, default=2, help="most of a tree, for all arms but suffix")
+    parser.add_argument("--draft-model", default="", help="smaller model with the same tokenizer, for the arm draft")
+    parser.add_argument("--self", action="store_true", help="also run the arm self")
+    parser.add_argument(
+        "--branches", type=int, default=2, help="maximum branches of a draft tree, for all arms except suffix"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])

@@ -1,8 +1,8 @@
-"""What storing at 8 or 4 bits costs on a model: exact reuse against a full prefill, in each type, prompt by prompt.
+"""Cost of 8-bit and 4-bit storage: exact reuse against full prefill, by dtype and prompt.
 
-The prompts are those of ``kvsidecar verify``: documents, which are stored and put back as they stand, and a question
-behind them, which is computed. KL is in nats per token of the question; ``equal_of_16`` counts the greedy tokens after
-it until the first that differs.
+The prompts are those of ``kvsidecar verify``: documents, stored and restored at their own positions, followed by a
+question that is computed. KL is in nats per token of the question; ``equal_of_16`` counts the greedy tokens after it
+before the first difference.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ BITS = (16, 8, 4)
 _GO_ON = 16
 
 
-def measured(model: str, dtype: str, questions: list[Question]) -> list[dict[str, Any]]:
-    """One row per storage width."""
+def measure_widths(model: str, dtype: str, questions: list[Question]) -> list[dict[str, Any]]:
+    """Return one row per storage width."""
     lab = ReuseLab(load(model, dtype=dtype))
     pairs = [pair for question in questions for pair in _against_full(lab, question)]
     return [_row(dtype, bits, [(full, got) for b, full, got in pairs if b == bits]) for bits in BITS]
@@ -64,7 +64,7 @@ def _row(dtype: str, bits: int, pairs: list[tuple[LabResult, LabResult]]) -> dic
 def run(options: argparse.Namespace) -> dict[str, Any]:
     quiet_transformers()
     questions = read_questions(BUILT_IN)[: options.prompts]
-    rows = [row for dtype in options.dtypes.split(",") for row in measured(options.model, dtype, questions)]
+    rows = [row for dtype in options.dtypes.split(",") for row in measure_widths(options.model, dtype, questions)]
     summary = {f"{r['dtype']}_{r['bits']}_bits_agreement": round(r["agreement"], 4) for r in rows}
     return report.write(options, "storage_bits", rows, summary)
 
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("storage_bits", __doc__ or "")
     parser.add_argument("--model", default="smollm2", help="a name of `kvsidecar models`, a folder, or demo")
     parser.add_argument("--dtypes", default="float32,bfloat16")
-    parser.add_argument("--prompts", type=int, default=1000, help="at most so many of the built-in ones")
+    parser.add_argument("--prompts", type=int, default=1000, help="maximum number of built-in prompts")
     options = parser.parse_args(arguments)
     if options.quick:
         options.prompts = min(4, options.prompts)

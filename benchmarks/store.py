@@ -1,11 +1,11 @@
-"""The store's paths against what the memory and the disk can do, and against Redis on the same machine.
+"""Throughput of the store's paths against memory, disk and Redis on the same machine.
 
-``arena`` is a Match and a copy of every chunk out of the arena; its lease is given back without waiting, as by workers.
+``arena`` is a Match and a copy of every chunk out of the arena; its lease is released asynchronously, as by workers.
 ``arena_single`` is the same for a prompt of one chunk, ``arena_write`` Reserve, a copy into staging with its checksum,
 and Commit. ``lmdb_cold`` reads the durable tier and ``pread_cold`` the same file, the page cache dropped. ``redis``
 answers one pipelined MGET over a Unix socket, received into one buffer; ``redis_write`` is as many pipelined SETs. All
-arms of a size follow each other in each repetition; times are per chunk. ``rpc`` is a call that does nothing: what
-gRPC itself takes of a Match on this machine.
+arms of a size follow each other in each repetition; times are per chunk. ``rpc`` is an empty call: gRPC's own share of
+a Match on this machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PATHS = (
 )
 
 
-class Timed:
+class ArmTimes:
     """Seconds per chunk of one arm at one size."""
 
     def __init__(self, path: str, size_bytes: int) -> None:
@@ -62,30 +62,29 @@ class Timed:
 
     def row(self) -> dict[str, Any]:
         ordered = sorted(self.seconds)
-        middle = report.median([s * 1e6 for s in ordered])
+        figure = report.figure([s * 1e6 for s in ordered], "p50_us")
         return {
             "path": self.path,
             "size_bytes": self.size_bytes,
-            "gb_per_s": round(self.size_bytes / middle / 1e3, 3),
-            "p50_us": middle,
+            "gb_per_s": round(self.size_bytes / figure["p50_us"] / 1e3, 3),
+            **figure,
             "p99_us": round(report.p99(ordered) * 1e6, 1),
-            "repeats": len(ordered),
         }
 
 
 class Redis:
-    """A server of its own on a Unix socket, without persistence, and one pipelining client."""
+    """Redis server on a Unix socket, without persistence, and one pipelining client."""
 
     def __init__(self, folder: Path) -> None:
         path = str(folder / "redis.sock")
         self._server = RedisServer(folder, ("--unixsocket", path))
         self._server.start()
-        assert self._server.command("PING") == "PONG"  # it listens everywhere by now
+        assert self._server.command("PING") == "PONG"  # it listens on all addresses now
         self._client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._client.connect(path)
 
     def set(self, names: list[bytes], value: memoryview) -> None:
-        """The same value under all names; replies are awaited at the end."""
+        """Write the same value under all names; replies are awaited at the end."""
         head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n"
         for name in names:
             self._client.sendmsg([head % (len(name), name, len(value))], (), socket.MSG_MORE)
@@ -95,7 +94,7 @@ class Redis:
         assert self._client.recv(len(replies), socket.MSG_WAITALL) == replies
 
     def get(self, names: list[bytes], into: memoryview) -> None:
-        """All values in one buffer, with the protocol's few bytes between them."""
+        """Read all values into one buffer, with the protocol's few bytes between them."""
         asked = b"".join(b"$%d\r\n%s\r\n" % (len(n), n) for n in names)
         self._client.sendall(b"*%d\r\n$4\r\nMGET\r\n" % (len(names) + 1) + asked)
         at = 0
@@ -112,7 +111,7 @@ def prompt(base: int, chunks: int) -> list[int]:
 
 
 def store_prompt(peer: Peer, ids: list[int], source: memoryview) -> None:
-    """Reserves, writes and commits every chunk of a prompt, in pieces that fit into staging."""
+    """Reserve, write and commit every chunk of a prompt, in groups that fit into staging."""
     parent = b""
     headers = []
     for at in range(0, len(ids), _TOKENS):
@@ -129,25 +128,28 @@ def store_prompt(peer: Peer, ids: list[int], source: memoryview) -> None:
 
 
 def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All arms of one size."""
+    """Measure all arms of one size."""
     size = layers * _LAYER_BYTES
     chunks = max(1, options.total_mb * (1 << 20) // size)
     source = memoryview(np.random.default_rng(1).integers(0, 256, size, np.uint8)).cast("B")
     target = np.zeros(size, np.uint8)
-    arms = {name: Timed(name, size) for name in _PATHS}
+    arms = {name: ArmTimes(name, size) for name in _PATHS}
     geometry = Geometry(layers, _HEADS, _DIM, DATA_TYPE_FLOAT32, 16)
     arena, budget = f"{4 * options.total_mb}MiB", f"{8 * options.total_mb}MiB"
     flags = {"staging_bytes": f"{2 * options.total_mb}MiB", "compression": "none"}
     with Node(workers=0, arena_bytes=arena, store_bytes=budget, daemon_flags=flags) as node:
         peer = Peer(node, geometry=geometry)
-        kept, plain = prompt(0, chunks), np.tile(np.frombuffer(source, np.uint8), chunks)  # pages of its own, not zeros
+        kept, plain = (
+            prompt(0, chunks),
+            np.tile(np.frombuffer(source, np.uint8), chunks),
+        )  # private pages, not the zero page
         store_prompt(peer, kept, source)
         node.settle()
         redis = Redis(node.folder) if shutil.which("redis-server") else None
         names = [b"chunk-%d" % n for n in range(chunks)]
         if redis is not None:
             redis.set(names, source)
-        # One value and its frame are known to the byte, so that the client has nothing to look for.
+        # Sizes of values and frames are known, so that the client does not parse.
         frame = len(b"$%d\r\n\r\n" % size)
         received = memoryview(bytearray(len(b"*%d\r\n" % chunks) + chunks * (size + frame)))
 
@@ -175,7 +177,7 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
 
         hashes = peer.stub.Match(pb.MatchRequest(namespace=peer.namespace, token_ids=kept)).matches[:4]
         for n in range(options.repeats + 1):
-            if n == 1:  # the first one maps pages
+            if n == 1:  # the first pass maps pages
                 for arm in arms.values():
                     arm.seconds.clear()
             arms["memcpy"].measure(copy_plain, chunks)
@@ -203,8 +205,8 @@ def measure(layers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [arm.row() for arm in arms.values() if arm.seconds]
 
 
-def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None:
-    """The durable tier's reads, and plain reads of as many bytes of its file."""
+def cold(folder: Path, budget: int, arms: dict[str, ArmTimes], chunks: int) -> None:
+    """Measure cold reads of the durable tier, and plain reads of as many bytes of its file."""
     tier = LmdbTier(folder, budget, False, "none", None)
     try:
         headers = [found.header for found in tier.load()][:chunks]
@@ -235,14 +237,14 @@ def cold(folder: Path, budget: int, arms: dict[str, Timed], chunks: int) -> None
 
 
 def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """How long a Match takes by the chunks that it finds, and what one of 2^20 tokens costs the loop."""
+    """Measure Match by the number of matched chunks, and the event loop's stall for 2^20 tokens."""
     rows, summary = [], {}
     with Node(workers=0, arena_bytes="64MiB", daemon_flags={"staging_bytes": "16MiB"}) as node:
         peer = Peer(node, geometry=GEOMETRY)
         ids = list(range(256 * _CHUNK_TOKENS))
         peer.try_put(ids, _CHUNK_TOKENS)
         for chunks in (1, 256):
-            arm, asked = Timed(f"match_{chunks}", 0), ids[: chunks * _CHUNK_TOKENS]
+            arm, asked = ArmTimes(f"match_{chunks}", 0), ids[: chunks * _CHUNK_TOKENS]
             for n in range(options.matches + 20):
                 began = time.perf_counter()
                 found = peer.match(asked)
@@ -252,7 +254,7 @@ def matches(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str
                 peer.release(found)
             rows.append(arm.row())
             summary[f"match_{chunks}_p50_ms"] = round(rows[-1]["p50_us"] / 1e3, 3)
-        nothing, arm = pb.AbortRequest(session_id=peer.session), Timed("rpc", 0)
+        nothing, arm = pb.AbortRequest(session_id=peer.session), ArmTimes("rpc", 0)
         for _ in range(options.matches):
             arm.measure(lambda: peer.stub.Abort(nothing), 1)
         rows.append(arm.row())
@@ -305,8 +307,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("store", __doc__ or "")
-    parser.add_argument("--layers", type=int, nargs="*", default=[5, 16, 64, 256], help="chunks of 64 KiB times these")
-    parser.add_argument("--total-mb", type=int, default=64, help="size of a prompt's payload")
+    parser.add_argument(
+        "--layers", type=int, nargs="*", default=[5, 16, 64, 256], help="chunk sizes in units of 64 KiB"
+    )
+    parser.add_argument("--total-mb", type=int, default=64, help="payload size of a prompt")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--cold-repeats", type=int, default=5)
     parser.add_argument("--matches", type=int, default=1000)

@@ -1,15 +1,15 @@
-"""A model larger than its memory limit: each way of streaming its layers, against what the disk allows.
+"""Layer streaming of a model larger than its memory limit, against the disk's speed.
 
-A real worker runs in a control group with a third of what the model takes (or what it needs itself, where that is more:
-a head stays in memory, and with ``ffn_only_stream`` attention does), after it wrote the model's file there, too.
-``bound_tokens_per_s`` is one forward per token, limited by nothing but reading the streamed bytes: from that very file,
-past the page cache (four reads at a time) or by way of it with its pages dropped, by the better of both, before and
-after each mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of
-all layers resident, without a limit.
+A real worker runs in a control group with a third of the model's memory (or the worker's minimum, where that is more: a
+head stays in memory, and with ``ffn_only_stream`` attention does), after it wrote the model's file there, too.
+``bound_tokens_per_s`` is one forward per token, limited only by reading the streamed bytes from that file: past the
+page cache (four reads at a time) or through it with its pages dropped, whichever is faster, before and after each
+mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of all layers
+resident, without a limit.
 
-With ``speculation`` the same is asked twice more, so that a past answer gives the guesses (``ngram``), ``--guesses``
-for a pass. How many a model accepts of other text is no question here, but whether a pass that verifies some takes as
-long as one that does not: the bound is that of one token, times ``accepted_per_pass``.
+With ``speculation`` the same is asked twice more, so that a past answer provides the draft tokens (``ngram``),
+``--draft-tokens`` per step. Acceptance on other text is not the question here, but whether a step that verifies several
+tokens takes as long as one that does not: the bound is that of one token, times ``accepted_per_pass``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any
 import torch
 from kvsidecar.byte_sizes import format_size, parse_size
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 
 from benchmarks import report
-from benchmarks.limits import MemoryLimit, NoLimit
+from benchmarks.memory_limit import MemoryLimit, MemoryLimitUnavailable
 from benchmarks.node import Node, new_interpreter
 from inference_svc.model_runner.attention import register
 from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
@@ -41,12 +41,12 @@ from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
 from inference_svc.models.loader import model_shape, pick_dtype, recipe_of_shape
 
 _RESIDENT = "full_resident"
-# What a worker takes beside weights: interpreter, libraries, its pool, and what it keeps to compute in.
+# A worker's memory besides weights: interpreter, libraries, KV pool, buffers.
 _WORKER_BYTES = 672 << 20
 
 
 class Disk:
-    """Reads a file of layers as fast as it goes. Bytes per second."""
+    """Reader of a file of layers at full speed, in bytes per second."""
 
     def __init__(self, file: Path, most_bytes: int) -> None:
         self._size = min(file.stat().st_size, most_bytes) // ALIGNMENT * ALIGNMENT
@@ -55,7 +55,7 @@ class Disk:
         self.best: dict[str, list[float]] = {}
 
     def measure(self) -> float:
-        """The best way's speed, now."""
+        """Measure the faster way's current speed."""
         found = 0.0
         for direct, file in self._files.items():
             if direct and not file.direct:
@@ -77,12 +77,12 @@ class Disk:
 
 
 def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, Any]:
-    """A worker's flags for a mode."""
+    """Return a worker's flags for a mode."""
     flags: dict[str, Any] = {"cache_socket": "none", "weights": options.weights, "stream_slots": options.slots}
-    flags |= {"speculate": "ngram", "num_speculative_tokens": options.guesses}
+    flags |= {"speculate": "ngram", "num_speculative_tokens": options.draft_tokens}
     if options.dtype:
         flags["dtype"] = options.dtype
-    if mode == _RESIDENT:  # by way of the file, which holds it as it is in memory
+    if mode == _RESIDENT:  # from the file, which has the layout in memory
         return flags | {"stream": "partial_resident", "keep_first": layers}
     flags["stream"] = mode
     if mode == "partial_resident":
@@ -92,11 +92,11 @@ def flags_of(mode: str, options: argparse.Namespace, layers: int) -> dict[str, A
 
 @dataclass(frozen=True)
 class Answers:
-    """Greedy ones: of the first prompt alone, and then of all at once."""
+    """Greedy answers: of the first prompt alone, then of all at once."""
 
     tokens: list[list[int]]
-    tokens_per_s: float  # of the one alone
-    per_pass: float  # of its tokens
+    tokens_per_s: float  # of the single sequence
+    per_pass: float  # per token
 
 
 def answers(node: Node, prompts: list[list[int]], tokens: int, speculation: str) -> Answers:
@@ -118,7 +118,7 @@ def answers(node: Node, prompts: list[list[int]], tokens: int, speculation: str)
 def measure(
     mode: str, options: argparse.Namespace, layers: int, limit: MemoryLimit | None, disk: Callable[[], float]
 ) -> Iterator[tuple[dict[str, Any], list[list[int]]]]:
-    """Rows of a mode, without speculation and with it, each with what was answered."""
+    """Measure a mode, without speculation and with it; return rows with their answers."""
     rng = random.Random(1)
     prompts = [[rng.randrange(16, 4000) for _ in range(options.prompt_tokens)] for _ in range(options.sequences)]
     node = Node(options.model, workers=0, pool_bytes=options.pool_bytes, worker_flags=flags_of(mode, options, layers))
@@ -126,7 +126,7 @@ def measure(
     try:
         node.start_worker(0)
         for speculation in ("off", "ngram"):
-            if speculation != "off":  # what was answered without it is not learnt from
+            if speculation != "off":  # earlier answers are not used as drafts
                 answers(node, prompts[:1], options.answer_tokens, speculation)
             before, start = disk(), node.client().stats().streaming
             said = answers(node, prompts, options.answer_tokens, speculation)
@@ -163,7 +163,7 @@ def _peak_rss(pid: int) -> int:
 
 
 def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
-    """Has the model's file written under the limit. Returns it, and what the limit is."""
+    """Write the model's file under the limit; return it and the limit."""
     with MemoryLimit(options.limit_bytes) as limit:
         node = Node(options.model, workers=0, pool_bytes="64MiB", worker_flags=flags_of("full_stream", options, layers))
         node.launch = limit.launch  # type: ignore[misc]
@@ -175,7 +175,7 @@ def prepare(options: argparse.Namespace, layers: int) -> tuple[Path, str]:
                 time.sleep(0.1)
         finally:
             node.__exit__()
-    (found,) = (Library().root / "converted").glob(f"[!.]*/{WEIGHTS}")
+    (found,) = (ModelLibrary().root / "converted").glob(f"[!.]*/{WEIGHTS}")
     return found, limit.kind
 
 
@@ -189,7 +189,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     layers = model_shape(options.model).layers
     try:
         file, kind = prepare(options, layers)
-    except NoLimit as error:
+    except MemoryLimitUnavailable as error:
         report.console.print(f"{error}; nothing was measured")
         return report.write(options, "streaming", [], {"limited_by": "nothing"})
     disk = Disk(file, options.disk_bytes)
@@ -227,19 +227,21 @@ def _least(rows: list[dict[str, Any]], speculation: str) -> float:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = report.parser("streaming", __doc__ or "")
     parser.add_argument("--model", default="shape:qwen2.5-3b")
-    parser.add_argument("--weights", type=int, choices=(16, 8, 4), default=8, help="bits")
-    parser.add_argument("--dtype", default="", help="as the worker's; the machine's own by default")
-    parser.add_argument("--limit-bytes", type=parse_size, default=0, help="a third of the model by default")
+    parser.add_argument("--weights", type=int, choices=(16, 8, 4), default=8, help="weight bits")
+    parser.add_argument("--dtype", default="", help="the worker's dtype; default: the machine's native one")
+    parser.add_argument("--limit-bytes", type=parse_size, default=0, help="memory limit; default: a third of the model")
     parser.add_argument("--pool-bytes", default="64MiB")
     parser.add_argument("--slots", type=int, default=3)
-    parser.add_argument("--keep-first", type=int, default=0, help="with partial_resident; as many as fit by default")
+    parser.add_argument("--keep-first", type=int, default=0, help="for partial_resident; default: as many as fit")
     parser.add_argument("--keep-last", type=int, default=0)
     parser.add_argument("--prompt-tokens", type=int, default=32)
     parser.add_argument("--answer-tokens", type=int, default=12)
     parser.add_argument("--sequences", type=int, default=4)
-    parser.add_argument("--guesses", type=int, default=4, help="for a pass, with speculation")
-    parser.add_argument("--disk-bytes", type=parse_size, default=1 << 30, help="read to measure the disk")
-    parser.add_argument("--folder", type=Path, help="keeps the model's file here for the next run")
+    parser.add_argument(
+        "--draft-tokens", "--guesses", type=int, default=4, help="draft tokens per step, with speculation"
+    )
+    parser.add_argument("--disk-bytes", type=parse_size, default=1 << 30, help="bytes read to measure the disk")
+    parser.add_argument("--folder", type=Path, help="keep the model's file here for the next run")
     parser.add_argument(
         "--modes",
         nargs="+",
@@ -253,14 +255,14 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options.limits = dict.fromkeys(options.modes, stated) if stated else limits_for(options)
     options.limit_bytes = min(options.limits.values())
     with tempfile.TemporaryDirectory() if options.folder is None else nullcontext(options.folder) as folder:
-        # Of each model and width a file of its own.
+        # One file per model and width.
         kind = f"{options.model}-{options.weights}-{options.dtype or 'auto'}".replace("/", "-").replace(":", "-")
         os.environ["XDG_DATA_HOME"] = str(Path(folder).absolute() / kind)
         return run(options)
 
 
 def limits_for(options: argparse.Namespace) -> dict[str, int]:
-    """For each mode a third of what the model takes, or what a worker needs for it."""
+    """Return each mode's limit: a third of the model's memory, or the worker's minimum."""
     if not options.model.startswith("shape:"):
         raise ConfigurationError(f"model is {options.model}; give --limit-bytes, or a shape:NAME")
     dtype = pick_dtype(options.dtype or "auto", torch.bfloat16, torch.device("cpu"))

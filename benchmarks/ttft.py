@@ -1,10 +1,10 @@
-"""Time to first token of a document with a fresh question: cached, not cached, after restarts, and the bound.
+"""Time to first token of a document with a fresh question: cached, uncached, after restarts, bound.
 
-``bound`` is the engine's own forward over the question alone, with the document's keys and values in the pool
-already: what nothing that loads them can beat. ``shuffled_*`` read the document's pieces in another order than they
-were stored in, and repair them; ``cost`` is what the repair's own formula says, as a share of nocache, ``formula``
-that of CacheBlend, ``(1 + q + r (L - 1)) / L``. ``daemon_restarted_cold`` finds the page cache empty. Arms alternate
-within every repetition.
+``bound`` is the engine's own forward over the question alone, with the document's keys and values already in the pool:
+the lower bound of anything that loads them. ``shuffled_*`` read the document's pieces in another order than they were
+stored in, and repair them; ``cost`` is the repair's own formula as a share of nocache, ``formula`` that of CacheBlend,
+``(1 + q + r (L - 1)) / L``. ``daemon_restarted_cold`` finds the page cache empty. Arms alternate within every
+repetition.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ SHUFFLED = tuple(f"shuffled_{repair}" for repair in REPAIRS)
 _COLD = "daemon_restarted_cold"
 ARMS = ("nocache", "exact", "worker_restarted", "daemon_restarted", _COLD, *SHUFFLED, "bound")
 _BOUND_REPEATS = 3
-# Arms that ask another one's node.
+# Arms that share another arm's node.
 _SHARED = {"exact": "nocache", "daemon_restarted": "worker_restarted", _COLD: "worker_restarted"}
-# Room for more than a document: questions that were stored.
+# Capacity for a document and the stored questions.
 _SPARE_TOKENS = 1024
-# Documents of the shuffled arms.
+# Documents per prompt of the shuffled arms.
 _DOCUMENT_TOKENS = 256
 QUESTION_TOKENS = 32
 _PARTS = ("lookup_ms", "transfer_ms", "restore_ms", "prefill_ms")
 
 
-class Bound:
-    """The forward over the question alone, in this process."""
+class QuestionForward:
+    """Forward over the question alone, in this process."""
 
     def __init__(self, model: str, longest: int) -> None:
         from kvsidecar.process.malloc_tuning import keep_freed_memory
@@ -56,7 +56,7 @@ class Bound:
         self._decoder = Decoder(m)
 
     def measure(self, context: int) -> float:
-        """Milliseconds from token ids to the first token: the best of a few, for its memory was idle meanwhile."""
+        """Return milliseconds from token ids to the first token: the best of a few, since its memory was idle."""
         table = self._pool.allocate(context)
         assert table is not None
         best = min(self._forward(table, context) for _ in range(_BOUND_REPEATS))
@@ -71,11 +71,11 @@ class Bound:
         return (time.perf_counter() - began) * 1e3
 
 
-class Arms:
-    """The nodes of the arms and how each is asked. nocache and exact share a node, and the restarted ones do.
+class ArmNodes:
+    """Nodes of the arms, and how each is asked.
 
-    Nodes are as small as the document lets them be: more than fits into memory would push the store out of
-    the page cache, from which ``daemon_restarted`` is to read it.
+    nocache and exact share a node, and so do the restarted arms. Nodes are as small as the document allows: more than
+    fits into memory would push the store out of the page cache, from which ``daemon_restarted`` is to read it.
     """
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack, names: list[str]) -> None:
@@ -87,7 +87,7 @@ class Arms:
             if name == "bound":
                 continue
             partner = self._nodes.get(_SHARED.get(name, ""))
-            # Nothing stays in the pool: what is measured comes from the daemon.
+            # No prefix cache in the pool: all measured reuse comes from the daemon.
             flags = {"resident_sequences": 0, "chunking": "document"}
             if name in SHUFFLED:
                 repair = name.removeprefix("shuffled_")
@@ -101,7 +101,7 @@ class Arms:
                     worker_flags=flags,
                 )
             )
-        self._bound = Bound(options.model, max(options.context_tokens)) if "bound" in names else None
+        self._bound = QuestionForward(options.model, max(options.context_tokens)) if "bound" in names else None
 
     def warm(self, pieces: list[list[int]]) -> None:
         document, ends = _joined(pieces)
@@ -110,7 +110,7 @@ class Arms:
             node.settle()
 
     def ask(self, name: str, pieces: list[list[int]], question: list[int]) -> tuple[float, Completion | None]:
-        """TTFT in milliseconds, and the answer unless it is the bound."""
+        """Return TTFT in milliseconds, and the answer unless it is the bound."""
         if name in SHUFFLED:
             pieces = pieces[::-1]
         document, ends = _joined(pieces)
@@ -146,7 +146,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     ratios: dict[str, Any] = {}
     with ExitStack() as stack, report.progress() as progress:
         task = progress.add_task("measuring", total=len(options.context_tokens) * options.repeats * len(names))
-        arms = Arms(options, stack, names)
+        arms = ArmNodes(options, stack, names)
         for context in options.context_tokens:
             document = [rng.randrange(16, 4000) for _ in range(context - QUESTION_TOKENS)]
             pieces = [document[i : i + _DOCUMENT_TOKENS] for i in range(0, len(document), _DOCUMENT_TOKENS)]
@@ -172,8 +172,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 row = {
                     "arm": name,
                     "context_tokens": context,
-                    "ttft_ms_p50": report.median(times[name]),
-                    "spread": report.spread(times[name]),
+                    **report.figure(times[name], "ttft_ms_p50"),
                     "cached_tokens": cached.get(name, context - QUESTION_TOKENS),
                     "recomputed_tokens": recomputed.get(name, 0),
                 }
@@ -183,7 +182,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _costs(options: argparse.Namespace) -> dict[str, float]:
-    """What repair must cost at least, as a share of nocache: ``(d + q + r (L - d)) / L``."""
+    """Return the minimum cost of repair as a share of nocache: ``(d + q + r (L - d)) / L``."""
     from inference_svc.context_reuse.selectors import SELECTORS
     from inference_svc.context_reuse.selectors.selector import recompute_cost
     from inference_svc.models.loader import model_shape
@@ -215,7 +214,7 @@ def _ratios(context: int, p50: dict[str, float], costs: dict[str, float]) -> dic
 
 
 def _joined(pieces: list[list[int]]) -> tuple[list[int], list[int]]:
-    """A document of pieces, and where they end."""
+    """Concatenate a document's pieces; also return their ends."""
     document = [t for piece in pieces for t in piece]
     return document, list(accumulate(len(piece) for piece in pieces))
 
@@ -226,9 +225,11 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--context-tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--arms", default=",".join(ARMS))
     parser.add_argument("--storage-bits", type=int, choices=[16, 8, 4], default=16)
-    parser.add_argument("--ratio", type=float, default=0.15, help="share of tokens that shuffled arms compute again")
+    parser.add_argument("--ratio", type=float, default=0.15, help="share of tokens that shuffled arms recompute")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--nocache-repeats", type=int, default=3, help="a prefill is long and varies little")
+    parser.add_argument(
+        "--nocache-repeats", type=int, default=3, help="few suffice: a prefill is long and varies little"
+    )
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     if options.quick:

@@ -1,4 +1,4 @@
-"""Conversations to replay: from a JSONL file, or made from a seed."""
+"""Conversations to replay: from a JSONL file, or synthetic."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ _WORDS = (
     "train ticket movie music city area price good number people date name order coffee drink size large small hot "
     "what where when which how much is there in on at to of a"
 ).split()
-# A user's turn of a synthetic conversation; with 96 tokens of answer, eight turns make some 1,100 tokens.
+# Words of a synthetic user turn; with 96 answer tokens, eight turns have about 1,100 tokens.
 _SYNTHETIC_WORDS = 48
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """``turns`` are ``(user, recorded assistant)``."""
+    """Conversation of ``(user, recorded assistant)`` turns."""
 
     id: str
     turns: tuple[tuple[str, str], ...]
 
 
 def read(workload: str, conversations: int, turns: int) -> list[Conversation]:
-    """``synthetic:SEED`` or a file of ``{"id", "turns": [{"user", "assistant"}]}``."""
+    """Read ``synthetic:SEED`` or a file of ``{"id", "turns": [{"user", "assistant"}]}``."""
     if workload.startswith("synthetic:"):
         return [_synthetic(int(workload.split(":")[1]), i, turns) for i in range(conversations)]
     out = []
@@ -48,7 +48,7 @@ def _synthetic(seed: int, index: int, turns: int) -> Conversation:
 
 
 def words(seed: str, count: int) -> str:
-    """A text of so many words, the same for the same seed."""
+    """Return a text of ``count`` words, deterministic in ``seed``."""
     return _words(random.Random(seed), count)
 
 
@@ -57,5 +57,5 @@ def _words(rng: random.Random, count: int) -> str:
 
 
 def turn_tokens(tokenize: Callable[[str], list[int]], text: str, first: bool) -> list[int]:
-    """A user's turn in the shipped chat template, up to where the assistant begins."""
+    """Tokenize a user's turn in the shipped chat template, up to the assistant's beginning."""
     return tokenize(("<|bos|>" if first else "<|end|>") + f"<|user|>{text}<|end|><|assistant|>")

@@ -8,12 +8,12 @@ import sys
 # Set before numpy is imported: the daemon does no linear algebra, and a process that forks should have no threads.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from kvsidecar.process.fast_import import import_lean, importing
+from kvsidecar.process.fast_import import fast_imports, skip_optional_imports
 
 
 def main(arguments: list[str] | None = None) -> int:
-    with importing():
-        import_lean()
+    with fast_imports():
+        skip_optional_imports()
         import uvloop  # noqa: F401 - imported once, before the supervisor forks
         from kvsidecar.cli.service_settings import run_service
 

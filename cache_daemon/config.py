@@ -9,7 +9,7 @@ from kvsidecar.byte_sizes import parse_size
 from kvsidecar.durations import parse_duration
 from kvsidecar.net.addresses import parse_tcp
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir
-from kvsidecar.telemetry.otlp_export import checked_endpoint
+from kvsidecar.telemetry.otlp_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -137,7 +137,7 @@ class DaemonConfig(BaseSettings):
     @field_validator("otlp_endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
-        return checked_endpoint(value)
+        return validate_endpoint(value)
 
     # A rule about several settings is the last one's, so that the message names a setting and shows no other's value.
 

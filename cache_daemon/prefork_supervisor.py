@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
-from kvsidecar.process.runtime_dir import end_with_parent
+from kvsidecar.process.runtime_dir import die_with_parent
 
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
 _FORWARDED_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
@@ -105,7 +105,7 @@ def _fork_child(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:
         return child
     code = 1
     try:
-        end_with_parent(parent, signal.SIGKILL)
+        die_with_parent(parent, signal.SIGKILL)
         # SIGHUP stays blocked until the child has a handler (unblock_reload_signal): without one it ends the child.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask | {signal.SIGHUP})
         code = run()

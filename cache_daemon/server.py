@@ -18,7 +18,7 @@ from grpc_health.v1.health import aio as health_aio
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2
 from kvsidecar.durations import parse_duration
-from kvsidecar.net.grpc_server import Limits, listening_at, refuse_second, stop_on_signals
+from kvsidecar.net.grpc_server import ListenerLimits, hold_socket_lock, serve_listeners, stop_on_signals
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
@@ -42,7 +42,8 @@ from cache_daemon.observability.otel import Telemetry, telemetry
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.observability.traffic_trace import record_traffic
 from cache_daemon.prefork_supervisor import mark_serving, unblock_reload_signal
-from cache_daemon.remote.address import credentials_of, new_backend, parse_remote
+from cache_daemon.remote.address import credentials_of, parse_remote
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
@@ -52,6 +53,7 @@ from cache_daemon.rpc.request_decoder import add_to_server
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 
 GRACE_SECONDS = 3.0
@@ -71,7 +73,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
     ensure_private_dir(config.socket.parent)
     tenants = ReloadableTenantsTable(config.tenants, keys.tenant_id)
     with (
-        refuse_second(config.socket),
+        hold_socket_lock(config.socket),
         contextlib.closing(SharedMemory("summary", SUMMARY_BYTES, writable_by_others=False)) as summary,
     ):
         async with (
@@ -104,16 +106,18 @@ async def _store(
     store = ChunkStore(
         _arena(config),
         tier,
-        config.store_bytes if tier is not None else 0,
-        POLICIES[config.eviction],
-        staging_bytes=config.staging_bytes,
+        StoreConfig(
+            POLICIES[config.eviction],
+            durable_budget_bytes=config.store_bytes if tier is not None else 0,
+            staging_bytes=config.staging_bytes,
+            span=otel.work_span,
+        ),
         accounts=TenantAccounts(
             lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)
         ),
         remote=_remote(config),
         # Without a summary workers ask for every prompt, which is what a trace is of.
         bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
-        span=otel.work_span,
     )
     try:
         await store.start()
@@ -192,7 +196,7 @@ async def _serve(
     summary: SharedMemory,
     stop: asyncio.Event,
 ) -> None:
-    store, remote = shared.store, shared.store.remote
+    store = shared.store
     memory_socket = config.socket.with_name(f"{config.socket.name}.memory").absolute()
 
     def add(server: grpc.aio.Server, principal_of: PrincipalResolver, at: Path | None) -> None:
@@ -211,17 +215,17 @@ async def _serve(
 
     async with (
         serve_fds(memory_socket, _Shares(store, summary), 0o600, admits),
-        listening_at(
+        serve_listeners(
             SERVICE,
             build_listeners(config, tenants, add),
             # Attached workers hold their streams: there is nothing to wait for.
             lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
-            Limits(message_bytes=_MAX_MESSAGE_BYTES),
+            ListenerLimits(message_bytes=_MAX_MESSAGE_BYTES),
             health,
         ),
         report_health(OVERALL, lambda: shared.calls.failing, set_overall, grace_seconds=0.0),
-        report_health(DURABLE, None if store.tiers.writer is None else lambda: store.failing, health.set),
-        report_health(REMOTE, None if remote is None else lambda: remote.failing, health.set),
+        report_health(DURABLE, (lambda: store.failing) if store.has_durable_tier else None, health.set),
+        report_health(REMOTE, (lambda: store.remote_failing) if store.has_remote_tier else None, health.set),
     ):
         stats = store.stats()
         log.info(

@@ -1,1 +1,1 @@
-"""How a node is run elsewhere: containers, Kubernetes, systemd, and what watches it. Not part of the wheel."""
+"""Deployment: containers, Kubernetes, systemd, monitoring. Not part of the wheel."""

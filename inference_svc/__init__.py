@@ -1,6 +1,7 @@
-"""The inference worker, its engine, the gateway and the supervisor.
+"""The inference worker with its engine, the gateway, and the node supervisor.
 
-Imports ``kvsidecar`` (stubs, formats) and ``kvkernels``; never ``cache_daemon``, which it runs as a process.
+Imports ``kvsidecar`` (stubs, formats, KV transfer) and ``kvkernels``; never ``cache_daemon``, which it runs as a
+process.
 """
 
 from typing import TYPE_CHECKING, Any

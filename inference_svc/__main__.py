@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from kvsidecar.extras import refusal
-from kvsidecar.process.fast_import import collecting_later, import_lean, importing
+from kvsidecar.process.fast_import import fast_imports, gc_paused, skip_optional_imports
 from kvsidecar.process.sigint import EXIT_CODE
 
 
@@ -21,11 +21,11 @@ def _run(command: str, rest: list[str]) -> int:
     if refused := refusal(command):
         print(refused, file=sys.stderr)
         return 2
-    with importing():
-        import_lean()
+    with fast_imports():
+        skip_optional_imports()
         from kvsidecar.cli.service_settings import run_service
     if command == "worker":
-        with importing():
+        with fast_imports():
             from inference_svc.models.weight_prefetch import prefetch_weights
             from inference_svc.server.daemon_address import daemon_address
             from inference_svc.server.preflight import checked_settings
@@ -35,35 +35,35 @@ def _run(command: str, rest: list[str]) -> int:
             config = checked_settings(config)
             daemon_address(config)
             prefetch_weights(config.model)
-            with collecting_later():
+            with gc_paused():
                 from inference_svc.server.worker_server import serve as run  # it imports torch
 
             await run(config)
 
         return run_service("kvsidecar worker", WorkerConfig, serve, rest)
     if command == "gateway":
-        with importing():
+        with fast_imports():
             from inference_svc.gateway.gateway_config import GatewayConfig
             from inference_svc.gateway.gateway_server import serve as serve_gateway
 
         return run_service("kvsidecar gateway", GatewayConfig, serve_gateway, rest)
     if command == "serve":
-        with importing():
+        with fast_imports():
             from inference_svc.node.supervisor import main as supervise
 
         return supervise(rest)
     if command == "verify":
-        with importing():
+        with fast_imports():
             from inference_svc.server.verify_command import main as verify
 
         return verify(rest)
     if command == "quantize":
-        with importing():
+        with fast_imports():
             from inference_svc.quantize.quantize_command import main as quantize
 
         return quantize(rest)
     if command == "prepare":
-        with importing():
+        with fast_imports():
             from inference_svc.models.prepare_command import main as prepare
 
         return prepare(rest)

@@ -1,8 +1,8 @@
-"""setuptools' build backend with two additions.
+"""Build backend: setuptools with a compiler requirement and a path file for editable installs.
 
-It asks for a compiler where the machine has none. An editable install is found from every folder: setuptools' finder
-comes behind the current folder, where a clone named ``kvsidecar`` looks like a package of that name; a package on the
-path wins over such a folder.
+It requires the ziglang wheel if the machine has no compiler. The path file makes an editable install importable from
+every folder: setuptools' finder comes after the current folder, where a clone named ``kvsidecar`` looks like a package
+of that name; a package on the path wins over such a folder.
 """
 
 import base64
@@ -17,13 +17,13 @@ from setuptools.build_meta import *  # noqa: F403
 
 _ROOT = Path(__file__).parents[1]
 _CPU = runpy.run_path(str(_ROOT / "kernels" / "kvkernels" / "cpu" / "cpu_build.py"))
-# Not the root, which has folders with names of other packages, such as build.
+# Not the root, whose folders have names of other packages, such as build.
 _ON_PATH = _ROOT / "clients" / "python"
 _PATH_FILE = "kvsidecar_on_path.pth"
 
 
 def _with_compiler(requires):
-    return [*requires, "ziglang>=0.13"] if _CPU["asks_for_ziglang"]() else requires
+    return [*requires, "ziglang>=0.13"] if _CPU["needs_ziglang"]() else requires
 
 
 def get_requires_for_build_wheel(config_settings=None):
@@ -41,7 +41,7 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
 
 
 def _add_file(wheel, name, content):
-    """Adds a file to a wheel and to its list, which stays the last (PEP 427)."""
+    """Add a file to a wheel and to its RECORD, which stays the last entry (PEP 427)."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
     changed = wheel.with_name(f"{wheel.name}.partial")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(changed, "w", zipfile.ZIP_DEFLATED) as new:

@@ -1,4 +1,4 @@
-"""Trains the byte-level BPE tokenizer with its chat template."""
+"""Training of the byte-level BPE tokenizer with its chat template."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 
 
 def _task_words() -> Iterator[str]:
-    """Every name, place and object often enough to become one token."""
+    """Return every name, place and object often enough to become one token."""
     rng = random.Random(0)
     words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS
     for _ in range(3000):
@@ -42,7 +42,7 @@ def _task_words() -> Iterator[str]:
 
 
 def train(dialogue_files: list[Path], document_files: list[Path]) -> Tokenizer:
-    """A BPE of ``VOCABULARY`` tokens in which every task word (with its space) is a single token."""
+    """Train a BPE of ``VOCABULARY`` tokens in which every task word (with its space) is a single token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -70,7 +70,7 @@ def train(dialogue_files: list[Path], document_files: list[Path]) -> Tokenizer:
 
 
 def save(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the tokenizer in the Hugging Face layout."""
+    """Write the tokenizer in the Hugging Face layout."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(

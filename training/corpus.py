@@ -1,4 +1,4 @@
-"""Reads the two corpora and turns them into one stream of token ids, with a held-out part."""
+"""Training corpora as one stream of token ids, with a held-out part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HELD_OUT_PERCENT = 2
 
 
 def dialogues(path: Path) -> Iterator[list[tuple[str, str]]]:
-    """Yields conversations as ``[(role, text), ...]`` from a JSONL file with a ``turns`` list."""
+    """Yield conversations as ``[(role, text), ...]`` from a JSONL file with a ``turns`` list."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             turns = json.loads(line)["turns"]
@@ -23,7 +23,7 @@ def dialogues(path: Path) -> Iterator[list[tuple[str, str]]]:
 
 
 def documents(path: Path) -> Iterator[str]:
-    """Yields the text files of a tar archive."""
+    """Yield the text files of a tar archive."""
     with tarfile.open(path) as archive:
         for member in archive:
             if not member.isfile() or not member.name.endswith((".rst", ".md")):
@@ -34,7 +34,7 @@ def documents(path: Path) -> Iterator[str]:
 
 
 def render_chat(turns: list[tuple[str, str]]) -> str:
-    """The chat template of the tokenizer, as text."""
+    """Render a conversation with the tokenizer's chat template, as text."""
     return "".join(f"<|{role}|>{text}<|end|>" for role, text in turns)
 
 
@@ -54,7 +54,7 @@ def is_held_out(text: str) -> bool:
 def encode(
     tokenizer: Tokenizer, dialogue_files: list[Path], document_files: list[Path], cache: Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ``(training, held_out)`` uint16 token streams, built once and kept under ``cache``."""
+    """Return ``(training, held_out)`` uint16 token streams, built once and cached under ``cache``."""
     files = cache / "train.npy", cache / "held_out.npy"
     if not all(f.exists() for f in files):
         streams: tuple[list[int], list[int]] = ([], [])

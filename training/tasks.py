@@ -47,7 +47,7 @@ FILLERS = (
 
 @dataclass(frozen=True)
 class Document:
-    """A fact of a few words among filler. ``implied`` is the word that follows from it and earlier documents."""
+    """Fact of a few words among filler. ``implied`` is the word that follows from it and earlier documents."""
 
     before: str
     fact: str
@@ -61,7 +61,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Sample:
-    """One context; ``questions[i]`` is completed by ``answers[i]``."""
+    """One context; ``answers[i]`` completes ``questions[i]``."""
 
     task: str
     documents: tuple[Document, ...]

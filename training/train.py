@@ -1,11 +1,11 @@
-"""Trains the demo model: first to copy, then to look up, then language, growing from 6 to 12 layers.
+"""Training of the demo model: copying, then look-up tasks, then language, growing from 6 to 12 layers.
 
-A small transformer trained on look-up tasks directly stays at chance for millions of tokens. Trained first
-to copy (a random span repeated later in the row, loss on the repeat only), induction heads appear after a few
-hundred steps, and the tasks are learned in as many more. The first stages run with half of the layers;
-the rest are then added as identities (zero output projections), so that nothing learned is lost.
+A small transformer trained on look-up tasks directly stays at chance for millions of tokens. Trained first to copy (a
+random span repeated later in the row, loss on the repeat only), induction heads appear after a few hundred steps, and
+the tasks are learned in as many more. The first stages run with half of the layers; the rest are then added as
+identities (zero output projections), so that nothing learned is lost.
 
-Resumes from ``--work`` where it stopped; ``--minutes`` bounds one run. Everything is seeded by the step.
+Resumes from ``--work``; ``--minutes`` bounds one run. Everything is seeded by the step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from training import bpe, corpus, elsewhere, tasks
-from training.exporting import export
-from training.rows import FACTS, FILLER, IGNORED, Row, Rows, batch
+from training import bpe, corpus, relocated_documents, tasks
+from training.export import export
+from training.training_rows import FACTS, FILLER, IGNORED, RowGenerator, TrainingRow, batch
 
 
 @dataclass
 class Progress:
-    """What a resumed run needs to know beside weights and optimizer."""
+    """State of a resumed run besides weights and optimizer."""
 
     step: int = 0
     stage: str = "copy"
@@ -40,7 +40,7 @@ class Progress:
 
 
 def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
-    """Qwen2 and not Llama: its query and key biases give attention to a fixed distance, which induction needs."""
+    """Create a Qwen2 model. Its query and key biases, unlike Llama, allow attention at a fixed distance (induction)."""
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
@@ -61,7 +61,7 @@ def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
-    """Spreads the layers of ``small`` over a deeper model; the new ones start as identities."""
+    """Spread the layers of ``small`` over a deeper model; the new ones start as identities."""
     old = small.config.num_hidden_layers
     every = layers // old
     big = new_model(small.config.vocab_size, layers, width)
@@ -76,16 +76,16 @@ def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
     return big
 
 
-def rows_for(progress: Progress, source: Rows, size: int) -> list[Row]:
-    """The mix of a stage; look-up tasks get more facts and longer documents as they are mastered."""
+def rows_for(progress: Progress, source: RowGenerator, size: int) -> list[TrainingRow]:
+    """Return the mix of a stage; look-up tasks get more facts and longer documents as they are mastered."""
     rng = source.rng
     if progress.stage == "copy":
         return [source.copy(24) for _ in range(size)]
     names = list(tasks.TASKS)
     weights = [1.1 - progress.accuracy.get(n, 0.0) for n in names]
     if progress.stage == "tasks":
-        # With few facts, naming any place of the context is right often enough to end there; and without copying
-        # beside them, the tasks unlearn it before they use it. What is implied teaches the inner step of the others.
+        # With few facts, naming any place of the context is right often enough to get stuck there; and without copying
+        # beside them, the tasks unlearn it before they use it. Implied words teach the inner step of the other tasks.
         learned = progress.accuracy.get("passkey", 0.0) > 0.8
         rows = [source.copy(24) for _ in range(size // (8 if learned else 3))]
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):
@@ -111,7 +111,7 @@ def advance(progress: Progress) -> None:
             progress.filler = min(FILLER, progress.filler + 4)
 
 
-class Run:
+class TrainingRun:
     """One run of the training loop over a work folder."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -172,9 +172,9 @@ class Run:
         decay = max(0.1, min(1.0, 2.0 - 2.0 * progress.step / options.steps))
         for group in self.optimizer.param_groups:
             group["lr"] = options.lr * warm * decay
-        source = Rows(self.tokenizer, self.train_stream, progress.step, options.task_share)
-        if progress.stage == "mix" and source.rng.random() < options.elsewhere_share:
-            loss = self._loss_elsewhere(source)
+        source = RowGenerator(self.tokenizer, self.train_stream, progress.step, options.task_share)
+        if progress.stage == "mix" and source.rng.random() < options.relocated_share:
+            loss = self._relocated_loss(source)
         else:
             loss = self._loss(rows_for(progress, source, options.batch))
         self.optimizer.zero_grad()
@@ -187,7 +187,7 @@ class Run:
             self.optimizer = self._optimizer()
         return loss.item()
 
-    def _loss(self, rows: list[Row]) -> torch.Tensor:
+    def _loss(self, rows: list[TrainingRow]) -> torch.Tensor:
         options = self.options
         ids, labels = (x.to(options.device) for x in batch(rows))
         with torch.autocast(options.device, torch.bfloat16):
@@ -199,23 +199,23 @@ class Run:
         self._account(rows, chosen, logits.argmax(-1) == target[chosen], loss.item())
         return loss
 
-    def _loss_elsewhere(self, source: Rows) -> torch.Tensor:
-        """Of questions about documents that were read in another order."""
+    def _relocated_loss(self, source: RowGenerator) -> torch.Tensor:
+        """Return the loss of questions about relocated documents."""
         rows = [source.latest_in_parts() for _ in range(self.options.batch)]
         with torch.autocast(self.options.device, torch.bfloat16):
-            states, tokens, learned = elsewhere.tails(self.model, rows, source.rng)
+            states, tokens, learned = relocated_documents.tails(self.model, rows, source.rng)
             target = tokens[learned]
             logits = self.model.lm_head(states[:, :-1][learned[:, 1:]])
-        self._count("latest elsewhere", logits.argmax(-1) == target)
+        self._count("latest relocated", logits.argmax(-1) == target)
         return F.cross_entropy(logits.float(), target)
 
-    def _account(self, rows: list[Row], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
+    def _account(self, rows: list[TrainingRow], chosen: torch.Tensor, right: torch.Tensor, loss: float) -> None:
         if rows[0].kind == "language":
             self.progress.language_loss += 0.05 * (loss - self.progress.language_loss)
             return
         row_of, at = chosen.nonzero().unbind(1)
         for i, row in enumerate(rows):
-            # What is implied stands before the questions.
+            # Implied words come before the questions.
             asked = row.tokens.index(self.source_ids["<|ask|>"]) if self.source_ids["<|ask|>"] in row.tokens else 0
             self._count(row.kind, right[(row_of == i) & (at >= asked)])
             if asked and bool(((row_of == i) & (at < asked)).any()):
@@ -254,13 +254,17 @@ def main() -> None:
     parser.add_argument("--dialogues", type=Path, nargs="+", required=True, help="JSONL files with a 'turns' list")
     parser.add_argument("--documents", type=Path, nargs="+", required=True, help="tar archives of .rst and .md files")
     parser.add_argument("--work", default="build/demo_model", help="checkpoint and token cache")
-    parser.add_argument("--start-from", type=Path, help="an exported model to go on from when there is no checkpoint")
+    parser.add_argument("--start-from", type=Path, help="exported model to continue from if there is no checkpoint")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--steps", type=int, default=20000)
     parser.add_argument("--grow-at", type=int, default=8000, help="step at which the model gets its full depth")
     parser.add_argument("--task-share", type=float, default=0.6, help="share of the last stage's steps that are tasks")
     parser.add_argument(
-        "--elsewhere-share", type=float, default=0.25, help="share of the last stage's steps with moved documents"
+        "--relocated-share",
+        "--elsewhere-share",
+        type=float,
+        default=0.25,
+        help="share of the last stage's steps with relocated documents",
     )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -275,7 +279,7 @@ def main() -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    run = Run(options)
+    run = TrainingRun(options)
     if options.export:
         export(run, options.export, options.samples)
     else:

@@ -1,1 +1,1 @@
-"""What makes trouble: a fuzzer of all calls, clients that misbehave, small file systems. For tests and ``faults``."""
+"""Fault injection for tests and ``faults``: fuzzer, hostile clients, small file systems."""

@@ -1,4 +1,4 @@
-"""Sends the daemon everything but what it hopes for, from several threads, and counts how it answers.
+"""Fuzzer of the daemon's gRPC calls, with several threads; counts the answers.
 
 ``python -m benchmarks.chaos.fuzzer --socket PATH --seconds 60`` prints one JSON object.
 """
@@ -21,10 +21,10 @@ from google.rpc import error_details_pb2, status_pb2
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.process.runtime_dir import socket_target
 
-from benchmarks.chaos.messages import Known, Messages
+from benchmarks.chaos.malformed_messages import KnownValues, MessageGenerator
 
 SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
-# Those that this process makes itself, or gRPC for messages beyond its limits; all others are the daemon's own words.
+# Statuses created by this process, or by gRPC for oversized messages; all others come from the daemon.
 _NOT_THE_DAEMONS = (grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
 _NEVER = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNAVAILABLE)
 _STREAMS_IN, _STREAMS_OUT = ("Attach", "Store"), ("Attach", "Fetch", "Watch")
@@ -32,12 +32,12 @@ _WEIGHTS = {"Match": 6, "Reserve": 5, "Commit": 4, "Attach": 3, "Store": 3, "Del
 
 
 class Fuzzer:
-    """One thread's work. ``statuses`` counts ``method status``; ``wrong`` holds answers that must never come."""
+    """One fuzzing thread. ``statuses`` counts ``method status``; ``wrong`` holds answers that must never occur."""
 
     def __init__(self, socket: Path, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.known = Known(self.rng)
-        self.messages = Messages(self.rng, self.known)
+        self.known = KnownValues(self.rng)
+        self.messages = MessageGenerator(self.rng, self.known)
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 << 20)]
         self.channel = grpc.insecure_channel(socket_target(socket), options=options)
         self.statuses: Counter[str] = Counter()
@@ -48,7 +48,7 @@ class Fuzzer:
         self._weights = [_WEIGHTS.get(m.name, 1) for m in self._methods]
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Sends requests until told otherwise, then lets go of everything."""
+        """Send requests until stopped, then release all resources."""
         while not until():
             method = self.rng.choices(self._methods, self._weights)[0]
             self.requests += 1
@@ -85,7 +85,7 @@ class Fuzzer:
             self._read(method, [self.channel.unary_unary(path)(self._request(method), timeout=timeout)])
 
     def _attach(self, path: str) -> None:
-        """A session: one that stays for a while, or one that begins wrongly."""
+        """Open a session: one that lasts for a while, or a malformed one."""
         rng, kind = self.rng, SERVICE.methods_by_name["Attach"]
         if len(self._attached) > 6:
             self._attached.pop(rng.randrange(len(self._attached))).cancel()
@@ -99,7 +99,7 @@ class Fuzzer:
         def sent() -> Iterator[bytes]:
             yield first
             yield from beats
-            if hold:  # half open: nothing more is said
+            if hold:  # half open: no further message
                 stop.wait(rng.choice((0.2, 2.0)))
 
         call = self.channel.stream_stream(path)(sent(), timeout=10.0)
@@ -117,7 +117,7 @@ class Fuzzer:
                 time.sleep(0.05)
 
     def _some(self, call: Any) -> Iterator[bytes]:
-        """Reads a stream, or a part of it."""
+        """Read a stream, or a part of it."""
         most = self.rng.choice((1, 3, 1000))
         for n, answer in enumerate(call):
             yield answer
@@ -142,7 +142,7 @@ class Fuzzer:
 
 
 def _is_classified(error: Any) -> bool:
-    """Whether the daemon says why, in a way that a program can read; gRPC's own refusals cannot."""
+    """Return True if the daemon's error is machine-readable; gRPC's own refusals are not."""
     if error.code() in (grpc.StatusCode.UNIMPLEMENTED,) or "larger than max" in (error.details() or ""):
         return True
     for key, value in error.trailing_metadata() or ():
@@ -153,7 +153,7 @@ def _is_classified(error: Any) -> bool:
 
 
 def fuzz(socket: Path, seconds: float, threads: int, seed: int, requests: int = 0) -> dict[str, Any]:
-    """Fuzzes for so long, or until so many requests were sent if that is not 0."""
+    """Fuzz for ``seconds``, or until ``requests`` requests were sent if that is not 0."""
     began = time.monotonic()
     fuzzers = [Fuzzer(socket, seed + i) for i in range(threads)]
 
@@ -184,7 +184,7 @@ def main() -> None:
     )
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--requests", type=int, default=0, help="stop after so many instead")
+    parser.add_argument("--requests", type=int, default=0, help="stop after this many requests instead")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()

@@ -1,7 +1,7 @@
-"""A worker that can be stopped or killed in the middle of filling staging: one round for each line of its input.
+"""Worker process to be stopped or killed while it fills staging: one round per input line.
 
 ``python -m benchmarks.chaos.writer SOCKET`` prints ``half`` when half of a chunk is written and a lease held, and the
-name of what became of the chunk at the end.
+chunk's final status at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.peer import Peer, payload_of
 
 
 def write(node: Node, ids: list[int]) -> str:
-    """One chunk, slowly."""
+    """Write one chunk slowly."""
     peer = Peer(node)
     try:
         found = peer.match(ids[:1])

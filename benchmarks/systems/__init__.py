@@ -1,4 +1,4 @@
-"""Engines that are not ours, for benchmarks: each in a process and an environment of its own, asked over a socket.
+"""Other engines for benchmarks: each in its own process and environment, over a socket.
 
 ``engine`` is the parent's end and ``wire`` the child's; ``vllm``, ``llama_cpp`` and ``transformers`` are programs that
 run in the environments of those engines, and import nothing of ours but ``wire``.

@@ -1,4 +1,4 @@
-"""Engines under one face, ours and vLLM, with what each keeps of what it has read."""
+"""Common interface of engines, ours and vLLM, with their ways to keep a cache."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from pathlib import Path
 
 from benchmarks.node import Node
 from benchmarks.systems.engine import Answer, Engine
-from benchmarks.systems.environments import Missing
-from benchmarks.systems.vllm_engines import Recipe, environment
+from benchmarks.systems.environments import EngineNotInstalled
+from benchmarks.systems.vllm_engines import EngineSettings, environment
 from inference_svc.models.loader import model_shape
 
-PAGE_TOKENS = 128  # the longest that vLLM has: caches are as much larger for every sequence
+BLOCK_TOKENS = 128  # vLLM's largest block: caches grow by one block per sequence
 _ASK_SECONDS, _WARMING_TOKENS = 900.0, 32
 
 
 def _nothing() -> None:
-    """For those who have nothing to do."""
+    """No operation."""
 
 
 @dataclass(frozen=True)
-class Arm:
-    """``ask`` gives a greedy answer of so many tokens, ``restart`` is SIGKILL and a new process (nothing for those who
-    keep nothing), ``settle`` waits until nothing is being stored, ``save`` keeps what was read where an engine has to
-    be told to; what is reused is in whole blocks of ``block`` tokens."""
+class EngineArm:
+    """One engine configuration.
+
+    ``ask`` returns a greedy answer, ``restart`` is SIGKILL and a new process (no operation for engines without a
+    cache), ``settle`` waits until nothing is being stored, ``save`` persists the cache if an engine does so on request;
+    reuse is in whole blocks of ``block`` tokens.
+    """
 
     name: str
     ask: Callable[[list[int], int], Answer]
@@ -36,8 +39,8 @@ class Arm:
     block: int = 1
 
 
-def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
-    """Our worker. ``skip`` leaves the cache out."""
+def of_node(name: str, node: Node, *, skip: bool = False) -> EngineArm:
+    """Create an arm of our worker. ``skip`` disables the cache."""
 
     def ask(tokens: list[int], answer: int) -> Answer:
         found = node.client().generate(
@@ -46,7 +49,7 @@ def of_node(name: str, node: Node, *, skip: bool = False) -> Arm:
         total = found.ttft_ms + found.timings["decode_ms"]
         return Answer(found.token_ids, found.ttft_ms, total, found.cached_tokens)
 
-    return Arm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
+    return EngineArm(name, ask, _nothing if skip else lambda: node.restart_worker(0), node.settle)
 
 
 def of_engine(
@@ -56,25 +59,28 @@ def of_engine(
     save: Callable[[], object] = _nothing,
     *,
     keeps: bool = True,
-) -> Arm:
-    """An engine that is not ours. ``keeps`` anything of what it has read."""
+) -> EngineArm:
+    """Create an arm of another engine. ``keeps``: it keeps a cache."""
 
     def restart() -> None:
         engine.restart()
-        engine.ask([7] * _WARMING_TOKENS, 2)  # what is slow only once
+        engine.ask([7] * _WARMING_TOKENS, 2)  # warm-up
 
     block = int(engine.about.get("block_tokens", 1))
-    return Arm(name, engine.ask, restart if keeps else _nothing, settle, save, block)
+    return EngineArm(name, engine.ask, restart if keeps else _nothing, settle, save, block)
 
 
 def arms_of(
     options: argparse.Namespace, stack: ExitStack, scratch: Path, model: Path, dtype: str, longest: int
-) -> tuple[list[Arm], list[str]]:
-    """The arms that ``options.arms`` names, started, and why others are missing. ``longest`` is the most tokens of a
-    prompt with its answer. ``nocache`` shares the node of ``ours``: it neither reads nor writes the cache."""
-    room = (longest + PAGE_TOKENS) * options.clients * model_shape(str(model)).token_bytes
+) -> tuple[list[EngineArm], list[str]]:
+    """Start the arms of ``options.arms``; return them and the reasons for missing ones.
+
+    ``longest`` is the maximum of prompt and answer tokens. ``nocache`` shares the node of ``ours``: it neither reads
+    nor writes the cache.
+    """
+    room = (longest + BLOCK_TOKENS) * options.clients * model_shape(str(model)).token_bytes
     flags = {"dtype": dtype}
-    found: list[Arm] = []
+    found: list[EngineArm] = []
     shared: Node | None = None
     for name in options.arms:
         if name in ("nocache", "ours"):
@@ -98,10 +104,10 @@ def arms_of(
     if not asked:
         return found, []
     try:
-        recipe = Recipe(
+        recipe = EngineSettings(
             environment(), scratch, model, dtype, longest, room, sequences=options.clients, eager=options.eager
         )
-    except Missing as why:
+    except EngineNotInstalled as why:
         return found, [f"{', '.join(asked)}: {why}"]
     for name in asked:
         arena = 2 * room if name == "vllm_ours" else 0
@@ -109,8 +115,10 @@ def arms_of(
     return found, []
 
 
-def of_vllm(name: str, recipe: Recipe, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True) -> Arm:
-    """vLLM, with our connector on a daemon whose arena has so many bytes, or without where that is 0."""
+def of_vllm(
+    name: str, recipe: EngineSettings, stack: ExitStack, arena: int = 0, *, prefix_caching: bool = True
+) -> EngineArm:
+    """Start vLLM, with our connector on a daemon with this arena size, or without one if it is 0."""
     settle: Callable[[], None] = _nothing
     if arena:
         node = stack.enter_context(Node(workers=0, arena_bytes=str(arena)))

@@ -1,4 +1,4 @@
-"""One model in the forms that all engines can load: a folder of safetensors, and GGUF at several widths."""
+"""One model in the formats of all engines: safetensors, and GGUF at several widths."""
 
 from __future__ import annotations
 
@@ -32,13 +32,16 @@ _ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2
 
 
 def dtype_of(model: str, wanted: str) -> str:
-    """The type in which ours computes ``model``, by name: what suits this CPU where ``auto`` is wanted."""
+    """Return the name of the dtype in which ours computes ``model``; ``auto`` depends on this CPU."""
     return str(pick_dtype(wanted, torch.bfloat16, torch.device("cpu"))).removeprefix("torch.")
 
 
 def folder_of(model: str, scratch: Path) -> Path:
-    """A folder of safetensors. ``shape:NAME`` gets random weights (bfloat16, the same each time) and the built-in
-    model's tokenizer, and is written below ``scratch``. Raises ModelUnsupported."""
+    """Return a folder of safetensors.
+
+    ``shape:NAME`` gets random weights (bfloat16, the same each time) and the built-in model's tokenizer, and is written
+    below ``scratch``. Raises ModelUnsupported.
+    """
     if not model.startswith(PREFIX):
         found = resolve(model)
         if not found.is_file():
@@ -57,8 +60,10 @@ def folder_of(model: str, scratch: Path) -> Path:
 
 
 def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[int]:
-    """Lengths of prompts that a model has room for with an answer of so many tokens: those that are wanted, else 1,024
-    and 4,096 as far as they fit. Ends the program with a sentence where one does not fit."""
+    """Return prompt lengths that fit the model's context with an answer.
+
+    The wanted ones, else 1,024 and 4,096 as far as they fit. Ends the program with a message if one does not fit.
+    """
     room = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"] - answer
     if wanted is None:
         return [length for length in _LENGTHS if length <= room]
@@ -68,8 +73,11 @@ def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[
 
 
 def write_gguf(folder: Path, path: Path, kind: str) -> None:
-    """Writes a model of Llama's or Qwen2's architecture for llama.cpp, without a tokenizer. ``kind`` is one of KINDS;
-    as llama.cpp's own quantizer does, weights of 4 bits keep wider embeddings, here of 8. Raises ValueError."""
+    """Write a Llama or Qwen2 model for llama.cpp, without a tokenizer.
+
+    ``kind`` is one of KINDS; as in llama.cpp's own quantizer, 4-bit weights keep wider embeddings, here of 8. Raises
+    ValueError.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     arch = _ARCHITECTURES.get(config["model_type"])
     if arch is None:
@@ -128,6 +136,6 @@ def _theta(config: dict[str, Any]) -> float:
 
 
 def _in_pairs(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """A rotated projection's rows as llama.cpp has them for Llama: the two of a rotation beside each other."""
+    """Permute a rotated projection's rows to llama.cpp's layout for Llama: RoPE pairs adjacent."""
     half = values.shape[0] // heads // 2
     return values.reshape(heads, 2, half, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

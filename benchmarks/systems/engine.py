@@ -1,4 +1,4 @@
-"""The parent's end: starts an engine in its own environment, asks it from any thread, kills it and starts it again."""
+"""Parent's end: starts an engine in its environment, queries, kills and restarts it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ _LOG_SHOWN = 3000
 
 
 class EngineDied(RuntimeError):
-    """Its process ended, by itself or because it was killed."""
+    """The engine's process ended, by itself or because it was killed."""
 
 
 class RequestFailed(RuntimeError):
-    """An engine that lives did not answer a request."""
+    """A live engine failed a request."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Times from the request's arrival at the engine. ``cached`` tokens of the prompt were not computed."""
+    """Answer with times from the request's arrival at the engine.
+
+    ``cached`` tokens of the prompt were not computed.
+    """
 
     ids: list[int]
     ttft_ms: float
@@ -41,12 +44,15 @@ class Answer:
 
     @property
     def decode_ms(self) -> float:
-        """Per token after the first; 0 for a single one."""
+        """Return milliseconds per token after the first; 0 for a single token."""
         return (self.total_ms - self.ttft_ms) / (len(self.ids) - 1) if len(self.ids) > 1 else 0.0
 
 
 class Engine:
-    """One engine and its folder's log. Use it as a context manager, which starts it. ``options`` are the program's."""
+    """One engine and its log; a context manager that starts it.
+
+    ``options`` are the program's.
+    """
 
     def __init__(self, environment: Environment, program: str, folder: Path, options: dict[str, Any]) -> None:
         self._environment, self._program, self._options = environment, program, options
@@ -70,11 +76,11 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        process = self._process  # another thread may kill it just now
+        process = self._process  # another thread may kill it concurrently
         return self._link is not None and process is not None and process.poll() is None
 
     def start(self) -> None:
-        """Returns when it is ready. Raises EngineDied with the end of its log."""
+        """Start; return when it is ready. Raises EngineDied with the end of its log."""
         try:
             self._start()
         except BaseException:
@@ -94,7 +100,7 @@ class Engine:
                 stderr=log,
                 cwd=ROOT,
                 env=self._environment.variables(),
-                start_new_session=True,  # so that a kill reaches what it starts itself
+                start_new_session=True,  # so that a kill reaches its child processes
             )
             link = self._accept(listening)
         link.settimeout(_START_SECONDS)
@@ -119,7 +125,7 @@ class Engine:
         raise EngineDied(f"{self._program} did not come up in {_START_SECONDS:g} s; {self._why()}")
 
     def kill(self) -> None:
-        """SIGKILL, to all of its processes; returns when they are gone."""
+        """Send SIGKILL to all of its processes; return when they are gone."""
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -128,7 +134,7 @@ class Engine:
         with self._lock:
             link, self._link, self._process = self._link, None, None
         if link is not None:
-            with contextlib.suppress(OSError):  # the thread that reads may have closed it just now
+            with contextlib.suppress(OSError):  # the reader thread may have closed it
                 link.shutdown(socket.SHUT_RDWR)
 
     def restart(self) -> None:
@@ -146,14 +152,17 @@ class Engine:
         together: int = 1,
         seconds: float = _ASK_SECONDS,
     ) -> Answer:
-        """A greedy answer of so many tokens. ``together`` is how many are asked by as many threads: vLLM begins when it
-        has them all. Raises EngineDied, RequestFailed, and TimeoutError when none comes."""
+        """Return a greedy answer of ``max_tokens`` tokens.
+
+        ``together`` is the number of concurrent requests: vLLM starts when it has them all. Raises EngineDied,
+        RequestFailed, and TimeoutError.
+        """
         asked = {"tokens": tokens, "max_tokens": max_tokens, "salt": salt, "together": together}
         found = self._send(asked).result(seconds)
         return Answer(found["ids"], found["ttft_ms"], found["total_ms"], found["cached"])
 
     def do(self, what: str) -> Any:
-        """What a program has besides answers."""
+        """Run another operation of the program."""
         return self._send({"do": what}).result(_ASK_SECONDS)["done"]
 
     def _send(self, message: dict[str, Any]) -> Future[dict[str, Any]]:
@@ -171,7 +180,7 @@ class Engine:
         return future
 
     def _read(self, link: socket.socket, told: Any) -> None:
-        """Until the engine hangs up; then all who wait are told."""
+        """Read until the engine hangs up; then fail all waiting requests."""
         try:
             for text in told:
                 found = json.loads(text)
@@ -181,7 +190,7 @@ class Engine:
                     future.set_exception(RequestFailed(found["error"]))
                 else:
                     future.set_result(found)
-        except (OSError, ValueError):  # cut off in the middle of a line
+        except (OSError, ValueError):  # truncated line
             pass
         finally:
             link.close()

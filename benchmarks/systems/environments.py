@@ -1,4 +1,4 @@
-"""Where engines that are not ours are installed: in environments apart from ours, which ``make bench-peers`` makes."""
+"""Environments of other engines, separate from ours, made by ``make bench-peers``."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent.parent
-# What each is imported as, and where the Makefile puts it.
+# Module name, and the Makefile's folder.
 _ENGINES = {"vllm": ("vllm", ".venv-vllm"), "llama_cpp": ("llama_cpp", ".venv-llama")}
-# Allocators and OpenMP runtimes that vLLM's manual tells to preload, in the order in which they are looked for.
+# Allocators and OpenMP runtimes that vLLM's manual recommends to preload, in search order.
 _PRELOADS = (("libtcmalloc_minimal.so*", "libtcmalloc.so*"), ("libiomp5.so",))
 
 
-class Missing(RuntimeError):
-    """An engine that is not installed; says how it is."""
+class EngineNotInstalled(RuntimeError):
+    """An engine is not installed; the message says how to install it."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """An interpreter with an engine in it. ``preloaded`` libraries go before all others."""
+    """Interpreter with an engine in it. ``preloaded`` libraries come before all others."""
 
     python: Path
     preloaded: tuple[Path, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
 
     def variables(self) -> dict[str, str]:
-        """Ours without settings of ours, this source tree before whatever is installed, and what is preloaded."""
+        """Return the environment variables: without our settings, this source tree first, with preloads."""
         out = {k: v for k, v in os.environ.items() if not k.startswith("KVSIDECAR_")}
         ours = (ROOT, ROOT / "kernels", ROOT / "clients" / "python")
         out["PYTHONPATH"] = os.pathsep.join(map(str, ours))
@@ -39,24 +39,28 @@ class Environment:
 
 
 def find(engine: str) -> Environment:
-    """Of ``vllm`` or ``llama_cpp``: what ``KVSIDECAR_BENCH_NAME`` says, this interpreter, or the Makefile's. Raises
-    Missing."""
+    """Find ``vllm`` or ``llama_cpp``: the interpreter in KVSIDECAR_BENCH_NAME, this one, or the Makefile's.
+
+    Raises Missing.
+    """
     module, folder = _ENGINES[engine]
     named = os.environ.get(f"KVSIDECAR_BENCH_{engine.upper()}", "")
     if named:
         if not has(Path(named), module):
-            raise Missing(f"KVSIDECAR_BENCH_{engine.upper()} is {named}, which is no interpreter with {module}")
+            raise EngineNotInstalled(
+                f"KVSIDECAR_BENCH_{engine.upper()} is {named}, which is no interpreter with {module}"
+            )
         return Environment(Path(named))
     if importlib.util.find_spec(module) is not None:
         return Environment(Path(sys.executable))
     made = ROOT / folder / "bin" / "python"
     if not has(made, module):
-        raise Missing(f"{engine} is not installed; make bench-peers makes {folder} with it")
+        raise EngineNotInstalled(f"{engine} is not installed; make bench-peers makes {folder} with it")
     return Environment(made)
 
 
 def has(python: Path, module: str) -> bool:
-    """Whether an interpreter finds a module."""
+    """Return True if an interpreter finds a module."""
     looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     try:
         return subprocess.run([python, "-c", looks], capture_output=True, timeout=60).returncode == 0
@@ -65,7 +69,7 @@ def has(python: Path, module: str) -> bool:
 
 
 def preloads(python: Path) -> tuple[Path, ...]:
-    """tcmalloc and Intel's OpenMP, as far as they are here: in the environment itself, or where Debian puts them."""
+    """Return tcmalloc and Intel's OpenMP, if present in the environment or in Debian's folders."""
     places = [python.parent.parent / "lib", *sorted(python.parent.parent.glob("lib/python*/site-packages/vllm/libs"))]
     places += [*sorted(Path("/usr/lib").glob("*-linux-gnu")), Path("/usr/lib64")]
     found = []

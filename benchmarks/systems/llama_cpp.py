@@ -1,7 +1,8 @@
-"""llama.cpp by its C interface, as a program: ``options`` are ``model`` (a GGUF file), ``context``, ``threads`` and
-``prompt_cache`` (a folder of files that outlive it, as its server's ``--slot-save-path`` keeps).
+"""llama.cpp through its C interface, as a program.
 
-A prompt goes on from what it shares with the one before, or, where that is more, from a file.
+``options`` are ``model`` (a GGUF file), ``context``, ``threads`` and ``prompt_cache`` (a folder of files that outlive
+it, as its server's ``--slot-save-path`` keeps). A prompt continues from the prefix that it shares with the previous
+one, or, if that is longer, with a file.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _BATCH, _UBATCH = 2048, 512
 
 
 class LlamaCpp:
-    """One sequence."""
+    """llama.cpp context with one sequence."""
 
     def __init__(self, model: str, context: int, threads: int, prompt_cache: str) -> None:
         llama_cpp.llama_backend_init()
@@ -69,10 +70,10 @@ class LlamaCpp:
         raise ValueError(f"{what!r} is not known; known are reset and save")
 
     def _read(self, tokens: list[int]) -> int:
-        """Computes tokens behind what is there, and gives the likeliest next."""
+        """Compute tokens after the cached ones; return the likeliest next token."""
         for begin in range(0, len(tokens), _BATCH):
             piece = tokens[begin : begin + _BATCH]
-            there = (llama_cpp.llama_token * len(piece))(*piece)  # the batch points to it
+            there = (llama_cpp.llama_token * len(piece))(*piece)  # keeps the batch's memory alive
             if llama_cpp.llama_decode(self._context, llama_cpp.llama_batch_get_one(there, len(piece))) != 0:
                 raise RuntimeError("llama.cpp cannot go on: its context is full")
             self._there += piece
@@ -80,7 +81,7 @@ class LlamaCpp:
         return int(np.ctypeslib.as_array(logits, (self._vocabulary,)).argmax())
 
     def _load(self, file: Path) -> list[int]:
-        """Puts a file's sequence in place of what is there, and gives its tokens."""
+        """Replace the sequence by a file's; return its tokens."""
         self._clear()
         tokens, count = (llama_cpp.llama_token * self._room)(), ctypes.c_size_t()
         if not llama_cpp.llama_state_seq_load_file(
@@ -96,7 +97,7 @@ class LlamaCpp:
 
 
 def _common(a: list[int], b: list[int]) -> int:
-    """How many tokens two prompts share at their beginning."""
+    """Return the length of two prompts' common prefix."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -1,6 +1,7 @@
-"""Hugging Face transformers, as a program: ``options`` are ``model`` (a folder), ``dtype`` and ``threads``.
+"""Hugging Face transformers, as a program.
 
-A prompt goes on from what it shares with the one before, in the cache object that the library has for that.
+``options`` are ``model`` (a folder), ``dtype`` and ``threads``. A prompt continues from the prefix that it shares with
+the previous one, in the library's cache object.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from benchmarks.systems import wire
 
 
 class Transformers:
-    """One sequence."""
+    """Model with one sequence."""
 
     def __init__(self, model: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)

@@ -1,7 +1,8 @@
-"""vLLM in one process, as a program: ``options`` are ``engine`` (its EngineArgs) and ``transfer`` (connector, or null).
+"""vLLM in one process, as a program.
 
-Its scheduler is stepped by the thread that serves, as its own busy loop does; requests come in between steps. Without
-HTTP and without a second process it answers sooner than ``vllm serve``.
+``options`` are ``engine`` (its EngineArgs) and ``transfer`` (connector, or null). The serving thread steps the
+scheduler, as vLLM's own busy loop does; requests arrive between steps. Without HTTP and a second process it answers
+sooner than ``vllm serve``.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ def build(engine: dict[str, Any], transfer: dict[str, Any] | None) -> Any:
     from vllm.v1.engine.llm_engine import LLMEngine
 
     given = None if transfer is None else KVTransferConfig(**transfer)
-    # Without statistics it does not say what it found in its cache.
+    # Cached tokens are reported only with statistics.
     arguments = EngineArgs(skip_tokenizer_init=True, disable_log_stats=False, kv_transfer_config=given, **engine)
     return LLMEngine.from_engine_args(arguments)
 
 
-class Serving:
-    """Takes requests from a thread that reads, and steps."""
+class ServingLoop:
+    """Receives requests from a reader thread, and steps the engine."""
 
     def __init__(self, link: socket.socket, engine: Any) -> None:
         self._link, self._engine = link, engine
@@ -48,9 +49,9 @@ class Serving:
         self._came.put(None)
 
     def run(self) -> None:
-        """Until the parent hangs up."""
+        """Serve until the parent hangs up."""
         while True:
-            # Behind its last answer it still has to hear of what connectors have stored.
+            # After the last answer the scheduler still has to process finished stores.
             busy, missing = self._core.scheduler.has_requests(), 0
             while True:
                 try:
@@ -59,7 +60,7 @@ class Serving:
                     break
                 if item is None:
                     return
-                # A batch is the same batch for every engine, or its throughput is a matter of who comes when.
+                # The same batch for every engine; otherwise throughput depends on arrival order.
                 missing = (missing or item[1].get("together", 1)) - 1
                 self._take(*item)
                 busy = True
@@ -93,7 +94,7 @@ class Serving:
             self._tell(name, {"error": f"{type(error).__name__}: {error}"})
 
     def _do(self, what: str) -> Any:
-        if what == "reset":  # its own cache, and not what its connector keeps
+        if what == "reset":  # vLLM's own cache, not the connector's
             return bool(self._engine.reset_prefix_cache())
         raise ValueError(f"{what!r} is not known; known is reset")
 
@@ -133,8 +134,8 @@ def main() -> None:
         "preloaded": [Path(p).name for p in os.environ.get("LD_PRELOAD", "").split(os.pathsep) if p],
     }
     link.sendall(wire.line({"ready": about}))
-    Serving(link, engine).run()
-    os._exit(0)  # its threads may wait for what will not come
+    ServingLoop(link, engine).run()
+    os._exit(0)  # its threads may wait forever
 
 
 if __name__ == "__main__":

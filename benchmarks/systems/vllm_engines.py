@@ -1,4 +1,4 @@
-"""vLLM engines with the settings that suit a machine: compiled, allocator and OpenMP preloaded, prefix cache on."""
+"""vLLM engines tuned to the machine: compiled, allocator and OpenMP preloaded, prefix cache on."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ _SETTINGS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "INFO"}
 
 
 def environment() -> Environment:
-    """Raises Missing."""
+    """Return vLLM's environment. Raises Missing."""
     found = find("vllm")
     return replace(found, preloaded=preloads(found.python), settings=_SETTINGS)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What a benchmark's engines have in common. ``context`` is the longest prompt with its answer, ``kv_bytes`` the
-    size of vLLM's own KV cache, ``eager`` leaves out its compiler."""
+class EngineSettings:
+    """Common settings of a benchmark's engines.
+
+    ``context`` is the longest prompt with its answer, ``kv_bytes`` the size of vLLM's own KV cache, ``eager`` disables
+    its compiler.
+    """
 
     environment: Environment
     folder: Path
@@ -35,17 +38,20 @@ class Recipe:
     eager: bool = False
 
     def plain(self, *, prefix_caching: bool = True, **more: Any) -> Engine:
-        """vLLM as it is."""
+        """Create vLLM without a connector."""
         return self._engine(None, enable_prefix_caching=prefix_caching, **more)
 
     def connected(self, socket: Path, **more: Any) -> Engine:
-        """With our connector, to the daemon at ``socket``."""
+        """Create vLLM with our connector, on the daemon at ``socket``."""
         extra = {"socket": str(socket)}
         return self._engine(_transfer(CONNECTOR, extra, kv_connector_module_path=MODULE), **more)
 
     def example(self, storage: Path) -> Engine:
-        """With the connector that vLLM ships as an example, which keeps files in a folder, of prompts that are read
-        in one pass: of others it stores the last part alone, and then loads what does not fit."""
+        """Create vLLM with its example connector, which keeps files in a folder.
+
+        It supports prompts that are computed in one step; of others it stores only the last part, and then loads too
+        little.
+        """
         transfer = _transfer("ExampleConnector", {"shared_storage_path": str(storage)})
         return self._engine(transfer, max_num_batched_tokens=self.context)
 

@@ -1,7 +1,7 @@
-"""The child's end: lines of JSON over a Unix socket. Imports only the standard library.
+"""Child's end: lines of JSON over a Unix socket. Imports only the standard library.
 
 A request is ``{"id", "tokens", "max_tokens", "salt"}`` or ``{"id", "do", …}``; an answer ``{"id", …}`` or ``{"id",
-"error"}``. The first line says ``{"ready": {…}}``, with what the engine is.
+"error"}``. The first line is ``{"ready": {…}}``, with the engine's description.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 
-class OneByOne(Protocol):
-    """An engine that answers one prompt at a time."""
+class SequentialEngine(Protocol):
+    """Engine that answers one prompt at a time."""
 
     def tokens(self, prompt: list[int], max_tokens: int) -> Iterator[int]: ...
 
     @property
     def cached(self) -> int:
-        """Of the last prompt, how many tokens were not computed."""
+        """Number of the last prompt's tokens that were not computed."""
         ...
 
     def do(self, what: str) -> Any: ...
 
 
 def connect() -> tuple[socket.socket, dict[str, Any]]:
-    """The socket to the parent, and the options: both from the command line."""
+    """Return the socket to the parent and the options, both from the command line."""
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.connect(sys.argv[1])
     options: dict[str, Any] = json.loads(sys.argv[2])
@@ -39,8 +39,8 @@ def line(message: dict[str, Any]) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def serve(link: socket.socket, about: dict[str, Any], engine: OneByOne) -> None:
-    """Until the parent hangs up. The time to the first token runs from the request's line to the token."""
+def serve(link: socket.socket, about: dict[str, Any], engine: SequentialEngine) -> None:
+    """Serve until the parent hangs up. Time to first token runs from the request's line to the token."""
     link.sendall(line({"ready": about}))
     with link.makefile("rb") as asked:
         for text in asked:
@@ -49,7 +49,7 @@ def serve(link: socket.socket, about: dict[str, Any], engine: OneByOne) -> None:
             link.sendall(line({"id": request["id"], **_answer(engine, request, began)}))
 
 
-def _answer(engine: OneByOne, request: dict[str, Any], began: float) -> dict[str, Any]:
+def _answer(engine: SequentialEngine, request: dict[str, Any], began: float) -> dict[str, Any]:
     try:
         if "do" in request:
             return {"done": engine.do(request["do"])}
@@ -59,5 +59,5 @@ def _answer(engine: OneByOne, request: dict[str, Any], began: float) -> dict[str
             ids.append(int(token))
         ttft, total = first - began, time.perf_counter() - began
         return {"ids": ids, "ttft_ms": ttft * 1e3, "total_ms": total * 1e3, "cached": engine.cached}
-    except Exception as error:  # the parent decides what it means
+    except Exception as error:  # the parent handles the error
         return {"error": f"{type(error).__name__}: {error}"}

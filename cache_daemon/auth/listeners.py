@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 from kvsidecar.errors import ConfigurationError, Context
 from kvsidecar.net.addresses import parse_tcp
-from kvsidecar.net.grpc_server import Door
+from kvsidecar.net.grpc_server import Listener
 
 from cache_daemon.auth.authenticator import Authenticator, PrincipalResolver
 from cache_daemon.auth.interceptor import AuthInterceptor, InterceptorTimeouts
@@ -27,15 +27,15 @@ _MAX_EXTERNAL_STREAMS = 128
 _HEARTBEATS = 4  # more than a session may miss: it is the session that ends first, with its own message
 
 
-def build_listeners(config: DaemonConfig, tenants: Callable[[], TenantsTable], add: AddServicer) -> list[Door]:
+def build_listeners(config: DaemonConfig, tenants: Callable[[], TenantsTable], add: AddServicer) -> list[Listener]:
     """All doors that the settings ask for, the private socket first. Raises ConfigurationError for unusable files."""
-    found = [Door(config.socket, partial(_add, add, _as_operator, config.socket))]
+    found = [Listener(config.socket, partial(_add, add, _as_operator, config.socket))]
     timeouts = InterceptorTimeouts(
         stall_seconds=max(InterceptorTimeouts.stall_seconds, config.heartbeat_ms * _HEARTBEATS / 1000)
     )
     if config.shared_socket is not None:
         found.append(
-            Door(
+            Listener(
                 config.shared_socket,
                 partial(_add, add, _as_guest, config.shared_socket),
                 interceptors=(AuthInterceptor(_as_guest, timeouts),),
@@ -47,7 +47,7 @@ def build_listeners(config: DaemonConfig, tenants: Callable[[], TenantsTable], a
     if config.tcp:
         resolve = _as_guest if config.tcp_insecure else _authenticator(config, tenants).principal_of
         found.append(
-            Door(
+            Listener(
                 parse_tcp(config.tcp),
                 partial(_add, add, resolve, None),
                 credentials=_credentials(config),
@@ -57,7 +57,7 @@ def build_listeners(config: DaemonConfig, tenants: Callable[[], TenantsTable], a
             )
         )
     if config.health_tcp:
-        found.append(Door(parse_tcp(config.health_tcp), add=None))
+        found.append(Listener(parse_tcp(config.health_tcp), add=None))
     return found
 
 

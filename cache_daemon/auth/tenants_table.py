@@ -13,7 +13,7 @@ import structlog
 from kvsidecar.byte_sizes import parse_size
 from kvsidecar.durations import parse_duration
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.tenants_file import by_token, digest_of, read_tables, salt_of
+from kvsidecar.tenants_file import find_by_token, parse_token_digest, read_tables, salt_of_table
 
 from cache_daemon.auth.principal import Principal
 from cache_daemon.tenant_limits import Priority, TenantLimits
@@ -61,7 +61,7 @@ class TenantsTable:
 
     def by_token(self, token: str) -> Principal | None:
         """Who has a token. All are compared, in constant time, whichever it is."""
-        return by_token(self._by_token, token.encode("utf-8", "surrogateescape"))
+        return find_by_token(self._by_token, token.encode("utf-8", "surrogateescape"))
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
         """Who has a certificate with these names; the tenants of all its names that are known."""
@@ -141,7 +141,7 @@ class _TenantsFileParser:
             if principal.operator and any(key in table for key in _LIMITS):
                 self._refuse(where, "an operator has no salt and no limits; leave them out")
             for text in self._texts(table, "tokens", where):
-                digest = digest_of(text)
+                digest = parse_token_digest(text)
                 if digest is None:
                     self._refuse(
                         where, "an entry of tokens is not sha256: and 64 hex digits; only a token's hash is kept"
@@ -166,7 +166,7 @@ class _TenantsFileParser:
                 self._refuse(where, "an operator has no salt and no limits; leave them out")
             return Principal(name, operator=True, tenants=None)
         try:
-            salt = salt_of(table)
+            salt = salt_of_table(table)
         except ValueError as error:
             self._refuse(where, str(error))
         if len(salt) > MAX_SALT_BYTES:

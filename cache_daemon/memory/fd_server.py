@@ -13,7 +13,7 @@ from typing import Protocol
 import structlog
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, SUMMARY
-from kvsidecar.net.kept_socket import KeptSocket
+from kvsidecar.net.socket_watcher import SocketWatcher
 
 ID_BYTES = 16
 _REQUEST_TIMEOUT_SECONDS = 2.0
@@ -53,7 +53,7 @@ async def serve_fds(
         path.unlink(missing_ok=True)
         await listen()
         try:
-            async with KeptSocket(path, listen):
+            async with SocketWatcher(path, listen):
                 yield
         finally:
             path.unlink(missing_ok=True)

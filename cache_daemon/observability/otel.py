@@ -14,7 +14,7 @@ from typing import Any
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.errors import Context
-from kvsidecar.telemetry.otlp_export import Providers, sending
+from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from cache_daemon.observability.spans import NOOP_SPAN, CallSpan, Span, WorkSpan, noop_work_span
@@ -39,11 +39,11 @@ class Telemetry:
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
     """Sends to an OTLP endpoint (gRPC) while the body runs, as ``telemetry.otlp_export.sending`` says; does nothing
     where none is set. Raises ConfigurationError without the packages."""
-    async with sending(SERVICE_NAME, endpoint) as providers:
+    async with otlp_providers(SERVICE_NAME, endpoint) as providers:
         yield Telemetry() if providers is None else telemetry_for(providers)
 
 
-def telemetry_for(providers: Providers) -> Telemetry:
+def telemetry_for(providers: OtelProviders) -> Telemetry:
     """Telemetry to the SDK's providers."""
     spans, meter = _Spans(providers.traces.get_tracer("cache_daemon")), providers.meters.get_meter("cache_daemon")
     return Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))

@@ -27,7 +27,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.errors import ConfigurationError
 
-PAGE_TOKENS = 512
+BLOCK_TOKENS = 512
 # Prompts that wait to be hashed; beyond, prompts are left out and counted.
 _QUEUED = 1024
 _QUEUED_BYTES = 64 << 20
@@ -126,7 +126,7 @@ class TrafficTrace:
 
 def block_ids(key: bytes, root: bytes, ids: bytes) -> Iterator[int]:
     """An id for each block of a prompt in its context, at most 48 bits; ``key`` has at most 64 bytes."""
-    size = PAGE_TOKENS * keys.TOKEN_BYTES
+    size = BLOCK_TOKENS * keys.TOKEN_BYTES
     before = root
     for start in range(0, len(ids), size):
         before = hashlib.blake2b(before + ids[start : start + size], key=key, digest_size=32).digest()

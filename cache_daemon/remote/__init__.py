@@ -1,5 +1,6 @@
-"""The remote tier: chunks in an engine that other nodes share, such as Valkey or an S3 store.
+"""The remote tier: chunks in a backend that several nodes share, such as Valkey, S3 or Azure.
 
-May import ``kvsidecar`` and ``cache_daemon.durable``'s formats; it knows nothing of the store, whose rooms
-``remote/fetch.py`` and ``remote/write_behind.py`` use it.
+``backend``, ``remote_tier``, ``remote_record``, ``key_schema``, ``latency_model`` and ``circuit_breaker`` know nothing
+of the store. ``coordinator``, ``fetch*``, ``write_behind``, ``tombstones``, ``tombstone_sync``, ``deletion_epochs`` and
+``bulk_transfer`` may import ``store``.
 """

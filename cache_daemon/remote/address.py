@@ -1,4 +1,4 @@
-"""Where the remote tier is: the value of ``--remote``, and the secrets that belong to it.
+"""Address of the remote tier: the value of ``--remote``, and its secrets.
 
 ==========================================================  ======================================================
 redis://[USER@]HOST[:PORT][/DB][?prefix=P]                  Valkey or Redis; ``valkey://`` is the same, ``rediss://``
@@ -23,7 +23,6 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvsidecar.errors import ConfigurationError
 
-from cache_daemon.remote.backend import RemoteBackend
 from cache_daemon.remote.certificates import read_ca
 
 BackendKind = Literal["valkey", "s3", "azure"]
@@ -33,7 +32,7 @@ _FORMS = (
     "redis://HOST:PORT, rediss://…, valkey-cluster://HOST:PORT,HOST:PORT, s3://BUCKET/PREFIX or "
     "az://ACCOUNT@CONTAINER/PREFIX"
 )
-_SCHEMES: dict[str, tuple[BackendKind, bool, bool]] = {  # engine, cluster, TLS
+_SCHEMES: dict[str, tuple[BackendKind, bool, bool]] = {  # backend, cluster, TLS
     "redis": ("valkey", False, False),
     "valkey": ("valkey", False, False),
     "rediss": ("valkey", False, True),
@@ -56,8 +55,11 @@ _MAX_SECRET_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class RemoteAddress:
-    """What a URL says. ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's
-    container) and ``endpoint`` are those of a store of objects."""
+    """A parsed URL.
+
+    ``hosts`` are host and port of Valkey's nodes; ``bucket`` (Azure's container) and ``endpoint`` are those of an
+    object store.
+    """
 
     backend: BackendKind
     prefix: str
@@ -73,15 +75,18 @@ class RemoteAddress:
 
 @dataclass(frozen=True)
 class Credentials:
-    """What must not be shown: the password or secret key, empty for none; and the CA to trust, as PEM."""
+    """Secrets: the password or secret key, empty for none, and the CA to trust, as PEM."""
 
     secret: str = field(default="", repr=False)
     ca: bytes | None = None
 
 
 def parse_remote(url: str) -> RemoteAddress:
-    """Raises ValueError with a sentence that quotes nothing of the URL: any part of it may be a password that has a
-    character too many."""
+    """Parse a URL.
+
+    Raises ValueError with a sentence that quotes nothing of the URL: any part of it may be a password that has a
+    character too many.
+    """
     try:
         parts = urlsplit(url)
     except ValueError as error:
@@ -170,13 +175,13 @@ def _parse_database(path: str, cluster: bool) -> int:
 
 
 def credentials_of(secret: str, secret_file: Path | None, ca: Path | None) -> Credentials:
-    """Reads what files hold. Raises ConfigurationError."""
+    """Read secrets from files. Raises ConfigurationError."""
     pem = read_ca(ca) if ca is not None else None
     return Credentials(secret or (_read_secret(secret_file) if secret_file is not None else ""), pem)
 
 
 def _read_secret(path: Path) -> str:
-    """A secret from a file that only its owner may read; a line's end is no part of it. Raises ConfigurationError."""
+    """Read a secret from a file that only its owner may read, without the line end. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -191,19 +196,3 @@ def _read_secret(path: Path) -> str:
         return text.decode().rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path} has no secret: it is no text") from error
-
-
-def new_backend(address: RemoteAddress, credentials: Credentials) -> RemoteBackend:
-    """The engine that an address names, not connected yet. Raises ConfigurationError when its client is not
-    installed."""
-    if address.backend == "s3":
-        from cache_daemon.remote.object_store_backend import S3Backend
-
-        return S3Backend(address, credentials)
-    if address.backend == "azure":
-        from cache_daemon.remote.object_store_backend import AzureBackend
-
-        return AzureBackend(address, credentials)
-    from cache_daemon.remote.redis_backend import RedisBackend
-
-    return RedisBackend(address, credentials)

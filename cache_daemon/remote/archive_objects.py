@@ -1,6 +1,6 @@
-"""Archives as objects of an S3 store: written and read as files here, carried in between as a stream.
+"""Archives as objects of an S3 store: staged as files here, streamed in between.
 
-The file lies in a folder of the caller's choice, the system's temporary one otherwise, for as long as the command runs.
+The file lies in a folder of the caller's choice, the system's temporary one otherwise, while the command runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _TIMEOUT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "24h"}
 
 @contextmanager
 def upload_on_exit(url: str, credentials: Callable[[], Credentials], staging: Path | None) -> Iterator[Path]:
-    """A file to write, which becomes the object when all went well. Raises ConfigurationError, StoreUnavailable."""
+    """Yield a file to write, which becomes the object when the block succeeds. Raises ConfigurationError,
+    StoreUnavailable."""
     store, name, obstore = _open_store(url, credentials)
     with _staging_file(staging) as file:
         with _checking_space(file.parent):
@@ -39,7 +40,7 @@ def upload_on_exit(url: str, credentials: Callable[[], Credentials], staging: Pa
 
 @contextmanager
 def downloaded_archive(url: str, credentials: Callable[[], Credentials], staging: Path | None) -> Iterator[Path]:
-    """The object as a file. Raises ConfigurationError, StoreUnavailable."""
+    """Yield the object as a file. Raises ConfigurationError, StoreUnavailable."""
     store, name, obstore = _open_store(url, credentials)
     with _staging_file(staging) as path:
         with _translating_errors(url):
@@ -55,7 +56,7 @@ def downloaded_archive(url: str, credentials: Callable[[], Credentials], staging
 
 @contextmanager
 def _staging_file(folder: Path | None) -> Iterator[Path]:
-    """A file's name in a folder of its own."""
+    """Yield the path of a file in a temporary folder."""
     try:
         own = tempfile.TemporaryDirectory(prefix="kvsidecar-archive-", dir=folder)
     except OSError as error:
@@ -69,7 +70,7 @@ def _staging_file(folder: Path | None) -> Iterator[Path]:
 
 @contextmanager
 def _checking_space(folder: Path) -> Iterator[None]:
-    """Says of a full disk which one, whoever met it."""
+    """Name the full disk in errors of the block."""
     try:
         yield
     except (OSError, StoreUnavailable) as error:
@@ -88,7 +89,7 @@ def _no_space(folder: Path, what: str) -> StoreUnavailable:
 
 
 def _open_store(url: str, credentials: Callable[[], Credentials]) -> tuple[Any, str, Any]:
-    """The store, the object's name, and the client."""
+    """Return the store, the object's name, and the client module."""
     try:
         import obstore
         from obstore.store import S3Store
@@ -125,7 +126,7 @@ def _parse_url(url: str) -> RemoteAddress:
 
 @contextmanager
 def _translating_errors(url: str) -> Iterator[None]:
-    """The client's errors, without its own words, which may quote headers."""
+    """Translate the client's errors without its own words, which may quote headers."""
     named = url.partition("?")[0]
     try:
         yield

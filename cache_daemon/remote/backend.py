@@ -1,7 +1,7 @@
-"""What a remote engine is: a store of byte strings by name, that many nodes share and that may fail at any time.
+"""Remote backend interface: byte strings by name, shared by nodes, that may fail at any time.
 
-An engine promises little, and the tier above believes less: every value is checked when it is read. Calls have no
-deadline of their own; who calls them cancels them, after which nothing of the call matters any more.
+A backend promises little, and the tier above trusts less: every value is verified when it is read. Calls have no
+timeout of their own; callers cancel them, after which the result of the call does not matter any more.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ Item = tuple[str, bytes | memoryview]
 
 
 class RemoteFailed(Exception):
-    """The engine did not do what it was asked. The text has no secret, no key and no value."""
+    """The backend did not do what it was asked. The text has no secret, no key and no value."""
 
 
 class RemoteBusy(RemoteFailed):
-    """The engine was not asked: it is being tried after a failure, by few calls at a time."""
+    """The backend was not asked: it is on trial after a failure, with few calls at a time."""
 
 
 @contextmanager
 def translating_errors(reason: Callable[[Exception], str]) -> Iterator[None]:
-    """Turns a client's errors into ours, for their ``reason``."""
+    """Translate a client's errors into RemoteFailed, with their ``reason``."""
     try:
         yield
     except RemoteFailed:
@@ -33,10 +33,10 @@ def translating_errors(reason: Callable[[Exception], str]) -> Iterator[None]:
 
 
 class RemoteBackend(Protocol):
-    """See the module. ``connect`` comes first, and may come again after a failure.
+    """A client of Valkey, S3 or Azure. ``connect`` comes first, and may come again after a failure.
 
-    ``part_bytes`` is how large a value may well be, ``lanes`` how many independent connections there are for reading:
-    a read that is slow on one may be tried on another.
+    ``part_bytes`` is the largest sensible value, ``lanes`` the number of independent connections for reading: a read
+    that is slow on one may be tried on another.
     """
 
     name: str
@@ -44,31 +44,35 @@ class RemoteBackend(Protocol):
     lanes: int
 
     async def connect(self) -> None:
-        """Opens connections anew, whatever became of earlier ones. Raises RemoteFailed."""
+        """Open new connections, whatever became of earlier ones. Raises RemoteFailed."""
         ...
 
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
-        """Values in the order of their names, None where there is none. Raises RemoteFailed."""
+        """Return values in the order of their names, None for missing ones. Raises RemoteFailed."""
         ...
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
-        """Stores values, at once and in any order. An engine without times to live ignores ``ttl_seconds``. Raises
-        RemoteFailed, with some of them stored."""
+        """Store values, concurrently and in any order.
+
+        A backend without a TTL ignores ``ttl_seconds``. Raises RemoteFailed, with some of them stored.
+        """
         ...
 
     async def put_if_absent(self, name: str, value: bytes) -> None:
-        """Stores a value that never ends, unless the name has one: of several callers one wins. Raises RemoteFailed."""
+        """Store a value without expiry unless the name has one: of several callers one wins. Raises RemoteFailed."""
         ...
 
     async def delete_many(self, names: Sequence[str]) -> None:
-        """Unknown names are ignored. Raises RemoteFailed."""
+        """Delete values; unknown names are ignored. Raises RemoteFailed."""
         ...
 
     def scan(self, prefix: str) -> AsyncIterator[list[str]]:
-        """All names with a prefix, some at a time; those that come or go meanwhile may be missing or named twice.
-        Raises RemoteFailed."""
+        """Yield pages of all names with a prefix; those that come or go meanwhile may be missing or repeated.
+
+        Raises RemoteFailed.
+        """
         ...
 
     async def close(self) -> None:
-        """Ends all connections. Raises nothing."""
+        """Close all connections. Raises nothing."""
         ...

@@ -1,12 +1,12 @@
-"""Carrying all that is stored of a tenant to the remote tier, or from there, because somebody said so.
+"""Bulk transfer of a tenant to or from the remote tier.
 
-What is there is not sent again, so whoever meets a failure starts again. Writes and deletions of this node take turns
-with it, and what a tenant deletes meanwhile neither goes nor comes.
+It runs by an operator's command. Chunks that are there are not sent again, so a failed transfer is simply repeated.
+Writes and deletions of this node exclude it, and chunks that are deleted meanwhile are not transferred.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -14,27 +14,28 @@ from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import Unavailable
 
 from cache_daemon.remote.backend import RemoteFailed
-from cache_daemon.remote.deletion_epochs import EpochChange
-from cache_daemon.remote.fetch import FetchRequest, InflightLookup, RemotePrefetcher
+from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
 from cache_daemon.remote.fetch_insert import RemoteChunkInserter
+from cache_daemon.remote.fetch_request import FetchRequest, InflightLookup, InflightLookups
 from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import WriteBehindQueue
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.lookup import FetchHints
 from cache_daemon.store.sessions import LeaseGuard
-from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.yield_timer import YieldTimer
 
 _BATCH_CHUNKS, _BATCH_BYTES, _SHARE_OF_ARENA = 64, 16 << 20, 4
 _LOOKUP_TIMEOUT_SECONDS, _READ_TIMEOUT_SECONDS = 5.0, 30.0
-# A full arena may be full of chunks that are being written to disk: so often it is waited for, and so long each time.
-# When that was in vain, what comes next is not waited for until something has found room.
+# Waits for a full arena, which may be full of chunks that are being written to disk: their number and length.
+# Once they are used up, later chunks do not wait until one has been inserted.
 _MAX_WAITS, _WAIT_SECONDS = 40, 0.25
 
 
 @dataclass(frozen=True)
 class TransferProgress:
-    """Chunks: of ``total`` those that are ``done``, and what became of them; and the bytes of their payloads."""
+    """Progress in chunks: of ``total`` those that are ``done``, by result; and the bytes of their payloads."""
 
     total: int = 0
     chunks: int = 0
@@ -48,57 +49,54 @@ class TransferProgress:
 
 
 class TenantTransfer:
-    """``hold`` brings a chunk into the arena and keeps it there, None when it cannot; ``progress`` waits until the
-    durable tier has taken something."""
+    """Pushes a tenant's chunks to the remote tier, or pulls them from there. Runs on the event loop."""
 
     def __init__(
         self,
-        tiers: TierManager,
+        services: StoreServices,
         tier: RemoteTier,
-        sending: WriteBehindQueue,
-        bringing: RemotePrefetcher,
-        placing: RemoteChunkInserter,
-        hold: Callable[[Chunk], Awaitable[LeaseGuard | None]],
-        progress: Callable[[float], Awaitable[bool]],
+        write_behind: WriteBehindQueue,
+        inserter: RemoteChunkInserter,
+        epochs: DeletionEpochs,
+        lookups: InflightLookups,
     ) -> None:
-        self._tiers, self._tier, self._write_behind = tiers, tier, sending
-        self._prefetcher, self._inserter = bringing, placing
-        self._acquire, self._wait_progress = hold, progress
+        self._tiers, self._services, self._tier = services.tiers, services, tier
+        self._write_behind, self._inserter, self._epochs, self._lookups = write_behind, inserter, epochs, lookups
 
-    # ---- there ----------------------------------------------------------------------------------------------
+    # ---- push -----------------------------------------------------------------------------------------------
 
     async def push(self, chunks: Sequence[Chunk]) -> AsyncIterator[TransferProgress]:
-        """Writes a tenant's chunks to the tier. Raises Unavailable."""
-        carried = TransferProgress(len(chunks))
-        yield carried
-        # A chunk begins behind the beginning of what it continues.
+        """Write a tenant's chunks to the tier. Raises Unavailable."""
+        progress = TransferProgress(len(chunks))
+        yield progress
+        # A child's start_position is greater than its parent's, so sorting by it yields parents first.
         for batch in self._batches(sorted(chunks, key=lambda chunk: chunk.start_position)):
-            with _as_unavailable(carried):
+            with _as_unavailable(progress):
                 written, known = await self._push_batch(batch)
-            carried = replace(
-                carried,
-                chunks=carried.chunks + len(written),
-                payload_bytes=carried.payload_bytes + sum(chunk.size_bytes for chunk in written),
-                known=carried.known + known,
-                lost=carried.lost + len(batch) - len(written) - known,
+            progress = replace(
+                progress,
+                chunks=progress.chunks + len(written),
+                payload_bytes=progress.payload_bytes + sum(chunk.size_bytes for chunk in written),
+                known=progress.known + known,
+                lost=progress.lost + len(batch) - len(written) - known,
             )
-            yield carried
+            yield progress
 
     async def _push_batch(self, batch: Sequence[Chunk]) -> tuple[Sequence[Chunk], int]:
-        holds: list[LeaseGuard] = []
+        leases: list[LeaseGuard] = []
         try:
             for chunk in batch:
-                hold = await self._acquire(chunk) if chunk.indexed else None
-                if hold is not None:
-                    holds.append(hold)
-            held = [chunk for hold in holds for chunk in hold.chunks]
+                lease = await self._services.lookup.acquire(chunk) if chunk.indexed else None
+                if lease is not None:
+                    leases.append(lease)
+            held = [chunk for lease in leases for chunk in lease.chunks]
             return await self._write_behind.push(held) if held else ([], 0)
         finally:
-            for hold in holds:
-                hold.release()
+            for lease in leases:
+                lease.release()
 
     def _batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-        """As many at once as may be held in the arena beside all else."""
+        """Split chunks into batches that the arena can hold beside all else."""
         most = min(_BATCH_BYTES, self._tiers.arena.size_bytes // _SHARE_OF_ARENA)
         batch: list[Chunk] = []
         size = 0
@@ -111,36 +109,39 @@ class TenantTransfer:
         if batch:
             yield batch
 
-    # ---- and back -------------------------------------------------------------------------------------------
+    # ---- pull -----------------------------------------------------------------------------------------------
 
     async def pull(self, root: bytes, tenant: bytes, geometry: Geometry) -> AsyncIterator[TransferProgress]:
-        """Lists here what the tier has of a tenant. Raises Unavailable."""
-        wanted = FetchRequest(root, tenant, geometry, b"", (), 0.0, 0.0)
+        """Insert here what the tier has of a tenant. Raises Unavailable."""
+        request = FetchRequest(root, tenant, geometry, b"", FetchHints())
         with _as_unavailable(TransferProgress()):
-            missing, known = await self._missing_chunks(wanted)
-        carried = TransferProgress(len(missing) + known, known=known)
-        yield carried
-        patience = _WaitBudget()
+            missing, known = await self._missing_chunks(request)
+        progress = TransferProgress(len(missing) + known, known=known)
+        yield progress
+        budget = _WaitBudget()
         for at in range(0, len(missing), _BATCH_CHUNKS):
-            some = missing[at : at + _BATCH_CHUNKS]
-            with _as_unavailable(carried), self._prefetcher.track_lookup(root) as asking:
-                placed = await self._pull_batch(wanted, asking, some, patience)
-            carried = replace(
-                carried,
-                chunks=carried.chunks + len(placed),
-                payload_bytes=carried.payload_bytes + sum(placed),
-                lost=carried.lost + len(some) - len(placed),
+            batch_keys = missing[at : at + _BATCH_CHUNKS]
+            with _as_unavailable(progress), self._lookups.track(root) as lookup:
+                placed = await self._pull_batch(request, lookup, batch_keys, budget)
+            progress = replace(
+                progress,
+                chunks=progress.chunks + len(placed),
+                payload_bytes=progress.payload_bytes + sum(placed),
+                lost=progress.lost + len(batch_keys) - len(placed),
             )
-            yield carried
+            yield progress
 
-    async def _missing_chunks(self, wanted: FetchRequest) -> tuple[list[bytes], int]:
-        """The hashes of sound chunks that are not here, parents before children, and how many are here."""
+    async def _missing_chunks(self, request: FetchRequest) -> tuple[list[bytes], int]:
+        """Return the hashes of valid chunks that are not here, parents first.
+
+        Also returns how many are here.
+        """
         found: list[tuple[int, bytes]] = []
-        known, turns = 0, YieldTimer()
-        hashes = await self._tier.list_prefix_hashes(wanted.root)
+        known, yield_timer = 0, YieldTimer()
+        hashes = await self._tier.list_prefix_hashes(request.root)
         for at in range(0, len(hashes), _BATCH_CHUNKS):
-            for entry in await self._find_records(wanted, hashes[at : at + _BATCH_CHUNKS]):
-                await turns.maybe_yield()
+            for entry in await self._find_records(request, hashes[at : at + _BATCH_CHUNKS]):
+                await yield_timer.maybe_yield()
                 key = entry.header.prefix_hash
                 if self._tiers.index.get(key) is None:
                     found.append((entry.header.start_position, key))
@@ -148,64 +149,64 @@ class TenantTransfer:
                     known += 1
         return [key for _, key in sorted(found)], known
 
-    async def _find_records(self, wanted: FetchRequest, hashes: Sequence[bytes]) -> list[RemoteRecord]:
-        found = await self._tier.find(wanted.root, hashes, _LOOKUP_TIMEOUT_SECONDS)
-        if self._write_behind.observe_epochs(wanted.root, found.epochs) is EpochChange.DELETION_LOST:
+    async def _find_records(self, request: FetchRequest, hashes: Sequence[bytes]) -> list[RemoteRecord]:
+        found = await self._tier.find(request.root, hashes, _LOOKUP_TIMEOUT_SECONDS)
+        if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
             return []
-        return [entry for entry in found.records if entry is not None and wanted.accepts(entry.header)]
+        return [entry for entry in found.records if entry is not None and request.accepts(entry.header)]
 
     async def _pull_batch(
-        self, wanted: FetchRequest, asking: InflightLookup, hashes: Sequence[bytes], patience: _WaitBudget
+        self, request: FetchRequest, lookup: InflightLookup, hashes: Sequence[bytes], budget: _WaitBudget
     ) -> list[int]:
-        """Lists chunks. Returns the sizes of those that are here now."""
+        """Insert chunks. Returns the payload sizes of those that are here now."""
         placed: list[int] = []
-        for group in self._tier.group_by_call(await self._find_records(wanted, hashes)):
+        for group in self._tier.group_by_call(await self._find_records(request, hashes)):
             payloads = await self._tier.read_payloads(group, _READ_TIMEOUT_SECONDS)
             for entry, parts in zip(group, payloads, strict=True):
-                # Nobody asks for it now, so it is kept no longer than it would have been there.
-                kept = replace(wanted, expires_at=self._tiers.clock() + self._tier.seconds_left(entry))
-                if await self._insert(kept, asking, entry, parts, patience):
+                # No request asked for it, so it expires when it would have expired there.
+                kept = replace(request, expires_at=self._tiers.clock() + self._tier.seconds_left(entry))
+                if await self._insert(kept, lookup, entry, parts, budget):
                     placed.append(entry.header.payload_bytes)
         return placed
 
     async def _insert(
         self,
-        wanted: FetchRequest,
-        asking: InflightLookup,
+        request: FetchRequest,
+        lookup: InflightLookup,
         entry: RemoteRecord,
         parts: list[bytes] | None,
-        patience: _WaitBudget,
+        budget: _WaitBudget,
     ) -> bool:
         while True:
-            hold = LeaseGuard([], self._tiers.on_released)
+            lease = LeaseGuard([], self._tiers.on_released)
             try:
                 if await self._inserter.insert(
-                    wanted, [entry], [parts], hold, lambda: asking.invalidated, delay_persist=False
+                    request, [entry], [parts], lease, lambda: lookup.invalidated, delay_persist=False
                 ):
-                    patience.waits_left = _MAX_WAITS
+                    budget.waits_left = _MAX_WAITS
                     return True
             finally:
-                hold.release()
-            lost = parts is None or asking.invalidated or not self._inserter.parent_is_live(wanted.root, entry)
-            if lost or not patience.waits_left or not await self._wait_progress(_WAIT_SECONDS):
+                lease.release()
+            lost = parts is None or lookup.invalidated or not self._inserter.parent_is_live(request.root, entry)
+            if lost or not budget.waits_left or not await self._services.wait_progress(_WAIT_SECONDS):
                 return False
-            patience.waits_left -= 1
+            budget.waits_left -= 1
 
 
 @dataclass
 class _WaitBudget:
-    """How often room is waited for still."""
+    """Number of times that a full arena is still waited for."""
 
     waits_left: int = _MAX_WAITS
 
 
 @contextmanager
-def _as_unavailable(carried: TransferProgress) -> Iterator[None]:
-    """What of the tier failed, and how far it had come."""
+def _as_unavailable(progress: TransferProgress) -> Iterator[None]:
+    """Translate RemoteFailed, with the progress so far."""
     try:
         yield
     except RemoteFailed as error:
         raise Unavailable(
-            f"the remote tier fails: {error}; {carried.done} of {carried.total} chunks were done, and are not carried "
-            f"again when you try again"
+            f"the remote tier fails: {error}; {progress.done} of {progress.total} chunks were done, and are not "
+            f"transferred again when you try again"
         ) from error

@@ -1,4 +1,4 @@
-"""Certificates of engines: the authority that is trusted, and what a client says when it does not trust one."""
+"""TLS certificates of backends: the trusted authority, and readable reasons for a client's distrust."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SIGNS = ("invalid peer certificate", "invalidcertificate")
 
 
 def read_ca(path: Path) -> bytes:
-    """The certificates of a PEM file. Raises ConfigurationError."""
+    """Read the certificates of a PEM file. Raises ConfigurationError."""
     try:
         pem = path.read_bytes()
     except OSError as error:
@@ -37,7 +37,7 @@ def read_ca(path: Path) -> bytes:
 
 
 def tls_error_reason(text: str) -> str:
-    """Why a client did not trust the engine's certificate, from what it says; empty when it says something else."""
+    """Return the reason for a TLS error in a client's message; empty for other errors."""
     text = text.lower()
     if not any(sign in text for sign in _SIGNS):
         return ""

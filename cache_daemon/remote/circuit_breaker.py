@@ -1,9 +1,8 @@
-"""A circuit breaker: leaves a failing engine alone, and lets work through again carefully.
+"""Circuit breaker: stops calls to a failing backend, and lets them through again carefully.
 
-Closed, everything goes. After some failures in a row, or when half of the last calls failed, it opens: nothing goes
-until somebody says that the engine answers. Then it is half open: as many calls go at a time as have to succeed, to all
-others it is as if it were open; one failure opens it again, some successes close it. A call that was not answered in
-time is a failure like any other.
+Closed, all calls go. After some failures in a row, or when half of the last calls failed, it opens: no call goes until
+a probe succeeds. Then it is half open: as many calls go at a time as have to succeed, for all others it is as if it
+were open; one failure opens it again, some successes close it. A timeout is a failure like any other.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _IN_A_ROW, _WINDOW, _SHARE, _TRUSTED_AFTER = 3, 20, 0.5, 3
 
 
 class CircuitState(Enum):
-    """The states, as metrics tell them."""
+    """States of a circuit breaker, as metrics show them."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -24,14 +23,14 @@ class CircuitState(Enum):
 
 
 class CircuitBreaker:
-    """Begins open: nobody knows the engine yet. Not thread-safe."""
+    """Begins open: the backend is not known yet. Not thread-safe."""
 
     def __init__(self) -> None:
         self.state = CircuitState.OPEN
         self.reason, self.failing_since = "not connected yet", time.monotonic()
         self.num_opened = 0
         self._in_a_row = self._good = 0
-        self._trials: set[object] = set()  # the calls that go while it is half open
+        self._trials: set[object] = set()  # calls in flight while it is half open
         self._recent: deque[bool] = deque(maxlen=_WINDOW)
 
     @property
@@ -40,11 +39,11 @@ class CircuitBreaker:
 
     @property
     def trials_full(self) -> bool:
-        """Whether it is half open, and as many calls go as may."""
+        """Return True while it is half open with all trial calls in flight."""
         return self.state is CircuitState.HALF_OPEN and len(self._trials) >= _TRUSTED_AFTER
 
     def begin_call(self) -> object | None:
-        """Begins a call: what ``leave`` wants when it has ended, None when none may begin."""
+        """Begin a call. Returns a token for ``end_call``, None when no call may begin."""
         if not self.allows_calls or self.trials_full:
             return None
         call = object()
@@ -53,11 +52,11 @@ class CircuitBreaker:
         return call
 
     def end_call(self, call: object) -> None:
-        """Ends a call. One of before the circuit last opened makes no room."""
+        """End a call. One from before the circuit last opened frees no trial."""
         self._trials.discard(call)
 
     def half_open(self) -> None:
-        """The engine was asked for trial, and answers."""
+        """Half-open the circuit: a probe succeeded."""
         if self.state is CircuitState.OPEN:
             self.state, self._good, self._in_a_row = CircuitState.HALF_OPEN, 0, 0
             self._trials.clear()
@@ -72,7 +71,7 @@ class CircuitBreaker:
                 self.state, self.reason = CircuitState.CLOSED, ""
 
     def record_failure(self, why: str) -> bool:
-        """Returns whether the circuit opened by it. What an open one fails with now is why it stays open."""
+        """Record a failed call. Returns True if the circuit opened; while open, only the reason is updated."""
         if self.state is CircuitState.OPEN:
             self.reason = why
             return False

@@ -1,10 +1,10 @@
-"""The store's side of a remote tier: one object that brings, sends, deletes, and keeps an eye on the engine."""
+"""The remote tier of one store: fetches, writes behind, deletes, and probes the backend."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
@@ -12,83 +12,82 @@ from math import inf
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
-from cache_daemon.remote import deletion_epochs
+from cache_daemon.remote import deletion_epochs, tombstones
 from cache_daemon.remote.bulk_transfer import TenantTransfer
 from cache_daemon.remote.deletion_epochs import DeletionEpochs
-from cache_daemon.remote.fetch import FetchRequest, FetchResult, RemotePrefetcher
+from cache_daemon.remote.fetch import RemotePrefetcher
 from cache_daemon.remote.fetch_insert import RemoteChunkInserter
+from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookups
 from cache_daemon.remote.health_probe import HealthProbe
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.tombstone_sync import TombstoneApplier
-from cache_daemon.remote.write_behind import NOTE_PREFIX, RemoteWrite, WriteBehindQueue
-from cache_daemon.store.bulk_ops import BulkOps
+from cache_daemon.remote.tombstones import DeletionWriter
+from cache_daemon.remote.write_behind import RemoteWrite, WriteBehindQueue, WritePolicy
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.insertion import ChunkInserter
-from cache_daemon.store.sessions import LeaseGuard, Session
+from cache_daemon.store.lookup import FetchHints
+from cache_daemon.store.sessions import Session
+from cache_daemon.store.store_services import StoreServices
 
 _THREADS = 2
-# What waits is sent for so long at the end, and a caller that deletes waits so long for the engine.
+# At the end the queue is drained for so long; a caller that deletes waits so long for the backend.
 _STOP_SECONDS, _DELETE_SECONDS = 2.0, 2.0
 
 
 @dataclass(frozen=True)
 class RemoteSettings:
-    """A tier and what is done with it. ``ttl_seconds`` None keeps chunks for as long as the engine likes."""
+    """A remote tier and its write policy.
+
+    With ``ttl_seconds`` None chunks have no expiry there: the backend evicts them as it likes.
+    """
 
     tier: RemoteTier
     write: RemoteWrite = "second-use"
     ttl_seconds: int | None = None
     compress: bool = True
 
+    def new_coordinator(self, services: StoreServices) -> RemoteCoordinator:
+        """Attach the tier to a store, whose constructor calls this."""
+        return RemoteCoordinator(self, services)
+
 
 class RemoteCoordinator:
-    """Of one store. ``note`` keeps a small value for the next start; None deletes it. ``around`` surrounds reads, which
-    it is told the name of."""
+    """Owner of the remote tier's parts and their tasks, from ``start`` to ``close``."""
 
-    def __init__(
-        self,
-        settings: RemoteSettings,
-        walks: BulkOps,
-        inserter: ChunkInserter,
-        note: Callable[[bytes, bytes | None], None],
-        hold: Callable[[Chunk], Awaitable[LeaseGuard | None]],
-        progress: Callable[[float], Awaitable[bool]],
-        around: Callable[[str], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
-    ) -> None:
-        """``hold`` and ``progress`` are as for ``Carrying``."""
-        self._around = around
-        self._tier, self._threads = settings.tier, ThreadPoolExecutor(_THREADS, "remote")
-        in_thread, tiers = asyncio.get_running_loop().run_in_executor, walks.tiers
-        self._epochs = DeletionEpochs(note)
+    def __init__(self, settings: RemoteSettings, services: StoreServices) -> None:
+        tiers, tier = services.tiers, settings.tier
+        self._span, self._tier, self._threads = services.threads.span, tier, ThreadPoolExecutor(_THREADS, "remote")
+        run_in_executor = asyncio.get_running_loop().run_in_executor
+        self._epochs = DeletionEpochs(tiers.write_note)
+        self._deletions = DeletionWriter(tier, self._epochs, tiers.write_note)
+        self._lookups = InflightLookups(self._deletions)
         self._write_behind = WriteBehindQueue(
-            tiers, settings.tier, settings.write, settings.ttl_seconds, settings.compress,
-            lambda work: in_thread(self._threads, work), note, self._epochs,
-            lambda *change: self._tombstones.on_epoch_change(*change),
-        )  # fmt: skip
-        placing = RemoteChunkInserter(
             tiers,
-            inserter,
-            settings.tier,
-            lambda work: in_thread(self._threads, work),
+            tier,
+            WritePolicy(settings.write, settings.ttl_seconds, settings.compress),
+            self._epochs,
+            self._deletions,
+            lambda work: run_in_executor(self._threads, work),
+        )
+        inserter = RemoteChunkInserter(
+            services.inserter,
+            tier,
+            lambda work: run_in_executor(self._threads, work),
             self._write_behind.record_stored,
         )
-        self._prefetcher = RemotePrefetcher(
-            tiers, placing, settings.tier, self._write_behind.observe_epochs, self._write_behind.is_deleting
-        )
+        self._prefetcher = RemotePrefetcher(tiers, inserter, tier, self._epochs, self._lookups)
         self._tombstones = TombstoneApplier(
-            settings.tier, self._epochs, self._write_behind, walks, self._prefetcher.invalidate
+            tier, self._epochs, self._deletions, self._write_behind, services.bulk, self._lookups
         )
-        self.transfer = TenantTransfer(
-            tiers, settings.tier, self._write_behind, self._prefetcher, placing, hold, progress
-        )
+        self.transfer = TenantTransfer(services, tier, self._write_behind, inserter, self._epochs, self._lookups)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
+        """Start the background tasks."""
         work = (HealthProbe(self._tier).run(), self._write_behind.run(), self._tombstones.run())
         self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
-        """Sends what waits, for a moment."""
+        """Drain the write-behind queue for a moment, end the tasks, and close the backend."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._write_behind.settle()
@@ -101,78 +100,72 @@ class RemoteCoordinator:
         await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
 
     async def fetch(
-        self,
-        session: Session,
-        tenant_salt: bytes,
-        ids: bytes,
-        chunk_ends: Sequence[int],
-        seconds_per_token: float,
-        timeout_seconds: float,
-        expires_at: float = inf,
+        self, session: Session, tenant_salt: bytes, ids: bytes, hints: FetchHints, expires_at: float = inf
     ) -> FetchResult:
-        """Adds to the prefix of a session's prompt what the tier has of it, as ``Bringing`` and ``Wanted`` say. To be
-        called right before ``ChunkStore.match``, so that nothing goes in between."""
+        """Extend the locally stored prefix of a prompt with chunks of the remote tier.
+
+        Raises nothing. A caller that is cancelled leaves nothing behind.
+        """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
-        with self._around("remote read"):
-            wanted = FetchRequest(
-                root, tenant, session.geometry, ids, chunk_ends, seconds_per_token, timeout_seconds, expires_at
-            )
-            brought = await self._prefetcher.fetch(wanted)
+        with self._span("remote read"):
+            request = FetchRequest(root, tenant, session.geometry, ids, hints, expires_at)
+            result = await self._prefetcher.fetch(request)
         self._write_behind.wake_for_corrupt()
-        return brought
+        return result
 
     def enqueue_used(self, chunks: Iterable[Chunk]) -> None:
-        """See ``Sending.used``."""
+        """Offer chunks that a prompt used, see ``WriteBehindQueue.enqueue_used``."""
         self._write_behind.enqueue_used(chunks)
 
-    def delete(self, root: bytes, key: bytes, known: bool = True) -> asyncio.Future[int]:
-        """See ``Sending.forget``. What is being brought of the tenant does not come any more."""
-        done = self._write_behind.delete(root, key, known)
-        self._prefetcher.invalidate(root)
+    def delete(self, root: bytes, key: bytes, *, is_known: bool = True) -> asyncio.Future[int]:
+        """Enqueue a deletion, see ``DeletionWriter.enqueue``, and stop reads and writes that it concerns."""
+        done = self._deletions.enqueue(root, key, is_known=is_known)
+        self._write_behind.on_deletion(root, key)
+        self._lookups.invalidate(root)
         return done
 
     @staticmethod
     async def await_deletion(deletion: asyncio.Future[int]) -> int:
-        """Returns when a deletion is done or, if the engine does not answer, after a moment: it is done later then.
-        Returns the chunks that went, as far as that is known."""
+        """Wait for a deletion, at most ``_DELETE_SECONDS``: it goes on later if the backend does not answer.
+
+        Returns the number of chunks deleted, as far as that is known.
+        """
         await asyncio.wait({deletion}, timeout=_DELETE_SECONDS)
         return deletion.result() if deletion.done() else 0
 
-    def restore(self, name: bytes, value: bytes) -> None:
-        """Takes up a note of an earlier start, if it is one of ours."""
-        if name.startswith(NOTE_PREFIX):
-            self._write_behind.restore(name)
+    def restore_note(self, name: bytes, value: bytes) -> None:
+        """Restore a note of an earlier start; notes of other components are ignored."""
+        if name.startswith(tombstones.NOTE_PREFIX):
+            self._deletions.restore_note(name)
+            self._write_behind.wake()
         elif name.startswith((deletion_epochs.NOTE_PREFIX, deletion_epochs.TOMBSTONES_PREFIX)):
             self._epochs.restore(name, value)
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Why the tier is not used, for reading or for writing, and since when (monotonic seconds); None while it
-        is."""
+        """Reason and start (monotonic seconds) of an outage for reading or writing; None while both work."""
         for breaker in (self._tier.reads, self._tier.writes):
             if not breaker.allows_calls:
                 return breaker.reason, breaker.failing_since
         return None
 
     async def settle(self) -> None:
-        """Waits until all that can be sent is."""
+        """Wait until the write-behind queue is empty, or blocked."""
         await self._write_behind.settle()
 
     def write_to(self, out: StatsResponse) -> None:
-        """Writes the tier's part of the statistics."""
-        tier, bringing, sending = self._tier, self._prefetcher.counters, self._write_behind
+        """Fill the remote tier's fields of the statistics."""
+        tier, fetches, queue = self._tier, self._prefetcher.counters, self._write_behind
         out.remote_engine = tier.backend.name
         out.remote_failing = self.failing[0] if self.failing else ""
-        out.remote_lookups, out.remote_hits, out.remote_tokens = bringing.lookups, bringing.hits, bringing.tokens
-        out.remote_bypassed, out.remote_late = bringing.bypassed, bringing.late
+        out.remote_lookups, out.remote_hits, out.remote_tokens = fetches.lookups, fetches.hits, fetches.tokens
+        out.remote_bypassed, out.remote_late = fetches.bypassed, fetches.late
         out.remote_read_bytes, out.remote_written_bytes = tier.counters.read_bytes, tier.counters.written_bytes
-        out.remote_written_chunks, out.remote_pending = tier.counters.written_chunks, sending.pending
-        out.remote_dropped, out.remote_deletions = sending.counters.dropped, sending.deletions
+        out.remote_written_chunks, out.remote_pending = tier.counters.written_chunks, queue.pending
+        out.remote_dropped, out.remote_deletions = queue.counters.dropped, len(self._deletions)
         out.remote_failures, out.remote_rejected = tier.counters.failures, tier.counters.rejected
-        out.remote_hedged, out.remote_opened = (
-            tier.hedged_reads.num_hedged,
-            tier.reads.num_opened + tier.writes.num_opened,
-        )
-        out.remote_withheld, out.remote_restored_deletions = sending.counters.withheld, sending.counters.restored
+        out.remote_hedged = tier.hedged_reads.num_hedged
+        out.remote_opened = tier.reads.num_opened + tier.writes.num_opened
+        out.remote_withheld, out.remote_restored_deletions = queue.counters.withheld, self._tombstones.num_restored
         out.remote_latency_ms = tier.latency.latency_seconds * 1e3
         out.remote_bytes_per_second = tier.latency.bytes_per_second

@@ -1,9 +1,9 @@
-"""Deletion marks of a remote engine that this node has seen, kept over its restarts.
+"""Deletion epochs that this node has observed, kept over its restarts.
 
-No clock of another node plays a part: a chunk that was listed here before a new mark was seen is from before the
-deletion, whenever that was. A node keeps the marks of deletions themselves, and digests of the marks that came before
-them: an engine that shows an older mark, or none, has lost a deletion (a failover, a restored backup, a restart without
-data), and the node writes the mark back.
+Clocks are never compared across nodes. Every chunk inserted locally before this node observed a new deletion epoch is
+treated as older than that deletion. A node keeps the deletion epochs themselves, and digests of earlier epochs: a
+backend that shows an older one, or none, has lost a deletion (a failover, a restored backup, a restart without data),
+and the node writes the epoch back.
 """
 
 from __future__ import annotations
@@ -14,75 +14,79 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from kvsidecar import keys
 
-from cache_daemon.remote.epoch_format import TenantEpochs, epoch_digest, is_deletion_epoch
 from cache_daemon.remote.key_schema import TOMBSTONE_ID_BYTES
-from cache_daemon.remote.remote_record import EPOCH_BYTES
-from cache_daemon.store.chunk import Chunk
+from cache_daemon.remote.remote_record import EPOCH_BYTES, TenantEpochs, epoch_digest, is_deletion_epoch
+
+if TYPE_CHECKING:
+    from cache_daemon.store.chunk import Chunk
 
 NOTE_PREFIX = b"remote-mark:"
 TOMBSTONES_PREFIX = b"remote-gone:"
 _NOTE = struct.Struct(f"<{EPOCH_BYTES}s{EPOCH_BYTES}s{EPOCH_BYTES}s?")
 _NONE = bytes(EPOCH_BYTES)
 _MAX_TENANTS = 100_000
-# Digests of earlier marks that are remembered of a tenant.
+# Digests of earlier epochs that are remembered per tenant.
 _MAX_PAST = 8
-# After an engine lost its data, nodes that know of deletions write them back; until then nobody offers older chunks.
+# After a loss of the backend's data, nodes that know deletions write them back; until then older chunks are withheld.
 GRACE_SECONDS = 60.0
 
 
 class EpochChange(Enum):
-    """What marks say that are others than before."""
+    """Difference between a tenant's epochs and those last observed."""
 
     NONE = auto()
-    EPOCH_LOST = (
-        auto()
-    )  # the engine has lost them, and may have lost deletions: older chunks are not offered for a while
-    DELETION_LOST = auto()  # the engine has lost a deletion that is known here: nothing counts until it is written back
+    EPOCH_LOST = auto()  # the backend has lost the epochs, and perhaps deletions: older chunks are withheld for a while
+    DELETION_LOST = auto()  # the backend has lost a deletion known here: no record counts until it is written back
     CHUNKS_DELETED = auto()  # single chunks of the tenant were deleted
-    TENANT_DELETED = auto()  # all of the tenant
+    TENANT_DELETED = auto()  # the whole tenant was deleted
     ALL_DELETED = auto()
 
 
 @dataclass(slots=True)
 class _TenantRecord:
-    """Of a tenant: digests of marks, and what of it was listed here up to when (monotonic) and is not to be written."""
+    """Last observed epochs of a tenant, as digests.
+
+    Its times are monotonic; chunks inserted here before them predate a deletion.
+    """
 
     global_digest: bytes
     tenant_digest: bytes
     chunks_digest: bytes
     deleted_at: float = 0.0
-    lost_at: float = 0.0  # when the engine was seen to have lost its data; 0: never. After a restart, when that was
-    unsure_until: float = 0.0  # up to when it may be among the chunks that were deleted
-    unapplied_since: float = 0.0  # when there was news that have not been acted on; 0: no such
-    tombstones: set[bytes] = field(default_factory=set)  # of deleted chunks what was acted on
-    deletion_epoch: bytes = b""  # the tenant's mark itself, where a deletion made it
-    past_digests: tuple[bytes, ...] = ()  # digests of the tenant's marks before this one
+    lost_at: float = 0.0  # when a loss of data was observed; 0: never. After a restart, the time of the start
+    unsure_until: float = 0.0  # chunks inserted before may be among the deleted ones
+    unapplied_since: float = 0.0  # when a change was observed that is not applied yet; 0: none
+    tombstones: set[bytes] = field(default_factory=set)  # tombstones that were applied
+    deletion_epoch: bytes = b""  # the tenant's epoch itself, if a deletion made it
+    past_digests: tuple[bytes, ...] = ()  # digests of the tenant's earlier epochs
 
     def has_lost_deletion(self, tenant: bytes, deletion: bool, chunks: bytes) -> bool:
-        """True if an engine with these digests has lost a known deletion."""
+        """Return True if a backend with these digests has lost a known deletion."""
         if tenant != self.tenant_digest and ((self.deletion_epoch and not deletion) or tenant in self.past_digests):
             return True
         return bool(self.tombstones) and not chunks and tenant in (b"", self.tenant_digest)
 
 
 class DeletionEpochs:
-    """Deletion marks by tenant, at most ``_MOST`` of them.
+    """Observed deletion epochs by tenant, of at most ``_MAX_TENANTS``.
 
-    ``note`` keeps a small value for the next start; None deletes it. News are written down when they were acted on, or
-    a sudden end would leave what was deleted. Runs on the event loop.
+    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted once it has been applied,
+    or a sudden end would leave what was deleted. ``on_change`` holds subscribers. Runs on the event loop.
     """
 
     def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:
         self._write_note = write_note
+        self.on_change: list[Callable[[bytes, EpochChange], None]] = []
         self._tenants: OrderedDict[bytes, _TenantRecord] = OrderedDict()
-        self._global_digest: bytes | None = None  # its digest; None: never seen
-        self._global_deletion_epoch = b""  # the mark itself, where a deletion made it
+        self._global_digest: bytes | None = None  # None: never observed
+        self._global_deletion_epoch = b""  # the epoch itself, if a deletion made it
         self._past_global_digests: tuple[bytes, ...] = ()
         self._all_deleted_at = 0.0
-        self._forgotten_deleted_at = 0.0  # for tenants that are not remembered any more
+        self._forgotten_deleted_at = 0.0  # of tenants that were dropped from the table
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._tenants))
@@ -91,26 +95,40 @@ class DeletionEpochs:
         return root in self._tenants
 
     def predates_deletion(self, chunk: Chunk) -> bool:
-        """Whether a chunk was listed here before the last deletion elsewhere that may concern it."""
-        known = self._tenants.get(chunk.root)
-        of_tenant = self._forgotten_deleted_at if known is None else max(known.deleted_at, known.unsure_until)
+        """Return True if a remote deletion may concern a chunk inserted before it."""
+        record = self._tenants.get(chunk.root)
+        of_tenant = self._forgotten_deleted_at if record is None else max(record.deleted_at, record.unsure_until)
         return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
 
     def is_withheld(self, chunk: Chunk) -> bool:
-        """True while a chunk from before a loss of the engine's data is not offered again."""
-        known = self._tenants.get(chunk.root)
+        """Return True while a chunk from before a loss of data is not offered."""
+        record = self._tenants.get(chunk.root)
         return (
-            known is not None
-            and chunk.inserted_at <= known.lost_at
-            and time.monotonic() < known.lost_at + GRACE_SECONDS
+            record is not None
+            and chunk.inserted_at <= record.lost_at
+            and time.monotonic() < record.lost_at + GRACE_SECONDS
         )
 
     def observe(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
-        """Compares the marks that the engine has now with those of the last time. Returns what has happened since."""
+        """Compare a tenant's epochs with those last observed, and notify ``on_change`` of a difference."""
+        change = self.compare(root, epochs)
+        if change is not EpochChange.NONE:
+            self.notify(root, change)
+        if change is EpochChange.EPOCH_LOST and epochs.chunks_epoch:
+            self.observe(root, epochs)  # chunk deletions since the loss are a change of their own
+        return change
+
+    def notify(self, root: bytes, change: EpochChange) -> None:
+        """Call the subscribers in the order in which they were added."""
+        for call in self.on_change:
+            call(root, change)
+
+    def compare(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
+        """Compare a tenant's epochs with those last observed, and remember them."""
         now = time.monotonic()
         if self.is_global_deletion_lost(epochs.global_epoch):
             return EpochChange.DELETION_LOST
-        everything = self._observe_global(epochs.global_epoch, now)
+        global_change = self._observe_global(epochs.global_epoch, now)
         tenant, chunks, deletion = (
             epoch_digest(epochs.tenant_epoch),
             epoch_digest(epochs.chunks_epoch),
@@ -118,18 +136,18 @@ class DeletionEpochs:
         )
         before = self._tenants.get(root)
         if before is None or before.global_digest != self._global_digest:
-            # Where everything was deleted, that is all there is to do.
-            change = EpochChange.CHUNKS_DELETED if chunks and everything is EpochChange.NONE else EpochChange.NONE
+            # A deletion of everything covers those of chunks.
+            change = EpochChange.CHUNKS_DELETED if chunks and global_change is EpochChange.NONE else EpochChange.NONE
             after = _TenantRecord(self._global_digest or b"", tenant, chunks, deleted_at=self._forgotten_deleted_at)
             after.past_digests = () if before is None else _append_digest(before.past_digests, before.tenant_digest)
         elif before.has_lost_deletion(tenant, deletion, chunks):
             self._tenants.move_to_end(root)
-            return everything if everything is not EpochChange.NONE else EpochChange.DELETION_LOST
+            return global_change if global_change is not EpochChange.NONE else EpochChange.DELETION_LOST
         else:
             change = _compare(before, tenant, deletion, chunks)
             if change is EpochChange.NONE and (before.tenant_digest or not tenant):
                 self._tenants.move_to_end(root)
-                return everything
+                return global_change
             after = replace(
                 before, tenant_digest=tenant or before.tenant_digest, chunks_digest=chunks or before.chunks_digest
             )
@@ -143,44 +161,44 @@ class DeletionEpochs:
             after.lost_at, after.chunks_digest = (
                 now,
                 after.chunks_digest if before is None else before.chunks_digest,
-            )  # heard next time
+            )  # it is a change of the next comparison
         elif change is EpochChange.TENANT_DELETED:
             after.deleted_at = after.unapplied_since = now
             after.chunks_digest, after.tombstones = chunks, set()
         self._remember(root, after)
-        return everything if everything is not EpochChange.NONE else change
+        return global_change if global_change is not EpochChange.NONE else change
 
-    def is_global_deletion_lost(self, mark: bytes | None) -> bool:
-        """True if an engine with this mark has lost a known deletion of everything."""
-        value = epoch_digest(mark)
+    def is_global_deletion_lost(self, epoch: bytes | None) -> bool:
+        """Return True if a global epoch shows that a known deletion was lost."""
+        value = epoch_digest(epoch)
         return bool(self._global_deletion_epoch) and value != self._global_digest and (
             not value or value in self._past_global_digests
         )  # fmt: skip
 
-    def _observe_global(self, mark: bytes | None, now: float) -> EpochChange:
-        value = epoch_digest(mark)
+    def _observe_global(self, epoch: bytes | None, now: float) -> EpochChange:
+        value = epoch_digest(epoch)
         if value == self._global_digest or (not value and self._global_digest is not None):
             return EpochChange.NONE
         first = self._global_digest is None
-        self._adopt_global(value, mark)
+        self._adopt_global(value, epoch)
         if first:
             self._persist_global()
             return EpochChange.NONE
         self._all_deleted_at = now
         return EpochChange.ALL_DELETED
 
-    def _adopt_global(self, value: bytes, mark: bytes | None) -> None:
+    def _adopt_global(self, value: bytes, epoch: bytes | None) -> None:
         self._past_global_digests = _append_digest(self._past_global_digests, self._global_digest or b"")
         self._global_digest, self._global_deletion_epoch = (
             value,
-            mark if mark is not None and is_deletion_epoch(mark) else b"",
+            epoch if epoch is not None and is_deletion_epoch(epoch) else b"",
         )
 
-    def _remember(self, root: bytes, known: _TenantRecord) -> None:
+    def _remember(self, root: bytes, record: _TenantRecord) -> None:
         before = self._tenants.get(root)
-        if before is not None and before.tombstones and not known.tombstones:
+        if before is not None and before.tombstones and not record.tombstones:
             self._write_note(TOMBSTONES_PREFIX + root, None)
-        self._tenants[root] = known
+        self._tenants[root] = record
         self._tenants.move_to_end(root)
         self._persist(root)
         if len(self._tenants) > _MAX_TENANTS:
@@ -191,116 +209,123 @@ class DeletionEpochs:
     # ---- deletions ------------------------------------------------------------------------------------------
 
     def record_own_deletion(
-        self, root: bytes, mark: bytes, before: bytes | None = None, *, crossed: bool = False
+        self, root: bytes, epoch: bytes, before: bytes | None = None, *, crossed: bool = False
     ) -> None:
-        """Notes that this node has deleted a tenant, without ``root`` everything, which has ``mark`` now and had the
-        mark ``before``. With ``crossed``, other nodes have deleted something of the tenant before: what was listed here
-        by now is to go."""
+        """Record this node's deletion of a tenant, without ``root`` of everything.
+
+        ``mark`` is its epoch, ``before`` the one that it replaced. With ``crossed``, other nodes have deleted something
+        of the tenant before: chunks inserted here by now are to be removed.
+        """
         now = time.monotonic()
         if not root:
             self._past_global_digests = _append_digest(self._past_global_digests, epoch_digest(before))
-            self._adopt_global(epoch_digest(mark), mark)
+            self._adopt_global(epoch_digest(epoch), epoch)
             self._all_deleted_at = now
             self._persist_global()
             return
-        known = self._tenants.get(root)
-        past = () if known is None else _append_digest(known.past_digests, known.tenant_digest)
-        after = _TenantRecord(self._global_digest or b"", epoch_digest(mark), b"", deleted_at=now, deletion_epoch=mark)
+        record = self._tenants.get(root)
+        past = () if record is None else _append_digest(record.past_digests, record.tenant_digest)
+        after = _TenantRecord(
+            self._global_digest or b"", epoch_digest(epoch), b"", deleted_at=now, deletion_epoch=epoch
+        )
         after.past_digests = _append_digest(past, epoch_digest(before))
-        after.unapplied_since = now if crossed else 0.0 if known is None else known.unapplied_since
+        after.unapplied_since = now if crossed else 0.0 if record is None else record.unapplied_since
         self._remember(root, after)
 
     def record_own_tombstones(self, root: bytes, gone: set[bytes]) -> None:
-        """Notes chunks of a tenant that this node has deleted: they need not be acted on."""
-        known = self._tenants.get(root)
-        if known is not None:
-            self._set_tombstones(root, known, gone)
+        """Record tombstones of this node's deletion of chunks: they need not be applied."""
+        record = self._tenants.get(root)
+        if record is not None:
+            self._set_tombstones(root, record, gone)
 
     def unapplied_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
-        """Returns which of a tenant's deleted chunks were not acted on yet."""
-        known = self._tenants.get(root)
-        return gone if known is None else gone - known.tombstones
+        """Return which tombstones of a tenant were not applied yet."""
+        record = self._tenants.get(root)
+        return gone if record is None else gone - record.tombstones
 
     def has_tombstones(self, root: bytes) -> bool:
-        """Whether deletions of single chunks of a tenant are known."""
-        known = self._tenants.get(root)
-        return known is not None and bool(known.tombstones)
+        """Return True if tombstones of the tenant are known."""
+        record = self._tenants.get(root)
+        return record is not None and bool(record.tombstones)
 
     def missing_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
-        """Returns the names of deleted chunks that are known here, and that the engine does not have any more."""
-        known = self._tenants.get(root)
-        if known is None:
+        """Return known tombstones that the backend has no longer."""
+        record = self._tenants.get(root)
+        if record is None:
             return set()
         there = {name[: keys.HASH_BYTES] for name in gone}
-        return {name for name in known.tombstones if name[: keys.HASH_BYTES] not in there}
+        return {name for name in record.tombstones if name[: keys.HASH_BYTES] not in there}
 
     def lost_deletions(self, root: bytes, epochs: TenantEpochs) -> dict[bytes, bytes]:
-        """Returns the marks of deletions to write back: of everything under an empty key, of the tenant under
-        ``root``."""
+        """Return deletion epochs to write back: the global one under an empty key, the tenant's under ``root``."""
         out: dict[bytes, bytes] = {}
         if self.is_global_deletion_lost(epochs.global_epoch):
             out[b""] = self._global_deletion_epoch
-        known = self._tenants.get(root)
+        record = self._tenants.get(root)
         tenant, deletion = epoch_digest(epochs.tenant_epoch), is_deletion_epoch(epochs.tenant_epoch)
         if (
-            known is None
-            or known.global_digest != self._global_digest
-            or not known.deletion_epoch
-            or tenant == known.tenant_digest
+            record is None
+            or record.global_digest != self._global_digest
+            or not record.deletion_epoch
+            or tenant == record.tenant_digest
         ):
             return out
-        if not deletion or tenant in known.past_digests:
-            out[root] = known.deletion_epoch
+        if not deletion or tenant in record.past_digests:
+            out[root] = record.deletion_epoch
         return out
 
     def tenants_with_deletions(self) -> list[bytes]:
-        """The tenants of which a deletion is known."""
-        return [root for root, known in self._tenants.items() if known.deletion_epoch or known.tombstones]
+        """Return the tenants of which a deletion is known."""
+        return [root for root, record in self._tenants.items() if record.deletion_epoch or record.tombstones]
 
     def observed_at(self, root: bytes) -> float:
-        """When the last news of a tenant were, without ``root`` of everything; monotonic seconds."""
+        """Return when a tenant last changed, without ``root`` everything (monotonic seconds)."""
         if not root:
             return self._all_deleted_at
-        known = self._tenants.get(root)
-        return time.monotonic() if known is None else known.unapplied_since
+        record = self._tenants.get(root)
+        return time.monotonic() if record is None else record.unapplied_since
 
     def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
-        """Notes that the news of a tenant heard then are done here, without ``root`` those of everything; with ``gone``
-        they were of those chunks, else of all."""
+        """Record that a change observed at ``heard`` is applied here.
+
+        Without ``root`` that of everything; with ``gone`` it was the deletion of those chunks, else of all.
+        """
         if not root:
             self._persist_global()
             return
-        known = self._tenants.get(root)
-        if known is None:
+        record = self._tenants.get(root)
+        if record is None:
             return
         if gone is not None:
-            self._set_tombstones(root, known, gone)
-        if known.unapplied_since == heard:
-            known.unapplied_since = known.unsure_until = 0.0
+            self._set_tombstones(root, record, gone)
+        if record.unapplied_since == heard:
+            record.unapplied_since = record.unsure_until = 0.0
             self._persist(root)
 
-    def _set_tombstones(self, root: bytes, known: _TenantRecord, gone: set[bytes]) -> None:
-        """Of a chunk that was deleted more than once the last name counts."""
-        fresh = {name[: keys.HASH_BYTES] for name in gone}
-        kept = {name for name in known.tombstones if name[: keys.HASH_BYTES] not in fresh} | gone
-        if kept != known.tombstones:
-            known.tombstones = kept
-            self._write_note(TOMBSTONES_PREFIX + root, b"".join(sorted(kept)))
+    def _set_tombstones(self, root: bytes, record: _TenantRecord, gone: set[bytes]) -> None:
+        """Replace tombstones of chunks that were deleted more than once by the last one."""
+        replaced = {name[: keys.HASH_BYTES] for name in gone}
+        merged = {name for name in record.tombstones if name[: keys.HASH_BYTES] not in replaced} | gone
+        if merged != record.tombstones:
+            record.tombstones = merged
+            self._write_note(TOMBSTONES_PREFIX + root, b"".join(sorted(merged)))
 
     # ---- over restarts --------------------------------------------------------------------------------------
 
     def _persist_global(self) -> None:
-        mark = self._global_deletion_epoch or _NONE
-        self._write_note(NOTE_PREFIX, (self._global_digest or _NONE) + mark + b"".join(self._past_global_digests))
+        epoch = self._global_deletion_epoch or _NONE
+        self._write_note(NOTE_PREFIX, (self._global_digest or _NONE) + epoch + b"".join(self._past_global_digests))
 
     def _persist(self, root: bytes) -> None:
-        known = self._tenants[root]
-        if not known.unapplied_since:
-            value = _NOTE.pack(known.global_digest, known.tenant_digest, known.chunks_digest, bool(known.lost_at))
-            self._write_note(NOTE_PREFIX + root, value + (known.deletion_epoch or _NONE) + b"".join(known.past_digests))
+        record = self._tenants[root]
+        if not record.unapplied_since:
+            value = _NOTE.pack(record.global_digest, record.tenant_digest, record.chunks_digest, bool(record.lost_at))
+            self._write_note(
+                NOTE_PREFIX + root, value + (record.deletion_epoch or _NONE) + b"".join(record.past_digests)
+            )
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Takes up a note of an earlier start, when what is on disk is listed; one that cannot be read is forgotten."""
+        """Restore a note of an earlier start, once durable chunks are indexed; an unreadable one is removed."""
         if name.startswith(TOMBSTONES_PREFIX):
             self._restore_tombstones(name, value)
             return
@@ -311,34 +336,37 @@ class DeletionEpochs:
         if not whole or len(root) not in (0, keys.HASH_BYTES):
             self._write_note(name, None)
             return
-        mark, past = (_read(rest[0]), tuple(rest[1:])) if rest else (b"", ())
+        epoch, past = (_read(rest[0]), tuple(rest[1:])) if rest else (b"", ())
         if not root:
             self._global_digest, self._global_deletion_epoch, self._past_global_digests = (
                 _read(value[:size]),
-                mark,
+                epoch,
                 past,
             )
             return
-        everything, tenant, chunks, lost = _NOTE.unpack(value[:size])
+        global_change, tenant, chunks, lost = _NOTE.unpack(value[:size])
         since = time.monotonic() if lost else 0.0
-        known = _TenantRecord(
-            _read(everything), _read(tenant), _read(chunks), lost_at=since, deletion_epoch=mark, past_digests=past
+        record = _TenantRecord(
+            _read(global_change), _read(tenant), _read(chunks), lost_at=since, deletion_epoch=epoch, past_digests=past
         )
-        known.tombstones = self._tenants[root].tombstones if root in self._tenants else set()
-        self._tenants[root] = known
+        record.tombstones = self._tenants[root].tombstones if root in self._tenants else set()
+        self._tenants[root] = record
 
     def _restore_tombstones(self, name: bytes, value: bytes) -> None:
         root, size = name[len(TOMBSTONES_PREFIX) :], keys.HASH_BYTES + TOMBSTONE_ID_BYTES
         if len(root) != keys.HASH_BYTES or len(value) % size:
             self._write_note(name, None)
             return
-        known = self._tenants.setdefault(root, _TenantRecord(b"", b"", b""))
-        known.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
+        record = self._tenants.setdefault(root, _TenantRecord(b"", b"", b""))
+        record.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
-        """Forgets a tenant that has nothing here, unless a deletion of it is known: the engine may lose it."""
-        known = self._tenants.get(root)
-        if known is not None and not known.deletion_epoch and not known.tombstones:
+        """Forget a tenant without chunks here, unless a deletion of it is known.
+
+        The backend may lose that deletion.
+        """
+        record = self._tenants.get(root)
+        if record is not None and not record.deletion_epoch and not record.tombstones:
             del self._tenants[root]
             self._erase(root)
 

@@ -1,98 +1,58 @@
-"""Bringing in what a remote tier has of a prompt, before the prompt is looked up here.
+"""Prefetch from the remote tier, before a prompt is matched.
 
-One round trip finds the chunks: the asker says where it would cut the prompt, so that their names are known. Then it is
-decided whether bringing them is quicker than computing them, and if so they come, in order, until they are here or
-computing would have been quicker. A chunk becomes visible as by a commit: verified, behind its parent, all at once.
+One round trip finds the chunks: the caller says where it would cut the prompt, so their names are known. The prefetcher
+then decides whether loading them is faster than computing them. If so, they are loaded in order, until all are here or
+computing would have been faster. A chunk becomes visible as by a commit: verified, behind its parent, all at once.
 
-No slot is taken before its payload has arrived; so whoever goes away, or has no time left, leaves nothing behind.
+No slot is allocated before its payload has arrived; so a caller that is cancelled or out of time leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from kvsidecar import keys
-from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
-from kvsidecar.chunk_layout import Geometry
 
 from cache_daemon.remote.backend import RemoteFailed
-from cache_daemon.remote.deletion_epochs import EpochChange
-from cache_daemon.remote.downloads import Download, Downloads
-from cache_daemon.remote.epoch_format import TenantEpochs
-from cache_daemon.remote.fetch_insert import RemoteChunkInserter
+from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
+from cache_daemon.remote.fetch_insert import RemoteChunkInserter, consume_exception
+from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookup, InflightLookups
 from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A look-up that is not answered by then, or by some times what it usually takes, is given up; of what computing costs
-# it may take a part.
+# Timeout of a lookup: a minimum, a multiple of its usual latency, a maximum, and a share of what
+# computing would take.
 _LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR, _LOOKUP_MAX_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
-# Nobody waits longer, even where nobody knows what computing costs.
+# Longest fetch, also where the cost of computing is unknown.
 _MAX_FETCH_SECONDS = 10.0
-# Fewer tokens are not worth asking for; more chunks than these are not asked for at once.
+# Fewer tokens are not worth a lookup; no more chunks are looked up at once.
 _MIN_TOKENS, _MAX_CHUNKS = 16, 1024
+# Groups of payloads downloading, or here and not inserted; and the time without an answer after which one has failed.
+_MAX_DOWNLOADS, _STALLED_SECONDS = 8, 5.0
 _MEASURE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class FetchRequest:
-    """A prompt that is looked up: ``ids`` are uint32 little-endian, ``cuts`` the rising ends of its chunks, ``price``
-    what the asker computes a token in (seconds; 0: unknown), ``patience`` how long it will wait at most, ``until`` how
-    long what comes is kept, on the store's clock."""
-
-    root: bytes
-    tenant: bytes
-    geometry: Geometry
-    ids: bytes
-    chunk_ends: Sequence[int]
-    seconds_per_token: float
-    timeout_seconds: float
-    expires_at: float = inf
-
-    def accepts(self, header: ChunkHeader) -> bool:
-        """Whether a chunk is the tenant's, and has the model's geometry."""
-        return header.tenant == self.tenant and Geometry.of(header) == self.geometry
-
-
-@dataclass(frozen=True)
-class FetchResult:
-    """Tokens that the remote tier added to the prefix, and the seconds that it took, in vain or not."""
-
-    tokens: int = 0
-    seconds: float = 0.0
 
 
 @dataclass
 class FetchCounters:
-    """Since the start."""
+    """Totals since the start."""
 
-    lookups: int = 0  # that asked the engine
-    hits: int = 0  # that brought something
+    lookups: int = 0  # lookups sent to the backend
+    hits: int = 0  # fetches that added tokens
     tokens: int = 0
-    bypassed: int = 0  # that were, or would have been, slower than computing
-    late: int = 0  # that were cut off, since computing would have been quicker
-
-
-@dataclass(eq=False)
-class InflightLookup:
-    """A look-up of a tenant's chunks; ``void`` as soon as some of them are deleted. ``keys`` are those that were found,
-    None while that is not known."""
-
-    root: bytes
-    invalidated: bool = False
-    keys: frozenset[bytes] | None = None
+    bypassed: int = 0  # fetches not tried, as computing is faster
+    late: int = 0  # fetches cut off, as computing became faster
 
 
 @dataclass(frozen=True)
 class _ChunkSpan:
-    """A chunk of the asker's chain."""
+    """A chunk of the caller's prompt."""
 
     key: bytes
     start: int
@@ -100,212 +60,210 @@ class _ChunkSpan:
 
 
 class RemotePrefetcher:
-    """``seen`` hears the marks that a tenant has in the engine; ``closed`` says whether a tenant's chunks must not be
-    asked for."""
+    """Fetches chunks of a prompt from the remote tier before it is matched. Runs on the event loop."""
 
     def __init__(
         self,
         tiers: TierManager,
-        placing: RemoteChunkInserter,
+        inserter: RemoteChunkInserter,
         tier: RemoteTier,
-        seen: Callable[[bytes, TenantEpochs], EpochChange],
-        closed: Callable[[bytes], bool],
+        epochs: DeletionEpochs,
+        lookups: InflightLookups,
     ) -> None:
-        self._tiers, self._inserter, self._tier = tiers, placing, tier
-        self._observe_epochs, self._is_deleting = seen, closed
-        self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # the result is whether it came to its end
-        self._inflight: set[InflightLookup] = set()
-        self._downloads = Downloads(tier)
+        self._tiers, self._inserter, self._tier = tiers, inserter, tier
+        self._epochs, self._lookups = epochs, lookups
+        self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # the result is False if it was cancelled
+        self._downloads = _Downloads(tier)
         self._measurement: asyncio.Task[None] | None = None
         self.counters = FetchCounters()
 
-    async def fetch(self, wanted: FetchRequest) -> FetchResult:
-        """Adds to the local prefix of a prompt what the remote tier has of it. Raises nothing; whoever is cancelled
-        leaves nothing behind."""
+    async def fetch(self, request: FetchRequest) -> FetchResult:
+        """Extend the stored prefix of a prompt by chunks of the remote tier.
+
+        Raises nothing. A caller that is cancelled leaves nothing behind.
+        """
         began = time.perf_counter()
         tokens = 0
-        if self._tier.reads.allows_calls and not self._is_deleting(wanted.root):
+        if self._tier.reads.allows_calls and not self._lookups.is_deleting(request.root):
             try:
-                tokens = await self._fetch_missing(wanted, began)
+                tokens = await self._fetch_missing(request, began)
             except (RemoteFailed, TimeoutError):
                 tokens = 0
-        elif wanted.chunk_ends:
+        elif request.hints.chunk_ends:
             self._tier.demand.set()
         return FetchResult(tokens, time.perf_counter() - began)
 
-    def invalidate(self, root: bytes, keys: frozenset[bytes] | None = None) -> None:
-        """A tenant, or without a root everybody, has deleted something: what was found before is not brought. With
-        ``keys`` it was these chunks."""
-        for asking in self._inflight:
-            if root in (b"", asking.root) and (keys is None or asking.keys is None or keys & asking.keys):
-                asking.invalidated = True
-
-    @contextmanager
-    def track_lookup(self, root: bytes) -> Iterator[InflightLookup]:
-        """A look-up while it lasts, which hears of deletions."""
-        asking = InflightLookup(root, self._is_deleting(root))
-        self._inflight.add(asking)
-        try:
-            yield asking
-        finally:
-            self._inflight.remove(asking)
-
-    async def _fetch_missing(self, wanted: FetchRequest, began: float) -> int:
-        links, ahead = await self._missing_chunks(wanted)
-        if not links:
+    async def _fetch_missing(self, request: FetchRequest, began: float) -> int:
+        spans, ahead = await self._missing_chunks(request)
+        if not spans:
             return 0
-        worth = wanted.seconds_per_token * ahead
-        if worth and self._tier.latency.estimate_seconds(0, 2) > worth:
+        prefill_seconds = request.hints.seconds_per_token * ahead
+        if prefill_seconds and self._tier.latency.estimate_seconds(0, 2) > prefill_seconds:
             self._record_bypass()
             return 0
-        while (other := self._inflight_by_key.get(links[0].key)) is not None:
-            # Somebody brings the same; what comes of it is found below, unless whoever asked for it went away.
-            limit = min(wanted.timeout_seconds, worth or _LOOKUP_SECONDS)
-            await asyncio.wait({other}, timeout=max(0.0, began + limit - time.perf_counter()))
-            if not other.done() or other.result():
+        while (running := self._inflight_by_key.get(spans[0].key)) is not None:
+            # Another request fetches the same; the result is matched later, unless that request was cancelled.
+            limit = min(request.hints.timeout_seconds, prefill_seconds or _LOOKUP_SECONDS)
+            await asyncio.wait({running}, timeout=max(0.0, began + limit - time.perf_counter()))
+            if not running.done() or running.result():
                 return 0
-        mine, done = asyncio.get_running_loop().create_future(), True
-        self._inflight_by_key[links[0].key] = mine
+        future, done = asyncio.get_running_loop().create_future(), True
+        self._inflight_by_key[spans[0].key] = future
         try:
-            with self.track_lookup(wanted.root) as asking:
-                return await self._look_up(wanted, asking, links, worth, began)
+            with self._lookups.track(request.root) as lookup:
+                return await self._look_up(request, lookup, spans, prefill_seconds, began)
         except asyncio.CancelledError:
             done = False
             raise
         finally:
-            del self._inflight_by_key[links[0].key]
-            mine.set_result(done)
+            del self._inflight_by_key[spans[0].key]
+            future.set_result(done)
 
-    # ---- what to ask for ------------------------------------------------------------------------------------
+    # ---- missing chunks -------------------------------------------------------------------------------------
 
-    async def _missing_chunks(self, wanted: FetchRequest) -> tuple[list[_ChunkSpan], int]:
-        """The chunks of the asker's chain behind those that are here, and how many tokens they would add; none when
-        that is too little."""
+    async def _missing_chunks(self, request: FetchRequest) -> tuple[list[_ChunkSpan], int]:
+        """Return the prompt's chunks that are not stored.
+
+        Also returns the tokens that they would add; no chunks if these are too few.
+        """
         out: list[_ChunkSpan] = []
-        parent, start, turns = wanted.root, 0, YieldTimer()
-        for end in wanted.chunk_ends:
-            ids = wanted.ids[start * keys.TOKEN_BYTES : end * keys.TOKEN_BYTES]
+        parent, start, yield_timer = request.root, 0, YieldTimer()
+        for end in request.hints.chunk_ends:
+            ids = request.ids[start * keys.TOKEN_BYTES : end * keys.TOKEN_BYTES]
             parent = keys.prefix_hash(parent, ids)
             if out or self._tiers.index.get(parent) is None:
                 out.append(_ChunkSpan(parent, start, end))
                 if len(out) == _MAX_CHUNKS:
                     break
             start = end
-            await turns.maybe_yield()
-        ahead = out[-1].end - self._num_cached_tokens(wanted) if out else 0
+            await yield_timer.maybe_yield()
+        ahead = out[-1].end - self._num_cached_tokens(request) if out else 0
         return (out, ahead) if ahead >= _MIN_TOKENS else ([], 0)
 
-    def _num_cached_tokens(self, wanted: FetchRequest) -> int:
-        return sum(n for _, n in self._tiers.index.match(wanted.root, wanted.ids))
+    def _num_cached_tokens(self, request: FetchRequest) -> int:
+        return sum(n for _, n in self._tiers.index.match(request.root, request.ids))
 
     async def _look_up(
-        self, wanted: FetchRequest, asking: InflightLookup, links: list[_ChunkSpan], worth: float, began: float
+        self,
+        request: FetchRequest,
+        lookup: InflightLookup,
+        spans: list[_ChunkSpan],
+        prefill_seconds: float,
+        began: float,
     ) -> int:
         self.counters.lookups += 1
         usual = min(
             _LOOKUP_MAX_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR * self._tier.latency.latency_seconds)
         )
-        patience = min(usual, wanted.timeout_seconds, worth * _LOOKUP_SHARE or _LOOKUP_SECONDS)
-        found = await self._tier.find(wanted.root, [link.key for link in links], patience)
-        void = asking.invalidated
-        if self._observe_epochs(wanted.root, found.epochs) is EpochChange.DELETION_LOST:
+        patience = min(usual, request.hints.timeout_seconds, prefill_seconds * _LOOKUP_SHARE or _LOOKUP_SECONDS)
+        found = await self._tier.find(request.root, [span.key for span in spans], patience)
+        was_invalidated = lookup.invalidated
+        if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
             return 0
-        asking.invalidated = void  # what was found has the marks of after a deletion that was seen just now
-        asking.keys = frozenset(entry.header.prefix_hash for entry in found.leading)
-        entries = await self._verify_chain(wanted, links, found.leading)
-        before = self._num_cached_tokens(wanted)
-        while entries and links[len(entries) - 1].end - before < _MIN_TOKENS:
-            entries.pop()
-        if not entries or asking.invalidated:
+        # This lookup already carries the post-deletion epoch: the deletion just observed must not invalidate it.
+        lookup.invalidated = was_invalidated
+        lookup.keys = frozenset(record.header.prefix_hash for record in found.leading)
+        records = await self._verify_chain(request, spans, found.leading)
+        before = self._num_cached_tokens(request)
+        while records and spans[len(records) - 1].end - before < _MIN_TOKENS:
+            records.pop()
+        if not records or lookup.invalidated:
             return 0
-        ready = _prefill_deadlines(wanted.seconds_per_token, entries, [link.end - before for link in links])
+        ready = _prefill_deadlines(request.hints.seconds_per_token, records, [span.end - before for span in spans])
         spent = time.perf_counter() - began
-        chosen = self._num_worth_fetching(entries, ready, min(wanted.timeout_seconds, _MAX_FETCH_SECONDS) - spent)
+        chosen = self._num_worth_fetching(
+            records, ready, min(request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
+        )
         if not chosen:
-            self._record_bypass(entries)
+            self._record_bypass(records)
             return 0
-        limit = min(ready[chosen - 1], wanted.timeout_seconds, _MAX_FETCH_SECONDS) - spent
-        await self._download(wanted, asking, entries[:chosen], limit)
-        tokens = max(0, self._num_cached_tokens(wanted) - before)
+        limit = min(ready[chosen - 1], request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
+        await self._download(request, lookup, records[:chosen], limit)
+        tokens = max(0, self._num_cached_tokens(request) - before)
         self.counters.tokens += tokens
         self.counters.hits += tokens > 0
         return tokens
 
     @staticmethod
     async def _verify_chain(
-        wanted: FetchRequest, links: Sequence[_ChunkSpan], entries: Sequence[RemoteRecord]
+        request: FetchRequest, spans: Sequence[_ChunkSpan], records: Sequence[RemoteRecord]
     ) -> list[RemoteRecord]:
-        """Leading entries that are the asker's chunks in every respect, tokens included."""
+        """Return leading records that are the prompt's chunks in every respect, tokens included."""
         out: list[RemoteRecord] = []
-        turns = YieldTimer()
-        for link, entry in zip(links, entries, strict=False):
-            await turns.maybe_yield()
-            header = entry.header
-            ids = wanted.ids[link.start * keys.TOKEN_BYTES : link.end * keys.TOKEN_BYTES]
+        yield_timer = YieldTimer()
+        for span, record in zip(spans, records, strict=False):
+            await yield_timer.maybe_yield()
+            header = record.header
+            ids = request.ids[span.start * keys.TOKEN_BYTES : span.end * keys.TOKEN_BYTES]
             if (
-                header.start_position != link.start
-                or not wanted.accepts(header)
+                header.start_position != span.start
+                or not request.accepts(header)
                 or keys.token_bytes(header.token_ids[:]) != ids
             ):
                 break
-            out.append(entry)
+            out.append(record)
         return out
 
-    def _num_worth_fetching(self, entries: Sequence[RemoteRecord], ready: Sequence[float], left: float) -> int:
-        """How many leading entries to bring: as many as come before they could be computed. ``ready`` says when that
-        would be."""
+    def _num_worth_fetching(self, records: Sequence[RemoteRecord], ready: Sequence[float], left: float) -> int:
+        """Count the leading records that arrive before they could be computed.
+
+        ``ready`` has the prefill time up to each record, ``left`` the seconds left.
+        """
         size = best = 0
-        for n, (entry, computed) in enumerate(zip(entries, ready, strict=True), 1):
-            size += entry.stored_length
+        for n, (record, computed) in enumerate(zip(records, ready, strict=True), 1):
+            size += record.stored_length
             takes = self._tier.latency.estimate_seconds(size)
             if takes <= left and takes <= computed:
                 best = n
         return best
 
-    # ---- bringing -------------------------------------------------------------------------------------------
+    # ---- download -------------------------------------------------------------------------------------------
 
     async def _download(
-        self, wanted: FetchRequest, asking: InflightLookup, entries: Sequence[RemoteRecord], limit: float
+        self, request: FetchRequest, lookup: InflightLookup, records: Sequence[RemoteRecord], limit: float
     ) -> None:
-        """Downloads some groups at once, and lists their chunks in order."""
+        """Download groups concurrently, and insert their chunks in order."""
         began, size = time.perf_counter(), 0
-        deadline, groups = began + limit, self._tier.group_by_call(entries)
-        hold = LeaseGuard([], self._tiers.on_released)
+        deadline, groups = began + limit, self._tier.group_by_call(records)
+        lease = LeaseGuard([], self._tiers.on_released)
         try:
             with self._downloads.start(groups) as downloads:
-                for one in downloads:
-                    if not await self._insert(wanted, asking, one, deadline, hold):
+                for download in downloads:
+                    if not await self._insert(request, lookup, download, deadline, lease):
                         return
-                    size += sum(entry.stored_length for entry in one.group)
+                    size += sum(record.stored_length for record in download.group)
         finally:
-            if time.perf_counter() >= deadline:  # if nothing came, so much was too much
-                size = size or sum(entry.stored_length for entry in groups[0])
+            if time.perf_counter() >= deadline:  # if nothing came, the first group was too much
+                size = size or sum(record.stored_length for record in groups[0])
             self._tier.latency.record_transfer(size, time.perf_counter() - began)
-            hold.release()
+            lease.release()
 
     async def _insert(
-        self, wanted: FetchRequest, asking: InflightLookup, one: Download, deadline: float, hold: LeaseGuard
+        self, request: FetchRequest, lookup: InflightLookup, download: _Download, deadline: float, lease: LeaseGuard
     ) -> bool:
-        """Waits for a group, places it and lets go of it. False ends the prefix."""
-        payloads = await one.wait_payloads(max(0.0, deadline - time.perf_counter()))
+        """Wait for a group and insert it. Returns False at the end of the prefix."""
+        payloads = await download.wait_payloads(max(0.0, deadline - time.perf_counter()))
         if payloads is None:
             self.counters.late += time.perf_counter() >= deadline
             return False
         placed = await self._inserter.insert(
-            wanted, one.group, payloads, hold, lambda: asking.invalidated, delay_persist=True
+            request, download.group, payloads, lease, lambda: lookup.invalidated, delay_persist=True
         )
-        one.inserted.set()
+        download.inserted.set()
         return placed
 
-    # ---- what is not brought --------------------------------------------------------------------------------
+    # ---- bypass ---------------------------------------------------------------------------------------------
 
-    def _record_bypass(self, entries: Sequence[RemoteRecord] = ()) -> None:
-        """Counts a prompt that is quicker computed. Measures anew now and then, while nobody waits for it."""
+    def _record_bypass(self, records: Sequence[RemoteRecord] = ()) -> None:
+        """Count a prompt that is faster computed.
+
+        Measures the backend now and then, in the background.
+        """
         self.counters.bypassed += 1
         self._tier.demand.set()
         idle = self._measurement is None or self._measurement.done()
-        if entries and idle and time.monotonic() - self._tier.latency.bandwidth_measured_at > _MEASURE_SECONDS:
-            self._measurement = asyncio.create_task(self._measure(self._tier.group_by_call(entries)[0]))
+        if records and idle and time.monotonic() - self._tier.latency.bandwidth_measured_at > _MEASURE_SECONDS:
+            self._measurement = asyncio.create_task(self._measure(self._tier.group_by_call(records)[0]))
 
     async def _measure(self, group: list[RemoteRecord]) -> None:
         began = time.perf_counter()
@@ -316,17 +274,69 @@ class RemotePrefetcher:
         self._tier.latency.record_transfer(sum(e.stored_length for e in group), time.perf_counter() - began)
 
     async def close(self) -> None:
-        """Ends what runs for nobody."""
+        """Cancel the measurement."""
         if self._measurement is not None:
             self._measurement.cancel()
             await asyncio.wait({self._measurement})
 
 
-def _prefill_deadlines(seconds_per_token: float, entries: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
-    """The seconds after which the asker could have computed as far as each entry reaches, so many ``tokens``. What it
-    does not know, the writers do."""
+@dataclass(eq=False)
+class _Download:
+    """A group of records whose payloads are downloaded."""
+
+    group: list[RemoteRecord]
+    inserted: asyncio.Event = field(default_factory=asyncio.Event)  # set once the payloads are used
+    _payloads: list[list[bytes] | None] | None = None
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, tier: RemoteTier, room: asyncio.Semaphore) -> None:
+        """Hold a download slot until the payloads are inserted. Raises RemoteFailed."""
+        async with room:
+            try:
+                self._payloads = await tier.read_payloads(self.group, _STALLED_SECONDS)
+            finally:
+                self._done.set()
+            await self.inserted.wait()
+
+    async def wait_payloads(self, seconds: float) -> list[list[bytes] | None] | None:
+        """Return the payloads, which are the caller's from then on; None when they failed or did not come in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._done.wait()
+        payloads, self._payloads = self._payloads, None
+        return payloads
+
+
+class _Downloads:
+    """Downloads of one tier, bounded in number over all prompts."""
+
+    def __init__(self, tier: RemoteTier) -> None:
+        self._tier, self._slots = tier, asyncio.Semaphore(_MAX_DOWNLOADS)
+
+    @contextlib.contextmanager
+    def start(self, groups: Sequence[list[RemoteRecord]]) -> Iterator[list[_Download]]:
+        """Download groups, in their order; what is left at the end of the block is cancelled.
+
+        Slots are granted in the order asked for: so the group that is inserted next has one, or gets one before those
+        behind it, and prompts do not wait for each other for ever.
+        """
+        downloads = [_Download(group) for group in groups]
+        tasks = [asyncio.create_task(download.run(self._tier, self._slots)) for download in downloads]
+        try:
+            yield downloads
+        finally:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(consume_exception)
+
+
+def _prefill_deadlines(seconds_per_token: float, records: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
+    """Return the seconds in which the caller could compute up to each record.
+
+    Without a ``seconds_per_token`` of the caller, the writers' own prefill times count.
+    """
     out, known = [], 0.0
-    for entry, ahead in zip(entries, tokens, strict=False):
-        known += entry.header.prefill_seconds
+    for record, ahead in zip(records, tokens, strict=False):
+        known += record.header.prefill_seconds
         out.append(seconds_per_token * ahead or known or _MAX_FETCH_SECONDS)
     return out

@@ -1,7 +1,7 @@
-"""Placing payloads that came from a remote tier: unpacked into slots, a group at a time, and listed in their order.
+"""Insertion of fetched chunks: decodes payloads into arena slots, a group at a time, and inserts them in order.
 
-A group is unpacked on several threads at once, each with as many chunks as the others: chunk after chunk, a thread
-waits for the event loop between any two, and the loop for the thread.
+A group is decoded on several threads at once, each with as many chunks as the others: chunk by chunk, a thread would
+wait for the event loop between any two, and the loop for the thread.
 """
 
 from __future__ import annotations
@@ -9,39 +9,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, TypeVar
 
 from kvsidecar import keys
 
 from cache_daemon.memory.arena import Slot
-from cache_daemon.remote.downloads import await_uninterruptible
+from cache_daemon.remote.fetch_request import FetchRequest
 from cache_daemon.remote.remote_record import InvalidRecord, RemoteRecord, decode_payload
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.tenant_usage import TenantAccount
-from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A group's payloads are unpacked by so many threads: more than two wait for each other's memory.
+# Threads that decode a group: more than two wait for each other's memory.
 _THREADS = 2
 
-
-class ChunkOwner(Protocol):
-    """Whose chunks are placed: ``root`` and ``tenant``, and until when they are kept, on the store's clock."""
-
-    @property
-    def root(self) -> bytes: ...
-    @property
-    def tenant(self) -> bytes: ...
-    @property
-    def expires_at(self) -> float: ...
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class _Payload:
-    """A payload on its way into its slot; ``slot`` is None where the chunk is here already, or is listed now."""
+    """A payload to decode into its slot; ``slot`` is None where the chunk is here already, or once it is inserted."""
 
     record: RemoteRecord
     parts: list[bytes]
@@ -50,45 +40,55 @@ class _Payload:
 
 
 class RemoteChunkInserter:
-    """Of one store. ``brought`` hears of every chunk that was placed and how many seconds the engine keeps it still;
-    ``in_thread`` runs what is heavy."""
+    """Inserts chunks of the remote tier into one store.
+
+    ``run_in_thread`` runs the decoding. ``on_inserted`` is called with every chunk inserted and the seconds that the
+    backend still keeps it.
+    """
 
     def __init__(
         self,
-        tiers: TierManager,
         inserter: ChunkInserter,
         tier: RemoteTier,
-        in_thread: Callable[[Callable[[], None]], Awaitable[None]],
+        run_in_thread: Callable[[Callable[[], None]], Awaitable[None]],
         on_inserted: Callable[[Chunk, float], None],
     ) -> None:
-        self._tiers, self._inserter, self._tier = tiers, inserter, tier
-        self._in_thread, self._on_inserted = in_thread, on_inserted
+        self._tiers, self._inserter, self._tier = inserter.tiers, inserter, tier
+        self._run_in_thread, self._on_inserted = run_in_thread, on_inserted
 
     def parent_is_live(self, root: bytes, entry: RemoteRecord) -> bool:
-        """Whether what an entry continues is here."""
+        """Return True if the parent of a record's chunk is here."""
         header = entry.header
         return self._inserter.parent_is_live(root, header.parent_prefix_hash, header.start_position)
 
     async def insert(
         self,
-        owner: ChunkOwner,
+        request: FetchRequest,
         group: Sequence[RemoteRecord],
         payloads: Sequence[list[bytes] | None],
-        hold: LeaseGuard,
+        lease: LeaseGuard,
         is_invalidated: Callable[[], bool],
         delay_persist: bool,
     ) -> bool:
-        """Places chunks, each behind the one before, and holds them. False when not all of them are here then: one has
-        no payload or not its own, there is no room, or, by ``void``, none is to come any more. With ``awaited`` a
-        request waits for more, and they become durable in a moment."""
-        if not self.parent_is_live(owner.root, group[0]) and self._tiers.index.get(group[0].header.prefix_hash) is None:
+        """Insert chunks, each behind the one before, and lease them.
+
+        Returns False when not all of them are here then: a payload is missing or corrupt, the arena is full, or
+        ``is_invalidated`` says that a deletion concerns them. With ``delay_persist`` a request waits for more, and they
+        become durable a moment later.
+        """
+        if (
+            not self.parent_is_live(request.root, group[0])
+            and self._tiers.index.get(group[0].header.prefix_hash) is None
+        ):
             return False
-        tenant = self._tiers.accounts.account_of(owner.tenant)
+        tenant = self._tiers.accounts.account_of(request.tenant)
         with self._inserter.begin([group[0].header.parent_prefix_hash]) as insertion:
-            pieces = self._allocate_slots(owner.root, group, payloads, tenant, hold)
+            pieces = self._allocate_slots(request.root, group, payloads, tenant, lease)
             try:
                 await self._decode_all(pieces)
-                listed = await self._insert_all(insertion, owner, pieces, tenant, hold, is_invalidated, delay_persist)
+                listed = await self._insert_all(
+                    insertion, request, pieces, tenant, lease, is_invalidated, delay_persist
+                )
                 return listed and len(pieces) == len(group)
             finally:
                 for piece in pieces:
@@ -101,18 +101,18 @@ class RemoteChunkInserter:
         group: Sequence[RemoteRecord],
         payloads: Sequence[list[bytes] | None],
         tenant: TenantAccount,
-        hold: LeaseGuard,
+        lease: LeaseGuard,
     ) -> list[_Payload]:
-        """As many of a group as have a payload and find room."""
+        """Allocate slots for the leading chunks that have a payload and fit."""
         pieces: list[_Payload] = []
         for entry, parts in zip(group, payloads, strict=True):
             header = entry.header
             if parts is None:
                 self._tier.queue_removal(root, header.prefix_hash)
                 break
-            there = self._tiers.index.get(header.prefix_hash)
-            if there is not None:  # somebody was faster
-                hold.add([there])
+            present = self._tiers.index.get(header.prefix_hash)
+            if present is not None:  # another request was faster
+                lease.add([present])
                 pieces.append(_Payload(entry, [], None))
                 continue
             slot = self._tiers.allocate(header.payload_bytes, tenant)
@@ -122,9 +122,9 @@ class RemoteChunkInserter:
         return pieces
 
     async def _decode_all(self, pieces: Sequence[_Payload]) -> None:
-        """Fills the slots on threads, and returns, or raises, only when these are done with them."""
+        """Fill the slots on threads. Returns, or raises, only when these are done with them."""
         todo = [piece for piece in pieces if piece.slot is not None]
-        work = [self._in_thread(self._decode_work(part)) for n in range(_THREADS) if (part := todo[n::_THREADS])]
+        work = [self._run_in_thread(self._decode_work(part)) for n in range(_THREADS) if (part := todo[n::_THREADS])]
         if not work:
             return
         for done in await await_uninterruptible(asyncio.gather(*work, return_exceptions=True)):
@@ -153,29 +153,53 @@ class RemoteChunkInserter:
     async def _insert_all(
         self,
         insertion: Insertion,
-        owner: ChunkOwner,
+        request: FetchRequest,
         pieces: Sequence[_Payload],
         tenant: TenantAccount,
-        hold: LeaseGuard,
+        lease: LeaseGuard,
         is_invalidated: Callable[[], bool],
         delay_persist: bool,
     ) -> bool:
-        turns = YieldTimer()
+        yield_timer = YieldTimer()
         for piece in pieces:
             if piece.slot is None:
                 continue
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
             header = piece.record.header
             if piece.error is not None:
-                self._tier.reject(owner.root, header.prefix_hash, piece.error)
+                self._tier.reject(request.root, header.prefix_hash, piece.error)
                 return False
             ids, left = keys.token_bytes(header.token_ids[:]), self._tier.seconds_left(piece.record)
-            arrival, piece.slot = NewChunk(header, ids, tenant, piece.slot, owner.expires_at, is_invalidated()), None
-            outcome = insertion.insert([arrival], delay_persist=delay_persist)[0]
+            new_chunk, piece.slot = (
+                NewChunk(header, ids, tenant, piece.slot, request.expires_at, is_invalidated()),
+                None,
+            )
+            outcome = insertion.insert([new_chunk], delay_persist=delay_persist)[0]
             chunk = self._tiers.index.get(header.prefix_hash)
             if chunk is None or outcome is InsertOutcome.DELETED:
                 return False
-            hold.add([chunk])
+            lease.add([chunk])
             if outcome is InsertOutcome.INSERTED:
                 self._on_inserted(chunk, left)
         return True
+
+
+async def await_uninterruptible(work: Awaitable[T]) -> T:
+    """Await work that cannot be stopped; a cancellation is raised when it has ended."""
+    running = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not running.done():
+        try:
+            await asyncio.wait({running})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        consume_exception(running)
+        raise cancelled
+    return running.result()
+
+
+def consume_exception(task: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of a task that has no other reader."""
+    if not task.cancelled():
+        task.exception()

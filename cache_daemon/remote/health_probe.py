@@ -1,6 +1,6 @@
-"""Keeps an eye on the engine: connects, tries again while the circuit is open, and measures while nothing is read.
+"""Health probe of the backend: connects, retries while the circuit is open, and measures while nothing is read.
 
-So no request pays for finding out that the engine is back, or that it has become fast enough again.
+So no request pays for finding out that the backend is back, or that it has become fast enough again.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitState
 from cache_daemon.remote.remote_tier import RemoteTier
 
-# Within five seconds of the engine's return it must be in use: two tries, each with its connection.
+# The backend must be in use within five seconds of its return: two probes, each with a connection.
 _RETRY_SECONDS, _PROBE_TIMEOUT_SECONDS, _CONNECT_TIMEOUT_SECONDS = 0.5, 0.5, 1.5
-# What was measured is good for so long; then it is measured again, which also shows that the engine is there.
+# Age at which the latency is measured again, which also shows that the backend is up.
 _LATENCY_MAX_AGE_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
 
 class HealthProbe:
-    """Of one tier. ``run`` goes on until it is cancelled."""
+    """The probe of one tier. ``run`` goes on until it is cancelled."""
 
     def __init__(self, tier: RemoteTier) -> None:
         self._tier = tier
         self._connected = False
-        self._is_reported_down = False  # that it is away
+        self._is_reported_down = False  # an outage is logged
 
     async def run(self) -> None:
         tier = self._tier
@@ -42,7 +42,7 @@ class HealthProbe:
             try:
                 await self._probe()
             except Exception:
-                log.exception("watching the remote tier failed, going on")
+                log.exception("probing the remote tier failed, going on")
             if not (tier.reads.allows_calls and tier.writes.allows_calls):
                 self._report_down()
                 await asyncio.sleep(_RETRY_SECONDS)
@@ -73,7 +73,7 @@ class HealthProbe:
             log.info("the remote tier answers again", engine=tier.backend.name)
 
     async def _reconnect(self) -> None:
-        """Over the connection that there is, or a new one. Raises RemoteFailed."""
+        """Probe over the existing connection, or a new one. Raises RemoteFailed."""
         tier = self._tier
         tier.latency.reset_latency()
         if self._connected:
@@ -90,7 +90,7 @@ class HealthProbe:
         tier.backend_generation += 1
 
     def _report_down(self) -> None:
-        """Logs once that the engine is away."""
+        """Log an outage once."""
         if not self._is_reported_down:
             self._is_reported_down = True
             breaker = self._tier.reads if not self._tier.reads.allows_calls else self._tier.writes

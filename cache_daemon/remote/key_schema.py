@@ -1,15 +1,15 @@
-"""How values are named in a remote engine::
+"""Key schema of the remote backend::
 
-    PREFIX/FORMAT/mark                     the mark of everything
-    PREFIX/FORMAT/deletions/mark           another one after each deletion of anything
-    PREFIX/FORMAT/ROOT/mark                a tenant's mark
-    PREFIX/FORMAT/ROOT/chunks/mark         another one after each deletion of single chunks of the tenant
-    PREFIX/FORMAT/ROOT/gone/HASH.ID        a chunk that was deleted; ID is random
+    PREFIX/FORMAT/mark                     the global epoch
+    PREFIX/FORMAT/deletions/mark           replaced by each deletion of anything
+    PREFIX/FORMAT/ROOT/mark                a tenant's epoch
+    PREFIX/FORMAT/ROOT/chunks/mark         replaced by each deletion of single chunks of the tenant
+    PREFIX/FORMAT/ROOT/gone/HASH.ID        the tombstone of a deleted chunk; ID is random
     PREFIX/FORMAT/ROOT/HASH/head           a chunk's record
     PREFIX/FORMAT/ROOT/HASH/CHECKSUM/N     part N of its stored payload
 
 FORMAT is the version of records and chunks together; ROOT is the tenant root in hexadecimal, the hash of namespace id
-and salt (so a name tells neither); HASH is the chunk's prefix hash; CHECKSUM is that of the stored payload, so that
+and salt (so a name reveals neither); HASH is the chunk's prefix hash; CHECKSUM is that of the stored payload, so that
 parts of two writers never mix.
 """
 
@@ -25,7 +25,7 @@ TOMBSTONE_ID_BYTES = 8
 
 @dataclass(frozen=True)
 class KeySchema:
-    """The names under one prefix, which has no slash at its end; empty for none."""
+    """Keys under one prefix, which has no slash at its end; empty for none."""
 
     prefix: str
 
@@ -39,7 +39,7 @@ class KeySchema:
         return f"{self.root_prefix}mark"
 
     def tenant_prefix(self, root: bytes) -> str:
-        """What all names of a tenant begin with."""
+        """Return the prefix of all keys of a tenant."""
         return f"{self.root_prefix}{root.hex()}/"
 
     def tenant_epoch_key(self, root: bytes) -> str:
@@ -53,13 +53,15 @@ class KeySchema:
         return f"{self.tenant_prefix(root)}chunks/mark"
 
     def tombstone_key(self, root: bytes, name: bytes = b"") -> str:
-        """The name of a deleted chunk: its prefix hash and an id of ``GONE_ID_BYTES``. Without both, what all of a
-        tenant begin with."""
+        """Return the key of a tombstone: prefix hash and an id of ``TOMBSTONE_ID_BYTES``.
+
+        Without ``name``, the prefix of all tombstones of a tenant.
+        """
         key, number = name[: keys.HASH_BYTES], name[keys.HASH_BYTES :]
         return f"{self.tenant_prefix(root)}gone/" + (f"{key.hex()}.{number.hex()}" if name else "")
 
     def parse_tombstone_key(self, root: bytes, name: str) -> bytes | None:
-        """The prefix hash and the id of a deleted chunk, None for other names."""
+        """Return the prefix hash and id of a tombstone key, None for other keys."""
         begin = self.tombstone_key(root)
         text = name.removeprefix(begin).replace(".", "", 1)
         if not name.startswith(begin) or len(text) != 2 * (keys.HASH_BYTES + TOMBSTONE_ID_BYTES):
@@ -77,11 +79,11 @@ class KeySchema:
         return [f"{begin}{number}" for number in range(count)]
 
     def hash_of_record_key(self, root: bytes, name: str) -> bytes | None:
-        """The prefix hash of a tenant's record, None for other names."""
+        """Return the prefix hash of a record's key, None for other keys."""
         return self.hash_of_key(root, name) if name.endswith("/head") else None
 
     def hash_of_key(self, root: bytes, name: str) -> bytes | None:
-        """The prefix hash of the chunk that a tenant's name belongs to, None for other names."""
+        """Return the prefix hash in a tenant's key, None for other keys."""
         middle, slash, _ = name.removeprefix(self.tenant_prefix(root)).partition("/")
         if not slash or len(middle) != 2 * keys.HASH_BYTES:
             return None

@@ -1,7 +1,7 @@
-"""Stores of objects, through ``obstore``: S3 and what speaks its protocol, and Azure's blobs.
+"""Object store backends, through ``obstore``: S3 and its protocol, and Azure Blob Storage.
 
 Credentials are those of ``--remote``, or what the AWS or AZURE variables, files and services of the environment say.
-Objects have no time to live of their own: what is over is not believed, and the store's lifecycle rules remove it.
+Objects have no TTL of their own: readers ignore expired records, and the store's lifecycle rules remove them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIST_PAGE_SIZE = 1000
 
 
 class ObjectStoreBackend(ABC):
-    """A ``RemoteEngine``. Raises ConfigurationError without its client, or for settings that it refuses."""
+    """An object store. Raises ConfigurationError without its client, or for settings that it refuses."""
 
     name: str
     part_bytes = 8 << 20
@@ -47,7 +47,7 @@ class ObjectStoreBackend(ABC):
         options: dict[str, Any] = {"allow_http": not self._address.tls, "connect_timeout": "1s", "timeout": "30s"}
         if self._credentials.ca:
             options["root_certificate"] = self._credentials.ca
-        # Who waits has a deadline of its own and asks again when it likes.
+        # Callers have timeouts and retry by themselves.
         retries: Any = {"max_retries": 0}
         try:
             self._stores = [self._new(client_options=options, retry_config=retries) for _ in range(self.lanes)]
@@ -56,7 +56,7 @@ class ObjectStoreBackend(ABC):
 
     @abstractmethod
     def _new(self, **options: Any) -> Any:
-        """A client of the store."""
+        """Create a client of the store."""
 
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
         store = self._store(lane)
@@ -94,7 +94,7 @@ class ObjectStoreBackend(ABC):
             try:
                 await self._obstore.delete_async(store, list(names))
             except self._missing:
-                # The client gives up at the first that is not there, with others still to be deleted.
+                # The client stops at the first missing object, with others still to be deleted.
                 await asyncio.gather(*(self._delete(store, name) for name in names))
 
     async def _delete(self, store: Any, name: str) -> None:
@@ -121,7 +121,7 @@ class ObjectStoreBackend(ABC):
 
 
 class S3Backend(ObjectStoreBackend):
-    """Of a bucket."""
+    """A bucket of S3, or of a store with its protocol."""
 
     name = "s3"
 
@@ -139,7 +139,7 @@ class S3Backend(ObjectStoreBackend):
 
 
 class AzureBackend(ObjectStoreBackend):
-    """Of a container; an account's key is in base64."""
+    """A container of Azure Blob Storage; an account's key is in base64."""
 
     name = "azure"
 
@@ -156,7 +156,7 @@ def _set(given: dict[str, str]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """What happened, without the store's own words, which name objects and may quote headers."""
+    """Describe an error without the store's own words, which name objects and may quote headers."""
     text = str(error)
     if why := tls_error_reason(text):
         return why

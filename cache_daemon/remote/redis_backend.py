@@ -1,7 +1,7 @@
-"""Valkey and Redis, single or cluster, through ``valkey-glide``.
+"""Valkey and Redis backend, single or cluster, through ``valkey-glide``.
 
-The client multiplexes: calls that are made at once go out as one, so that many sets are a pipeline. A second client is
-the second lane for hedged reads.
+The client multiplexes: concurrent calls go out as one, so many sets are a pipeline. A second client is the second lane
+for hedged reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cache_daemon.remote.address import Credentials, RemoteAddress
 from cache_daemon.remote.backend import Item, RemoteFailed, translating_errors
 from cache_daemon.remote.certificates import tls_error_reason
 
-# The caller's deadlines are shorter; this one only ends what nobody waits for any more.
+# Callers' timeouts are shorter; this one only ends abandoned requests.
 _REQUEST_MS, _CONNECT_MS = 10_000, 1_000
 _SCAN_COUNT = 1000
 _VALUE = (bytes, type(None))
@@ -35,10 +35,10 @@ _MEANINGS = {
 
 
 class RedisBackend:
-    """A ``RemoteEngine``. Raises ConfigurationError without its client."""
+    """A Valkey or Redis server. Raises ConfigurationError without its client."""
 
     name = "valkey"
-    # The server copies a value while it serves nobody else.
+    # The server copies a value in its only thread.
     part_bytes = 1 << 20
     lanes = 2
 
@@ -50,7 +50,7 @@ class RedisBackend:
                 "the remote tier is a Valkey, but its client is not installed; pip install 'kvsidecar[valkey]'"
             ) from error
         self._glide: Any = glide
-        # What it has to say, callers are told.
+        # Errors reach the callers, so the client need not log.
         glide.Logger.set_logger_config(glide.LogLevel.OFF)
         self._address, self._credentials = address, credentials
         self._clients: list[Any] = []
@@ -77,7 +77,7 @@ class RedisBackend:
             "use_tls": address.tls,
             "request_timeout": _REQUEST_MS,
             "client_name": "kvsidecar",
-            # Otherwise making a client connects, and blocks the event loop until it has or gives up.
+            # Without it creating a client connects, and blocks the event loop until it has or gives up.
             "lazy_connect": True,
             "reconnect_strategy": glide.BackoffStrategy(num_of_retries=2, factor=100, exponent_base=2),
             "advanced_config": advanced(connection_timeout=_CONNECT_MS, tls_config=tls),
@@ -137,7 +137,7 @@ class RedisBackend:
 
 
 def _reason(error: Exception) -> str:
-    """What happened, in our words: the server's may name keys."""
+    """Describe an error in our own words: the server's may name keys."""
     text = str(error).lower()
     if why := tls_error_reason(text):
         return why
@@ -148,7 +148,7 @@ def _reason(error: Exception) -> str:
 
 
 def _text(name: bytes) -> str | None:
-    """A name, None for one that cannot be ours: who else writes there keeps nobody from deleting."""
+    """Decode a name; None for one that cannot be ours: another writer's keys must not prevent deletions."""
     try:
         return name.decode()
     except UnicodeDecodeError:
@@ -156,5 +156,5 @@ def _text(name: bytes) -> str | None:
 
 
 def _escaped(prefix: str) -> str:
-    """A prefix as a pattern that means itself."""
+    """Escape a prefix for use in a pattern."""
     return "".join(f"\\{c}" if c in "*?[]\\^" else c for c in prefix)

@@ -1,22 +1,27 @@
-"""How a chunk looks in a remote engine: a record that says everything of it, and its payload in parts.
+"""Record format of a chunk in the remote backend: a record with all metadata, and its payload in parts.
 
 The record, integers little-endian::
 
     "KVSR" uint8 version, uint8 codec, uint16 parts
-    uint64 stored length, uint64 XXH3-64 of the stored payload, uint64 end of its time (Unix seconds; 0: none)
-    16 bytes mark
+    uint64 stored length, uint64 XXH3-64 of the stored payload, uint64 expiry (Unix seconds; 0: none)
+    16 bytes epoch
     ChunkHeader (sealed)
     uint64 XXH3-64 of the record's name and everything before
 
-The payload is compressed as in the durable tier (``durable/codec.py``), then sealed (``durable/encryption.py``),
-then cut. A
-record and a payload are sealed for their own place, so neither can stand for another's. A mark says which deletions
-the writer knew of: a value with another one than the tenant has now does not count.
+The payload is compressed as in the durable tier (``durable/codec.py``), then sealed (``durable/encryption.py``), then
+cut. A record and a payload are sealed for their own place, so neither can stand for another's. The epoch says which
+deletions the writer knew: a record with another epoch than the tenant's present one does not count.
+
+A deletion epoch is 16 random bytes; another one than before means that there was a deletion. The lowest bit of its last
+byte says why it was made: 1 by a deletion, 0 because there was none, as at first or after the backend lost it. So a
+node that sees another deletion epoch knows of a deletion; another epoch of the other kind only says that the backend
+has lost data, and perhaps a deletion with it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +37,7 @@ from cache_daemon.remote.key_schema import RECORD_VERSION
 
 EPOCH_BYTES = 16
 MAX_PARTS = 4096
-_MAX_UNIX_SECONDS = 1 << 40  # of Unix time; milliseconds of it still fit where ends of chunks are noted
+_MAX_UNIX_SECONDS = 1 << 40  # Unix seconds; as milliseconds they still fit into expiry notes
 _MAGIC = b"KVSR"
 _PREFIX = struct.Struct(f"<4sBBHQQQ{EPOCH_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
@@ -40,8 +45,11 @@ _PLACE_HEAD, _PLACE_PAYLOAD = b"remote head\0", b"remote payload\0"
 
 
 class InvalidRecord(Exception):
-    """A value that is not what its name says. ``damaged`` ones are worth nothing to anybody; the others are of another
-    version, or sealed with another key, and may be somebody's."""
+    """A value that does not match its name.
+
+    ``corrupt`` ones are useless to every node; the others have another version or encryption key, and may be another
+    node's.
+    """
 
     def __init__(self, text: str, *, corrupt: bool = True) -> None:
         super().__init__(text)
@@ -50,7 +58,7 @@ class InvalidRecord(Exception):
 
 @dataclass(frozen=True)
 class RemoteRecord:
-    """A chunk in a remote engine. ``header`` is complete, with its tokens."""
+    """A chunk in the backend. ``header`` is complete, with its tokens."""
 
     header: ChunkHeader
     codec: int
@@ -62,20 +70,54 @@ class RemoteRecord:
 
 
 def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | None:
-    """The mark that values of a tenant have now, of the two that the engine has. None without the tenant's: it was
-    never set, or is lost, and nothing counts then, or values of before a deletion would count again. Everything's may
-    be absent, since who sets it removes the tenants'."""
+    """Combine the global epoch and a tenant's into the one that its records carry.
+
+    None without the tenant's: it was never set, or is lost, and nothing counts then, or records of before a deletion
+    would count again. The global one may be absent, since setting it removes the tenants'.
+    """
     if tenant is None:
         return None
     both = hashlib.sha256(b"%d" % len(everything or b"") + (everything or b"") + b"\0" + tenant)
     return both.digest()[:EPOCH_BYTES]
 
 
+def new_epoch(*, deletion: bool) -> bytes:
+    """Draw a random epoch, marked as made by a deletion or not."""
+    drawn = secrets.token_bytes(EPOCH_BYTES)
+    return drawn[:-1] + bytes([drawn[-1] & 0xFE | deletion])
+
+
+def is_deletion_epoch(epoch: bytes | None) -> bool:
+    """Return True for an epoch that a deletion made."""
+    return epoch is not None and len(epoch) == EPOCH_BYTES and bool(epoch[-1] & 1)
+
+
+def epoch_digest(epoch: bytes | None) -> bytes:
+    """Hash an epoch of any length into ``EPOCH_BYTES``; empty for None."""
+    return b"" if epoch is None else hashlib.sha256(epoch).digest()[:EPOCH_BYTES]
+
+
+@dataclass(frozen=True)
+class TenantEpochs:
+    """Epochs that the remote backend has for one tenant; None where it has none.
+
+    ``chunks_epoch`` is replaced by each deletion of single chunks of the tenant.
+    """
+
+    global_epoch: bytes | None
+    tenant_epoch: bytes | None
+    chunks_epoch: bytes | None
+
+    @property
+    def record_epoch(self) -> bytes | None:
+        """Epoch that the tenant's records must carry, see ``record_epoch_of``."""
+        return record_epoch_of(self.global_epoch, self.tenant_epoch)
+
+
 def encode_payload(
     cipher: Cipher, header: ChunkHeader, payload: memoryview, plane_compressor: codec.PlaneCompressor | None
 ) -> tuple[int, memoryview]:
-    """The codec and the bytes that are stored of a payload, compressed by a ``packer`` if there is one. Heavy, without
-    the GIL for the most part."""
+    """Compress and encrypt a payload. Returns the codec and the stored bytes. Heavy, mostly without the GIL."""
     small = None if plane_compressor is None else plane_compressor.compress(header, payload)
     kind, plain = (codec.RAW, payload) if small is None else (codec.PLANES, memoryview(small))
     if not cipher.overhead:
@@ -84,7 +126,7 @@ def encode_payload(
 
 
 def decode_payload(cipher: Cipher, entry: RemoteRecord, parts: Sequence[bytes], target: memoryview) -> None:
-    """Fills ``target`` with the payload, checked. Heavy, and without the GIL for the most part. Raises Unfit."""
+    """Decode and verify a payload into ``target``. Heavy, mostly without the GIL. Raises InvalidRecord."""
     if sum(map(len, parts)) != entry.stored_length:
         raise InvalidRecord("its parts have another length than its record says")
     stored = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -111,7 +153,7 @@ def decode_payload(cipher: Cipher, entry: RemoteRecord, parts: Sequence[bytes], 
 
 
 def encode_record(cipher: Cipher, name: str, entry: RemoteRecord) -> bytes:
-    """The record of an entry, for its name."""
+    """Encode a record for its name."""
     known = ChunkHeader()
     known.CopyFrom(entry.header)
     known.DiscardUnknownFields()
@@ -124,7 +166,7 @@ def encode_record(cipher: Cipher, name: str, entry: RemoteRecord) -> bytes:
 
 
 def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
-    """The entry of a record, its header checked against its own hashes and layout. Raises Unfit."""
+    """Decode a record, and verify its header against its own hashes and layout. Raises InvalidRecord."""
     if len(record) < _PREFIX.size + _CHECKSUM.size or record[:4] != _MAGIC:
         raise InvalidRecord("it is no record")
     body = record[: -_CHECKSUM.size]
@@ -134,7 +176,7 @@ def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
     if version != RECORD_VERSION or kind not in (codec.RAW, codec.PLANES):
         raise InvalidRecord("its record is of another version", corrupt=False)
     header = _open_header(cipher, name, body[_PREFIX.size :])
-    # What is packed is smaller than what is not; what is sealed is larger by the seal.
+    # A compressed payload is smaller than a raw one; a sealed one is larger by the cipher.
     if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + cipher.overhead:
         raise InvalidRecord("its record has impossible sizes")
     if ends_at >= _MAX_UNIX_SECONDS:

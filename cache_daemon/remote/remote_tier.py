@@ -1,7 +1,7 @@
-"""The remote tier over an engine: finds chains of chunks, reads and writes them, and never says more than it checked.
+"""The remote tier over a backend: finds, reads, writes and deletes chunk records, and verifies all it reads.
 
-Nothing here raises but RemoteFailed and Unfit, nothing waits longer than it is told to, and while the circuit is open
-nothing waits at all. Runs on one event loop; what is heavy is the caller's to do on threads.
+It raises RemoteFailed and InvalidRecord only, no call exceeds its timeout, and while the circuit is open calls fail at
+once. Runs on one event loop; callers do heavy work on threads.
 """
 
 from __future__ import annotations
@@ -20,23 +20,29 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.encryption import Cipher
 from cache_daemon.remote.backend import Item, RemoteBackend, RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker
-from cache_daemon.remote.epoch_format import TenantEpochs, new_epoch
-from cache_daemon.remote.hedged_reads import HedgedReads
 from cache_daemon.remote.key_schema import KeySchema
-from cache_daemon.remote.latency_model import LatencyModel
-from cache_daemon.remote.remote_record import MAX_PARTS, InvalidRecord, RemoteRecord, decode_record, encode_record
+from cache_daemon.remote.latency_model import HedgedReads, LatencyModel
+from cache_daemon.remote.remote_record import (
+    MAX_PARTS,
+    InvalidRecord,
+    RemoteRecord,
+    TenantEpochs,
+    decode_record,
+    encode_record,
+    new_epoch,
+)
 
-# A call that had less time than this and did not make it says nothing about the engine.
+# A timeout shorter than this says nothing about the backend.
 _MIN_MEANINGFUL_SECONDS = 0.1
-# A read is asked for again after so many times what it should take, and not before some milliseconds.
+# A read is hedged after this multiple of its estimated time, and not before some milliseconds.
 _HEDGE_FACTOR, _MIN_HEDGE_SECONDS = 3.0, 0.02
-# Values of one call, so that no answer keeps the event loop busy.
+# Bytes of one call, so that no answer keeps the event loop busy.
 _CALL_BYTES = 4 << 20
-# A call that writes, or looks before it writes, has this long, and longer by its bytes.
+# Timeout of a write, or of a lookup before it, which grows with its bytes.
 _WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
 _PAGE, _MAX_CORRUPT_RECORDS = 256, 1024
 _TRIAL_SECONDS = 0.002
-# Records that are checked before others have their turn on the event loop.
+# Records verified before other work runs on the event loop.
 _RECORDS_PER_SLICE = 32
 
 T = TypeVar("T")
@@ -44,11 +50,11 @@ log = structlog.get_logger("cache_daemon")
 
 
 @dataclass
-class RemoteCounts:
-    """Since the start."""
+class RemoteCounters:
+    """Totals since the start."""
 
-    failures: int = 0  # calls that failed or were not answered in time
-    rejected: int = 0  # values that were not what they should have been
+    failures: int = 0  # calls that failed or timed out
+    rejected: int = 0  # values that failed verification
     read_bytes: int = 0
     written_bytes: int = 0
     written_chunks: int = 0
@@ -56,19 +62,22 @@ class RemoteCounts:
 
 @dataclass(frozen=True)
 class RecordLookup:
-    """Chunks of a tenant that are there and sound, in the order asked; and the tenant's marks."""
+    """Valid records of a tenant, and its epochs.
+
+    ``records`` are in the order asked, None for missing ones.
+    """
 
     records: list[RemoteRecord | None]
     epochs: TenantEpochs
 
     @property
     def record_epoch(self) -> bytes | None:
-        """What sound values of the tenant carry; None while nothing counts."""
+        """Epoch that valid records of the tenant carry; None while none is valid."""
         return self.epochs.record_epoch
 
     @property
     def leading(self) -> list[RemoteRecord]:
-        """Those before the first that is missing."""
+        """Records before the first missing one."""
         out: list[RemoteRecord] = []
         for entry in self.records:
             if entry is None:
@@ -90,23 +99,22 @@ class EncodedChunk:
 
 
 class RemoteTier:
-    """See the module. ``seal`` protects values; the engine sees names, sizes and times alone."""
+    """Reads and writes of one backend. ``cipher`` encrypts values; the backend sees names, sizes and times only."""
 
     def __init__(
         self, backend: RemoteBackend, key_schema: KeySchema, cipher: Cipher, clock: Callable[[], float] = time.time
     ) -> None:
         self.backend, self.key_schema, self.cipher, self._clock = backend, key_schema, cipher, clock
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
-        self.latency, self.counters, self.hedged_reads = LatencyModel(), RemoteCounts(), HedgedReads(backend.lanes)
-        self.demand = asyncio.Event()  # somebody wanted something that the circuit or the cost kept from going
-        self.corrupt_records: dict[tuple[bytes, bytes], None] = {}  # roots and hashes of what is to be removed
-        self.backend_generation = 0  # counts times that the engine came back: it may have lost what it had
+        self.latency, self.counters, self.hedged_reads = LatencyModel(), RemoteCounters(), HedgedReads(backend.lanes)
+        self.demand = asyncio.Event()  # a caller was refused by the circuit or the cost
+        self.corrupt_records: dict[tuple[bytes, bytes], None] = {}  # roots and prefix hashes of records to remove
+        self.backend_generation = 0  # number of reconnects: the backend may have lost its data
 
     # ---- reading --------------------------------------------------------------------------------------------
 
     async def find(self, root: bytes, hashes: Sequence[bytes], seconds: float) -> RecordLookup:
-        """Which of a tenant's chunks are there, in one round trip. What fails its checks is missing, and counted.
-        Raises RemoteFailed."""
+        """Find a tenant's records, in one round trip. Invalid ones are missing, and counted. Raises RemoteFailed."""
         names = self.key_schema
         wanted = [*self._epoch_keys(root), *(names.record_key(root, key) for key in hashes)]
         began = time.perf_counter()
@@ -134,7 +142,7 @@ class RemoteTier:
         ]
 
     async def read_epochs(self, roots: Sequence[bytes]) -> list[TenantEpochs]:
-        """The marks of some tenants, in one round trip. Raises RemoteFailed."""
+        """Read the epochs of some tenants, in one round trip. Raises RemoteFailed."""
         wanted = [self.key_schema.global_epoch_key, *(name for root in roots for name in self._epoch_keys(root)[1:])]
         everything, *found = await self._read(lambda lane: self.backend.get_many(wanted, lane), _WRITE_SECONDS, 0)
         return [
@@ -142,7 +150,7 @@ class RemoteTier:
         ]
 
     async def read_global_epoch(self) -> bytes | None:
-        """The mark of everything under the prefix. Raises RemoteFailed."""
+        """Read the epoch of everything under the prefix. Raises RemoteFailed."""
         return (
             await self._read(
                 lambda lane: self.backend.get_many([self.key_schema.global_epoch_key], lane), _WRITE_SECONDS, 0
@@ -150,7 +158,7 @@ class RemoteTier:
         )[0]
 
     async def read_deletions_epoch(self) -> bytes | None:
-        """A value that is another one after each deletion of anything. Raises RemoteFailed."""
+        """Read the value that each deletion replaces. Raises RemoteFailed."""
         names = [self.key_schema.deletions_epoch_key]
         return (await self._read(lambda lane: self.backend.get_many(names, lane), _WRITE_SECONDS, 0))[0]
 
@@ -168,13 +176,15 @@ class RemoteTier:
         return None if over or entry.epoch != mark else entry
 
     async def read_payloads(self, entries: Sequence[RemoteRecord], seconds: float) -> list[list[bytes] | None]:
-        """The parts of some entries' payloads, of a few megabytes together; None for one of which a part is missing, as
-        when the engine has pushed it out. Raises RemoteFailed."""
+        """Read the payload parts of some records, of a few megabytes together.
+
+        None for a record with a missing part, as when the backend has evicted it. Raises RemoteFailed.
+        """
         names = [self._payload_keys(entry) for entry in entries]
         flat = [name for of_one in names for name in of_one]
         size = sum(entry.stored_length for entry in entries)
         tried_until = time.monotonic() + seconds
-        # Of a look-up that has begun nothing is left out: it waits for the calls that try the engine.
+        # A lookup that has begun is completed: it waits for the trial calls.
         while self.reads.trials_full and time.monotonic() < tried_until:  # noqa: ASYNC110
             await asyncio.sleep(_TRIAL_SECONDS)
         found = await self._read(lambda lane: self.backend.get_many(flat, lane), seconds, size)
@@ -187,7 +197,7 @@ class RemoteTier:
         return out
 
     def group_by_call(self, entries: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
-        """Entries in order, as many together as one call may bring: records may claim many parts of few bytes."""
+        """Group records, in order, by what one call may read: records may claim many parts of few bytes."""
         out: list[list[RemoteRecord]] = []
         size = parts = 0
         for entry in entries:
@@ -203,30 +213,32 @@ class RemoteTier:
         return self.key_schema.payload_keys(header.root, header.prefix_hash, entry.stored_checksum, entry.num_parts)
 
     def seconds_left(self, entry: RemoteRecord) -> float:
-        """Seconds that an entry has left; infinite without an end."""
+        """Return the seconds until a record expires; infinite without an expiry."""
         return entry.expires_at - self._clock() if entry.expires_at else inf
 
     def outlives_half_ttl(self, entry: RemoteRecord, ttl_seconds: int | None) -> bool:
-        """Whether an entry has at least half of the time left that it would be given now."""
+        """Return True if a record has at least half of ``ttl_seconds`` left."""
         left = self.seconds_left(entry)
         return left == inf or (ttl_seconds is not None and left > ttl_seconds / 2 - 1)
 
     def reject(self, root: bytes, key: bytes, error: InvalidRecord) -> None:
-        """Counts a value that is not what it should be. What is worth nothing to anybody is to be removed, or every
-        look-up would come across it."""
+        """Count an invalid record.
+
+        A corrupt one is removed later, or every lookup would read it.
+        """
         self.counters.rejected += 1
         if self.counters.rejected == 1:
-            log.warning("a value of the remote tier is not what it should be; it is not used", why=str(error))
+            log.warning("a value of the remote tier failed verification; it is not used", why=str(error))
         if error.corrupt:
             self.queue_removal(root, key)
 
     def queue_removal(self, root: bytes, key: bytes) -> None:
-        """Notes a record that is to be removed."""
+        """Queue a record for ``remove_corrupt``."""
         if len(self.corrupt_records) < _MAX_CORRUPT_RECORDS:
             self.corrupt_records[root, key] = None
 
     async def list_prefix_hashes(self, root: bytes) -> list[bytes]:
-        """The prefix hashes of a tenant's records, sound or not, in no order. Raises RemoteFailed."""
+        """List the prefix hashes of a tenant's records, valid or not, in no order. Raises RemoteFailed."""
         found: dict[bytes, None] = {}
         async for page in self.scan(self.key_schema.tenant_prefix(root)):
             hashes = (self.key_schema.hash_of_record_key(root, name) for name in page)
@@ -236,7 +248,7 @@ class RemoteTier:
     # ---- writing --------------------------------------------------------------------------------------------
 
     async def store(self, batch: Sequence[EncodedChunk]) -> None:
-        """Writes chunks, all payloads before any record. Raises RemoteFailed, after which some may be there."""
+        """Write chunks, all payloads before any record. Raises RemoteFailed, after which some may be there."""
         parts: dict[int | None, list[Item]] = {}
         records: dict[int | None, list[Item]] = {}
         for out in batch:
@@ -256,12 +268,12 @@ class RemoteTier:
         self.counters.written_bytes += sum(len(out.stored) for out in batch)
 
     async def create_tenant_epoch(self, root: bytes) -> None:
-        """Gives a tenant a mark if it has none; of several nodes one wins. Raises RemoteFailed."""
+        """Create a tenant's epoch if it has none; of several nodes one wins. Raises RemoteFailed."""
         async with self._guarded(self.writes, _WRITE_SECONDS):
             await self.backend.put_if_absent(self.key_schema.tenant_epoch_key(root), new_epoch(deletion=False))
 
     async def write(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
-        """Writes values of a few megabytes. Raises RemoteFailed."""
+        """Write values of a few megabytes. Raises RemoteFailed."""
         size = sum(len(value) for _, value in items)
         async with self._guarded(self.writes, _WRITE_SECONDS + size / _WRITE_BYTES_PER_SECOND):
             await self.backend.put_many(items, ttl_seconds)
@@ -269,11 +281,11 @@ class RemoteTier:
     # ---- deleting -------------------------------------------------------------------------------------------
 
     async def contains(self, root: bytes, key: bytes) -> bool:
-        """Whether a chunk is there, in one round trip. Raises RemoteFailed."""
+        """Return True if a chunk is there, after one round trip. Raises RemoteFailed."""
         return (await self.find(root, [key], _WRITE_SECONDS)).records[0] is not None
 
     async def remove_corrupt(self) -> None:
-        """Removes records that were rejected; their parts are found by nobody then. Raises RemoteFailed."""
+        """Remove queued records; their parts are unreachable then. Raises RemoteFailed."""
         while self.corrupt_records:
             some = list(self.corrupt_records)[:_PAGE]
             await self.remove([self.key_schema.record_key(root, key) for root, key in some])
@@ -281,7 +293,7 @@ class RemoteTier:
                 self.corrupt_records.pop(gone, None)
 
     async def scan(self, prefix: str) -> AsyncIterator[list[str]]:
-        """All names with a prefix, as the engine tells them. Raises RemoteFailed."""
+        """Yield pages of all names with a prefix. Raises RemoteFailed."""
         pages = aiter(self.backend.scan(prefix))
         while True:
             async with self._guarded(self.writes, _WRITE_SECONDS * 2):
@@ -292,7 +304,7 @@ class RemoteTier:
             yield page
 
     async def remove(self, names: Sequence[str]) -> None:
-        """Removes values. Raises RemoteFailed."""
+        """Remove values. Raises RemoteFailed."""
         for at in range(0, len(names), _PAGE):
             async with self._guarded(self.writes, _WRITE_SECONDS):
                 await self.backend.delete_many(names[at : at + _PAGE])
@@ -306,7 +318,7 @@ class RemoteTier:
 
     @asynccontextmanager
     async def _guarded(self, breaker: CircuitBreaker, seconds: float) -> AsyncIterator[None]:
-        """A call behind a circuit, with a deadline. Raises RemoteFailed."""
+        """Run a call behind a circuit breaker, with a timeout. Raises RemoteFailed."""
         call, turn = breaker.begin_call(), breaker.num_opened
         if call is None:
             self.demand.set()
@@ -327,15 +339,15 @@ class RemoteTier:
             breaker.record_success()
 
     def _record_failure(self, breaker: CircuitBreaker, turn: int, why: str) -> None:
-        """A call that began before the circuit last opened says nothing about the engine that has come back since."""
+        """Record a failed call, unless it began before the circuit last opened."""
         self.counters.failures += 1
         if breaker.num_opened == turn and breaker.record_failure(why):
             self.demand.set()
 
-    # ---- watching -------------------------------------------------------------------------------------------
+    # ---- probes ---------------------------------------------------------------------------------------------
 
     async def probe_read(self, seconds: float) -> None:
-        """Asks the engine something small, past the circuit, and notes what it took. Raises RemoteFailed."""
+        """Read a small value past the circuit breaker, and record its latency. Raises RemoteFailed."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
@@ -345,7 +357,7 @@ class RemoteTier:
         self.latency.record_round_trip(time.perf_counter() - began)
 
     async def probe_write(self, seconds: float) -> None:
-        """Writes something small, past the circuit. Raises RemoteFailed."""
+        """Write a small value past the circuit breaker. Raises RemoteFailed."""
         try:
             async with asyncio.timeout(seconds):
                 await self.backend.put_many([(f"{self.key_schema.root_prefix}probe", b"probe")], 60)
@@ -354,7 +366,7 @@ class RemoteTier:
 
 
 def _batches(items: list[Item]) -> list[list[Item]]:
-    """Values that are written at once: some megabytes."""
+    """Split values into batches of some megabytes."""
     out: list[list[Item]] = []
     size = 0
     for item in items:

@@ -1,6 +1,6 @@
-"""Deletions that other nodes have done in a remote tier, also while this node was down: found soon, and done here.
+"""Applies deletions of other nodes here, also those done while this node was down.
 
-One small value says whether there was any; then the marks of all tenants are read that have something here.
+One small value says whether there was any; then the epochs of all tenants are read that have chunks here.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
 from itertools import islice
 from math import inf
 
@@ -18,72 +17,71 @@ from kvsidecar import keys
 from cache_daemon.remote import tombstones
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
-from cache_daemon.remote.epoch_format import TenantEpochs, new_epoch
+from cache_daemon.remote.fetch_request import InflightLookups
+from cache_daemon.remote.remote_record import TenantEpochs, new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
+from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import WriteBehindQueue
 from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.yield_timer import YieldTimer
 
-# How often is looked, and for how much longer than looking at all tenants took that is not done again.
+# Poll interval, the one before the first poll, and the pause after a poll of all tenants, as a multiple of its time.
 _POLL_SECONDS, _FIRST_POLL_SECONDS, _IDLE_FACTOR = 2.0, 0.25, 10.0
 _TENANTS_PER_READ = 128
-# A mark that is written back again so soon was contested.
+# An epoch that is written back again so soon was contested.
 _CONTESTED_SECONDS = 600.0
 
 log = structlog.get_logger("cache_daemon")
 
 
 class TombstoneApplier:
-    """Of one store. ``void`` hears whose look-ups that are under way are worth nothing any more, and with a second
-    argument only those that found some of these chunks."""
+    """Polls the backend's deletion epochs and tombstones, and deletes the same chunks here.
+
+    It also writes back deletions that the backend has lost. Runs on the event loop.
+    """
 
     def __init__(
         self,
         tier: RemoteTier,
-        marks: DeletionEpochs,
-        sending: WriteBehindQueue,
-        walks: BulkOps,
-        void: Callable[..., None],
+        epochs: DeletionEpochs,
+        deletions: DeletionWriter,
+        write_behind: WriteBehindQueue,
+        bulk: BulkOps,
+        lookups: InflightLookups,
     ) -> None:
-        self._tier, self._epochs, self._write_behind, self._bulk, self._invalidate_lookups = (
-            tier,
-            marks,
-            sending,
-            walks,
-            void,
-        )
-        self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # by whose it is, and when it was heard
+        self._tier, self._epochs, self._deletions = tier, epochs, deletions
+        self._write_behind, self._bulk, self._lookups = write_behind, bulk, lookups
+        self.num_restored = 0  # deletions done again because the backend had lost them
+        self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # changes to apply, with the time of observation
         self._wake = asyncio.Event()
-        self._last_poll: tuple[int, int, bytes | None] | None = None  # at what everything was looked at
-        self._unseen_tenants: dict[
-            bytes, None
-        ] = {}  # tenants of which something was listed, and whose marks are not known
+        self._last_poll: tuple[int, int, bytes | None] | None = None  # state at the last poll of all tenants
+        self._unseen_tenants: dict[bytes, None] = {}  # tenants with chunks here whose epochs are unknown
         self._next_poll_at = 0.0
-        self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; everything's under an empty key
-        walks.tiers.on_indexed.append(self._on_indexed)
+        self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; the global one under an empty key
+        bulk.tiers.on_indexed.append(self._on_indexed)
+        epochs.on_change.append(self.on_epoch_change)
 
     def _on_indexed(self, chunk: Chunk) -> None:
-        """A deletion is news to a node only if it has seen the marks of before: it looks at a tenant's as soon as it
-        has something of it."""
+        """Poll a tenant that has its first chunk here: only a node that knows the epoch sees its change."""
         if chunk.root not in self._epochs:
             self._unseen_tenants[chunk.root] = None
             self._wake.set()
 
-    def on_epoch_change(self, root: bytes, news: EpochChange) -> None:
-        """Others have deleted something of a tenant: it is done here soon."""
-        if news is EpochChange.EPOCH_LOST:
+    def on_epoch_change(self, root: bytes, change: EpochChange) -> None:
+        """Schedule the deletion here of what another node has deleted."""
+        if change is EpochChange.EPOCH_LOST:
             return
-        root = b"" if news is EpochChange.ALL_DELETED else root
-        if news is not EpochChange.CHUNKS_DELETED:
-            self._invalidate_lookups(root)
-        if news is EpochChange.DELETION_LOST and (root, news) in self._unapplied:
+        root = b"" if change is EpochChange.ALL_DELETED else root
+        if change is not EpochChange.CHUNKS_DELETED:
+            self._lookups.invalidate(root)
+        if change is EpochChange.DELETION_LOST and (root, change) in self._unapplied:
             return
-        self._unapplied[root, news] = self._epochs.observed_at(root)
+        self._unapplied[root, change] = self._epochs.observed_at(root)
         self._wake.set()
 
     async def run(self) -> None:
-        """Goes on until it is cancelled."""
+        """Poll and apply until cancelled."""
         await self._forget_absent_tenants()
         while True:
             self._wake.clear()
@@ -91,22 +89,22 @@ class TombstoneApplier:
                 await self._apply()
                 await self._poll()
             except RemoteFailed:
-                log.debug("the remote tier does not say what other nodes have deleted")
+                log.debug("reading deletion epochs of the remote tier failed")
             except Exception:
-                log.exception("doing what other nodes have deleted failed, going on")
+                log.exception("applying deletions of other nodes failed, going on")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_FIRST_POLL_SECONDS if self._last_poll is None else _POLL_SECONDS):
                     await self._wake.wait()
 
     async def _forget_absent_tenants(self) -> None:
-        """Tenants that have nothing on disk any more need not be known."""
-        turns = YieldTimer()
+        """Forget tenants that have no chunks on disk any more."""
+        yield_timer = YieldTimer()
         for root in self._epochs:
             if not self._bulk.page(root, root, 1):
                 self._epochs.forget(root)
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
 
-    # ---- finding out ----------------------------------------------------------------------------------------
+    # ---- polling --------------------------------------------------------------------------------------------
 
     async def _poll(self) -> None:
         if not self._tier.reads.allows_calls:
@@ -117,7 +115,7 @@ class TombstoneApplier:
             return
         state = (
             self._tier.backend_generation,
-            self._write_behind.counters.deleted,
+            self._deletions.num_done,
             await self._tier.read_deletions_epoch(),
         )
         if state == self._last_poll:
@@ -140,86 +138,88 @@ class TombstoneApplier:
                     break
             await self._poll_tenants(roots)
             after = roots[-1] if len(roots) == _TENANTS_PER_READ else None
-        # Tenants that were deleted here have nothing left here: only their marks tell that the engine forgot it.
+        # A tenant that was deleted here has no chunks here: only its epoch shows that the backend lost the deletion.
         deleted = [root for root in self._epochs.tenants_with_deletions() if not self._bulk.page(root, root, 1)]
         for at in range(0, len(deleted), _TENANTS_PER_READ):
             await self._poll_tenants(deleted[at : at + _TENANTS_PER_READ])
 
     async def _poll_tenants(self, roots: list[bytes]) -> None:
-        for root, marks in zip(roots, await self._tier.read_epochs(roots) if roots else [], strict=True):
-            self._write_behind.observe_epochs(root, marks)
+        for root, epochs in zip(roots, await self._tier.read_epochs(roots) if roots else [], strict=True):
+            self._epochs.observe(root, epochs)
             self._unseen_tenants.pop(root, None)
 
-    # ---- doing it -------------------------------------------------------------------------------------------
+    # ---- applying -------------------------------------------------------------------------------------------
 
     async def _apply(self) -> None:
-        """What needs the engine comes last, and may fail."""
-        for (root, news), heard in sorted(self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True):
-            if news is EpochChange.DELETION_LOST:
+        """Apply scheduled deletions; those that need the backend come last, and may fail."""
+        for (root, change), observed_at in sorted(
+            self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True
+        ):
+            if change is EpochChange.DELETION_LOST:
                 await self._write_back(root)
-            elif news is EpochChange.CHUNKS_DELETED:
-                await self._apply_chunk_deletions(root, heard)
+            elif change is EpochChange.CHUNKS_DELETED:
+                await self._apply_chunk_deletions(root, observed_at)
             else:
-                dropped = await self._bulk.delete(root, None, before=heard)
-                self._epochs.mark_applied(root, heard)
-                log.info("dropped here what another node has deleted", chunks=dropped)
-            if self._unapplied.get((root, news)) == heard:
-                del self._unapplied[root, news]
+                dropped = await self._bulk.delete(root, None, before=observed_at)
+                self._epochs.mark_applied(root, observed_at)
+                log.info("removed chunks that another node has deleted", chunks=dropped)
+            if self._unapplied.get((root, change)) == observed_at:
+                del self._unapplied[root, change]
 
-    async def _apply_chunk_deletions(self, root: bytes, heard: float) -> None:
-        gone = await tombstones.read_tombstones(self._tier, root)
-        async with self._write_behind.write_lock:  # what is being written now is known to be there afterwards
-            fresh = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, gone))
-            self._invalidate_lookups(root, fresh)
-            for key in sorted(fresh):
+    async def _apply_chunk_deletions(self, root: bytes, observed_at: float) -> None:
+        present = await tombstones.read_tombstones(self._tier, root)
+        async with self._write_behind.write_lock:  # chunks being written now are known to be there afterwards
+            new_keys = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, present))
+            self._lookups.invalidate(root, new_keys)
+            for key in sorted(new_keys):
                 chunk = self._bulk.get(key)
                 if chunk is not None and chunk.root == root:
                     await self._bulk.delete(root, chunk)
                 if self._write_behind.is_known_stored(key):
                     self._tier.queue_removal(root, key)
-            await self._write_back_chunks(root, gone)
+            await self._write_back_chunks(root, present)
         self._write_behind.wake_for_corrupt()
-        self._epochs.mark_applied(root, heard, gone)
+        self._epochs.mark_applied(root, observed_at, present)
 
-    # ---- deletions that the engine has lost -----------------------------------------------------------------
+    # ---- deletions that the backend has lost ----------------------------------------------------------------
 
     async def _write_back(self, root: bytes) -> None:
-        """Writes deletions that the engine has lost there again: what it had from before them counts no more.
+        """Write lost deletion epochs back, so that older records count no more.
 
-        The very mark comes back, which nodes that know the deletion need not act on. Where two nodes disagree which
-        mark is the later one, a second time within minutes, a new deletion ends that.
+        The same epoch comes back, which nodes that know the deletion need not apply. Where two nodes disagree which
+        epoch is the later one, a second time within minutes, a new deletion ends that.
         """
         async with self._write_behind.write_lock:
-            everything = TenantEpochs(await self._tier.read_global_epoch(), None, None)
-            marks = (await self._tier.read_epochs([root]))[0] if root else everything
-            for whose, mark in self._epochs.lost_deletions(root, marks).items():
-                again = time.monotonic() - self._written_back.get(whose, -inf) < _CONTESTED_SECONDS
+            global_only = TenantEpochs(await self._tier.read_global_epoch(), None, None)
+            epochs = (await self._tier.read_epochs([root]))[0] if root else global_only
+            for owner, epoch in self._epochs.lost_deletions(root, epochs).items():
+                again = time.monotonic() - self._written_back.get(owner, -inf) < _CONTESTED_SECONDS
                 if again:
-                    mark = new_epoch(deletion=True)
-                    self._epochs.record_own_deletion(whose, mark)
+                    epoch = new_epoch(deletion=True)
+                    self._epochs.record_own_deletion(owner, epoch)
                 name = (
-                    self._tier.key_schema.tenant_epoch_key(whose) if whose else self._tier.key_schema.global_epoch_key
+                    self._tier.key_schema.tenant_epoch_key(owner) if owner else self._tier.key_schema.global_epoch_key
                 )
-                await self._tier.write([(name, mark)], None)
-                self._written_back[whose] = time.monotonic()
-                await tombstones.purge(self._tier, whose)
-                self._write_behind.counters.restored += 1
-                log.warning("the remote tier had lost a deletion, which is done there again", everything=not whose)
+                await self._tier.write([(name, epoch)], None)
+                self._written_back[owner] = time.monotonic()
+                await tombstones.purge(self._tier, owner)
+                self.num_restored += 1
+                log.warning("the remote tier had lost a deletion; wrote it back", everything=not owner)
             if root:
-                unmarked = marks.chunks_epoch is None and self._epochs.has_tombstones(root)
-                await self._write_back_chunks(root, await tombstones.read_tombstones(self._tier, root), unmarked)
+                lacks_epoch = epochs.chunks_epoch is None and self._epochs.has_tombstones(root)
+                await self._write_back_chunks(root, await tombstones.read_tombstones(self._tier, root), lacks_epoch)
             await tombstones.announce(self._tier)
         self._write_behind.wake_for_corrupt()
 
-    async def _write_back_chunks(self, root: bytes, gone: set[bytes], unmarked: bool = False) -> None:
-        """Writes names of deleted chunks there again; ``gone`` are those that it has, perhaps without their mark."""
-        missing = self._epochs.missing_tombstones(root, gone)
-        if not missing and not unmarked:
+    async def _write_back_chunks(self, root: bytes, present: set[bytes], lacks_epoch: bool = False) -> None:
+        """Write lost tombstones back; ``present`` are those that the backend has, perhaps without their epoch."""
+        missing = self._epochs.missing_tombstones(root, present)
+        if not missing and not lacks_epoch:
             return
         hashes = frozenset(name[: keys.HASH_BYTES] for name in missing)
-        self._invalidate_lookups(root, hashes)
+        self._lookups.invalidate(root, hashes)
         await tombstones.write_tombstones(self._tier, root, missing)
         for key in hashes:
             self._tier.queue_removal(root, key)
-        self._write_behind.counters.restored += 1
-        log.warning("the remote tier had lost deletions of chunks, which are done there again", chunks=len(hashes))
+        self.num_restored += 1
+        log.warning("the remote tier had lost tombstones; wrote them back", chunks=len(hashes))

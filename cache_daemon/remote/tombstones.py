@@ -1,35 +1,48 @@
-"""Deletions in a remote engine, so that all nodes hear of them: of everything, of a tenant, of a chunk with what
-continues it.
+"""Deletions in the remote tier: epochs and tombstones in the backend, and the queue that writes them.
 
-The first two are marks (see ``marks.py``). A deleted chunk leaves its name, which nothing but the deletion of its
-tenant removes: a node that was away may have the chunk, and come back at any time. Of a tenant that has many of them
-all is deleted, and the names go.
+Deleting everything or a tenant replaces its deletion epoch, so that older records count no more. Deleting a chunk with
+its subtree leaves a tombstone per chunk, which only the deletion of the tenant removes: a node that was away may have
+the chunk and come back at any time. A tenant with too many tombstones is deleted as a whole, and they go.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from cache_daemon.remote.epoch_format import new_epoch
+from kvsidecar import keys
+from kvsidecar.errors import LimitExceeded
+
+from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
 from cache_daemon.remote.key_schema import TOMBSTONE_ID_BYTES
+from cache_daemon.remote.remote_record import new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
 
-_PAGE, _LOOK_SECONDS = 256, 2.0
-# Names of deleted chunks of a tenant.
+NOTE_PREFIX = b"remote-forget:"
+# Pending deletions per tenant, and of all. The deletion of a tenant counts once, beside those of its chunks.
+MAX_PER_TENANT, MAX_DELETIONS = 256, 16384
+
+
+_PAGE, _LOOKUP_TIMEOUT_SECONDS = 256, 2.0
+# Tombstones per tenant.
 MAX_TOMBSTONES = 16384
 
 
-async def bump_epoch(tier: RemoteTier, root: bytes, mark: bytes) -> None:
-    """Makes everything of a tenant, without ``root`` everything under the prefix, worthless at once, wherever it is
-    written from, by its new mark. Raises RemoteFailed."""
+async def bump_epoch(tier: RemoteTier, root: bytes, epoch: bytes) -> None:
+    """Replace a tenant's epoch, without ``root`` the global one. Older records count no more. Raises RemoteFailed."""
     await tier.write(
-        [(tier.key_schema.tenant_epoch_key(root) if root else tier.key_schema.global_epoch_key, mark)], None
+        [(tier.key_schema.tenant_epoch_key(root) if root else tier.key_schema.global_epoch_key, epoch)], None
     )
 
 
 async def purge(tier: RemoteTier, root: bytes) -> None:
-    """Tells all nodes of a mark that ``void`` has made, and removes what is worth nothing any more; of everything,
-    tenants' marks too. Raises RemoteFailed."""
+    """Announce an epoch that ``bump_epoch`` has replaced, and remove the invalid values.
+
+    Without ``root`` also the tenants' epochs. Raises RemoteFailed.
+    """
     await announce(tier)
     names = tier.key_schema
     prefix = names.tenant_prefix(root) if root else names.root_prefix
@@ -39,10 +52,11 @@ async def purge(tier: RemoteTier, root: bytes) -> None:
 
 
 async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int, set[bytes]]:
-    """Removes a chunk and all that continues it, with all parts of every payload that was ever written of them, and
-    leaves their names. Returns how many there were, and what ``names.gone`` wants of them. Raises RemoteFailed.
+    """Remove a chunk and its descendants, and leave tombstones.
 
-    Two walks, of which the first remembers nothing but who continues whom, and which names were left before.
+    Removes all payload parts that were ever written of them. Returns how many chunks there were, and the tombstones.
+    Raises RemoteFailed. Two scans, of which the first remembers only who is whose parent, and which tombstones there
+    are.
     """
     names, begin = tier.key_schema, tier.key_schema.tenant_prefix(root)
     children: dict[bytes, list[bytes]] = {}
@@ -52,32 +66,32 @@ async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int
         hashes = [h for h in (names.hash_of_record_key(root, name) for name in page) if h is not None]
         before.update(filter(None, (names.parse_tombstone_key(root, name) for name in page)))
         for at in range(0, len(hashes), _PAGE):
-            found = await tier.find(root, hashes[at : at + _PAGE], _LOOK_SECONDS)
-            for entry in filter(None, found.records):
-                children.setdefault(entry.header.parent_prefix_hash, []).append(entry.header.prefix_hash)
-                there.add(entry.header.prefix_hash)
+            found = await tier.find(root, hashes[at : at + _PAGE], _LOOKUP_TIMEOUT_SECONDS)
+            for record in filter(None, found.records):
+                children.setdefault(record.header.parent_prefix_hash, []).append(record.header.prefix_hash)
+                there.add(record.header.prefix_hash)
     doomed = [key]
-    for read_tombstones in doomed:
-        doomed += children.pop(read_tombstones, ())
-    whole = set(doomed)
-    left = {read_tombstones + secrets.token_bytes(TOMBSTONE_ID_BYTES) for read_tombstones in whole}
+    for parent in doomed:
+        doomed += children.pop(parent, ())
+    deleted = set(doomed)
+    left = {one + secrets.token_bytes(TOMBSTONE_ID_BYTES) for one in deleted}
     if len(before) + len(left) > MAX_TOMBSTONES:
         await bump_epoch(tier, root, new_epoch(deletion=True))
         await purge(tier, root)
-        return len(whole & there), set()
+        return len(deleted & there), set()
     await tier.write([(names.tombstone_key(root, name), b"") for name in left], None)
-    await tier.remove([names.record_key(root, read_tombstones) for read_tombstones in doomed])
+    await tier.remove([names.record_key(root, one) for one in doomed])
     async for page in tier.scan(begin):
-        await tier.remove([name for name in page if names.hash_of_key(root, name) in whole])
-    await tier.remove([names.tombstone_key(root, name) for name in before if name[:-TOMBSTONE_ID_BYTES] in whole])
-    # Last, so that who hears of it finds nothing of it any more.
+        await tier.remove([name for name in page if names.hash_of_key(root, name) in deleted])
+    await tier.remove([names.tombstone_key(root, name) for name in before if name[:-TOMBSTONE_ID_BYTES] in deleted])
+    # Last, so that a node that polls it finds none of the records.
     await tier.write([(names.chunks_epoch_key(root), new_epoch(deletion=True))], None)
     await announce(tier)
-    return len(whole & there), left
+    return len(deleted & there), left
 
 
 async def read_tombstones(tier: RemoteTier, root: bytes) -> set[bytes]:
-    """What deleted chunks of a tenant have left, as ``names.gone`` wants it. Raises RemoteFailed."""
+    """Read a tenant's tombstones: prefix hash and id of each, as in ``KeySchema``. Raises RemoteFailed."""
     found: set[bytes] = set()
     async for page in tier.scan(tier.key_schema.tombstone_key(root)):
         found.update(filter(None, (tier.key_schema.parse_tombstone_key(root, name) for name in page)))
@@ -85,12 +99,181 @@ async def read_tombstones(tier: RemoteTier, root: bytes) -> set[bytes]:
 
 
 async def write_tombstones(tier: RemoteTier, root: bytes, names: set[bytes]) -> None:
-    """Leaves the names of deleted chunks, as ``Names.gone`` wants them, and tells all nodes. Raises RemoteFailed."""
+    """Write tombstones and replace the tenant's chunks epoch. Raises RemoteFailed."""
     if names:
         await tier.write([(tier.key_schema.tombstone_key(root, name), b"") for name in names], None)
     await tier.write([(tier.key_schema.chunks_epoch_key(root), new_epoch(deletion=True))], None)
 
 
 async def announce(tier: RemoteTier) -> None:
-    """Makes all nodes look at the marks again. Raises RemoteFailed."""
+    """Make all nodes poll the epochs again. Raises RemoteFailed."""
     await tier.write([(tier.key_schema.deletions_epoch_key, new_epoch(deletion=True))], None)
+
+
+@dataclass(eq=False)
+class PendingDeletion:
+    """A deletion of a chunk with its subtree, of a tenant, or of everything.
+
+    ``key`` is empty for a tenant, ``root`` too for everything. ``is_known`` says that this node has the chunk, so that
+    its descendants may be there even if it is not.
+    """
+
+    root: bytes
+    key: bytes
+    is_known: bool
+    done: asyncio.Future[int]
+    started: bool = False
+    epoch: bytes = b""  # new epoch of a tenant or of everything, perhaps written already
+    bumped_generation: int = -1  # backend generation in which its epoch was bumped already
+    repeat: asyncio.Future[int] | None = None  # requested again after it started
+
+
+class DeletionQueue:
+    """Pending deletions: each once, in order, bounded in number. Runs on the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[tuple[bytes, bytes], PendingDeletion] = OrderedDict()
+        self._roots: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def concerns(self, root: bytes) -> bool:
+        """Return True if a deletion of the tenant, or of everything, is pending."""
+        return root in self._roots or b"" in self._roots
+
+    def check(self, root: bytes, key: bytes) -> None:
+        """Raise LimitExceeded when one more deletion would be too many."""
+        if (root, key) in self._waiting:
+            return
+        if key and self._roots[root] >= MAX_PER_TENANT:
+            raise LimitExceeded(
+                f"{MAX_PER_TENANT} deletions of this tenant wait for the remote tier, the most that may; delete all "
+                "of the tenant, or try again when it has done them"
+            )
+        if len(self._waiting) >= MAX_DELETIONS and (root or key):
+            raise LimitExceeded(
+                f"{MAX_DELETIONS} deletions wait for the remote tier, the most that may; try again when it has done "
+                "some"
+            )
+
+    def add(self, root: bytes, key: bytes, known: bool) -> PendingDeletion:
+        """Add a deletion, or return the pending one."""
+        old = self._waiting.get((root, key))
+        if old is not None:
+            old.is_known = old.is_known or known
+            if old.started and old.repeat is None:
+                old.repeat = asyncio.get_running_loop().create_future()
+            return old
+        new = self._waiting[root, key] = PendingDeletion(root, key, known, asyncio.get_running_loop().create_future())
+        self._roots[root] += 1
+        return new
+
+    def first(self) -> PendingDeletion:
+        """Return the oldest deletion, which starts now."""
+        found = next(iter(self._waiting.values()))
+        found.started = True
+        return found
+
+    def finish(self, deletion: PendingDeletion, gone: int) -> bool:
+        """Finish a deletion. Returns False when it was requested again while it ran: it is queued anew then."""
+        if not deletion.done.done():
+            deletion.done.set_result(gone)
+        if deletion.repeat is not None:
+            deletion.done, deletion.repeat = deletion.repeat, None
+            deletion.started, deletion.bumped_generation = False, -1
+            self._waiting.move_to_end((deletion.root, deletion.key))
+            return False
+        del self._waiting[deletion.root, deletion.key]
+        self._roots[deletion.root] -= 1
+        if not self._roots[deletion.root]:
+            del self._roots[deletion.root]
+        return True
+
+
+class DeletionWriter:
+    """This node's deletions on their way to the remote backend.
+
+    ``enqueue`` and ``restore_note`` add them, ``run_next`` does the oldest one; a deletion is tried until it is done,
+    also after a restart. ``write_note(key, value)`` persists a small record; None deletes it. Runs on the event loop.
+    """
+
+    def __init__(
+        self, tier: RemoteTier, epochs: DeletionEpochs, write_note: Callable[[bytes, bytes | None], None]
+    ) -> None:
+        self._tier, self._epochs, self._write_note = tier, epochs, write_note
+        self._queue = DeletionQueue()
+        self.num_done = 0  # since the start
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def is_deleting(self, root: bytes) -> bool:
+        """Return True while a deletion of the tenant, or of everything, is pending: its records must not be read."""
+        return self._queue.concerns(root)
+
+    def enqueue(self, root: bytes, key: bytes, *, is_known: bool) -> asyncio.Future[int]:
+        """Delete a chunk with its subtree, a tenant without ``key``, or everything without ``root``.
+
+        Returns a future of the number of chunks deleted, as far as that is known. A chunk that is not ``is_known``
+        here is looked up first. Raises LimitExceeded, with nothing changed.
+        """
+        self._queue.check(root, key)
+        return self._enqueue(root, key, is_known)
+
+    def _enqueue(self, root: bytes, key: bytes, is_known: bool) -> asyncio.Future[int]:
+        deletion = self._queue.add(root, key, is_known)
+        self._write_note(NOTE_PREFIX + root + key, b"\1")
+        return deletion.repeat or deletion.done
+
+    def restore_note(self, name: bytes) -> None:
+        """Restore a deletion that was pending before a restart."""
+        rest = name[len(NOTE_PREFIX) :]
+        if len(rest) in (0, keys.HASH_BYTES, 2 * keys.HASH_BYTES):
+            self._enqueue(rest[: keys.HASH_BYTES], rest[keys.HASH_BYTES :], True)
+        else:
+            self._write_note(name, None)
+
+    async def run_next(self) -> bool:
+        """Do the oldest pending deletion. Returns True if records may be gone. Raises RemoteFailed."""
+        deletion = self._queue.first()
+        root, key, gone = deletion.root, deletion.key, 0
+        if key:
+            # Scanning all of a tenant takes long: not for a hash that neither this node nor the backend knows.
+            if deletion.is_known or await self._tier.contains(root, key):
+                gone, tombstones = await delete_subtree(self._tier, root, key)
+                self._epochs.record_own_tombstones(root, tombstones)
+        else:
+            # Once: what other nodes write from then on is theirs, however often the removal of the rest is tried.
+            if deletion.bumped_generation != self._tier.backend_generation:
+                await self._bump_epoch(deletion)
+                deletion.bumped_generation = self._tier.backend_generation
+            await purge(self._tier, root)
+        self.num_done += 1
+        if self._queue.finish(deletion, gone):
+            self._write_note(NOTE_PREFIX + root + key, None)
+        return bool(gone) or not key
+
+    async def _bump_epoch(self, deletion: PendingDeletion) -> None:
+        """Invalidate all records of a tenant, without ``root`` of everything.
+
+        The new epoch replaces those of other nodes' deletions, so these are observed first. It stays the same over
+        retries, or this node would take it for another node's.
+        """
+        root, crossed = deletion.root, False
+        deletion.epoch = deletion.epoch or new_epoch(deletion=True)
+        if root:
+            epochs = (await self._tier.read_epochs([root]))[0]
+            before = epochs.tenant_epoch
+            if before != deletion.epoch:
+                crossed = self._epochs.observe(root, epochs) is EpochChange.TENANT_DELETED
+            if epochs.chunks_epoch is not None and not crossed:  # the tombstones will be gone, too
+                crossed = bool(self._epochs.unapplied_tombstones(root, await read_tombstones(self._tier, root)))
+        else:
+            before = await self._tier.read_global_epoch()
+        await bump_epoch(self._tier, root, deletion.epoch)
+        # A backend that shows the epoch of before has lost the deletion.
+        self._epochs.record_own_deletion(root, deletion.epoch, before, crossed=crossed)
+        deletion.epoch = b""
+        if crossed:
+            self._epochs.notify(root, EpochChange.TENANT_DELETED)

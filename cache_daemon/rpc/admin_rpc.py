@@ -10,7 +10,7 @@ from itertools import accumulate
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import Context, FailedPrecondition, InvalidRequest
+from kvsidecar.errors import Context, InvalidRequest
 from kvsidecar.keys import HASH_BYTES
 
 from cache_daemon.rpc import caller_budgets, request_validation
@@ -52,18 +52,16 @@ class AdminServicer(ServicerBase):
     async def Carry(self, request: pb.CarryRequest, context: Context) -> AsyncIterator[pb.CarryResponse]:
         # Guests have what they ask for go there and come from there; all at once is work for everybody's engine.
         self.principal_of(context).require_operator("carry a tenant to the remote tier, or from there")
-        root, remote = self.root(context, request.namespace, request.tenant_salt), self.store.remote
-        if remote is None:
-            raise FailedPrecondition("this daemon has no remote tier; start it with --remote")
+        root = self.root(context, request.namespace, request.tenant_salt)
         with self.stream(context, "Carry", caller_budgets.TRANSFERS):
             if request.direction == pb.CARRY_DIRECTION_TO_REMOTE:
-                steps = remote.transfer.push([chunk async for chunk in self.store.bulk.iter_chunks(root)])
+                steps = self.store.push_tenant(root)
             elif request.direction == pb.CARRY_DIRECTION_FROM_REMOTE:
                 request_validation.check_descriptor(request.descriptor)
                 if keys.namespace_id(request.descriptor) != request.namespace:
                     raise InvalidRequest("the descriptor is not the namespace's; send that of one of its workers")
                 tenant = keys.tenant_id(request.tenant_salt)
-                steps = remote.transfer.pull(root, tenant, Geometry.of(request.descriptor))
+                steps = self.store.pull_tenant(root, tenant, Geometry.of(request.descriptor))
             else:
                 raise InvalidRequest("direction is not set; it must be TO_REMOTE or FROM_REMOTE")
             async with aclosing(steps) as told:  # type: ignore[type-var]
@@ -88,12 +86,12 @@ class AdminServicer(ServicerBase):
             root = b""
         if len(request.page_token) not in (0, 2 * HASH_BYTES):
             raise InvalidRequest(f"page_token has {len(request.page_token)} bytes; use that of the previous answer")
-        chunks = self.store.bulk.page(root, request.page_token, size + 1)
+        chunks = self.store.list_chunks(root, request.page_token, size + 1)
         if request.with_tokens:
             ends = accumulate(c.tokens for c in chunks)
             size = min(size, max(1, sum(end <= _MAX_PAGE_TOKENS for end in ends)))
         last = chunks[size - 1] if len(chunks) > size else None
-        now = self.store.tiers.clock()
+        now = self.store.now
         return pb.ListResponse(
             chunks=[c.info(now, with_tokens=request.with_tokens) for c in chunks[:size]],
             next_page_token=last.root + last.key if last else b"",
@@ -109,7 +107,7 @@ class AdminServicer(ServicerBase):
         out.refused = self.calls.refused
         out.calls.extend(self.calls.recent())
         now = time.monotonic()
-        for session in self.store.sessions:
+        for session in self.sessions:
             out.session_details.add(
                 client_name=session.name,
                 namespace=session.namespace,

@@ -14,7 +14,7 @@ from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.call_wrapper import unary, undo_if_cancelled
 from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.commit import ReserveResult
-from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
@@ -53,25 +53,18 @@ class ChunkServicer(ServicerBase):
         )
         if self.shared.on_lookup is not None:
             self.shared.on_lookup(keys.tenant_root(session.namespace, salt), ids)
-        cuts, price = (
+        hints = FetchHints(
             request_validation.check_cuts(request.cuts, len(request.token_ids)),
             request_validation.check_seconds_per_token(request.seconds_per_token),
+            _remote_timeout(context),
         )
-        brought, window, until = (
-            None,
-            request.window,
-            self.store.ttl.deadline_of(request_validation.check_ttl(request.ttl_seconds)),
-        )
-        if cuts and self.store.remote is not None:
-            window = 0
-            brought = await self.store.remote.fetch(session, salt, ids, cuts, price, _remote_timeout(context), until)
-        result = await self.store.match(session, salt, ids, probes, window, until)
+        expires_at = self.store.deadline_of(request_validation.check_ttl(request.ttl_seconds))
+        result = await self.store.match(session, salt, ids, probes, request.window, expires_at, hints)
         if result.lease_id:
             result = replace(result, lease_id=rename_handle(session.leases, result.lease_id, name))
             undo_if_cancelled(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result, with_offsets=session.shares_memory)
-        if brought is not None:
-            answer.remote_tokens, answer.remote_ms = min(brought.tokens, answer.matched_tokens), brought.seconds * 1e3
+        answer.remote_tokens, answer.remote_ms = result.fetched_tokens, result.fetch_ms
         return answer
 
     @unary
@@ -84,7 +77,7 @@ class ChunkServicer(ServicerBase):
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         request_validation.check_headers(request.headers)
         names = request_validation.check_reservation_ids(request.reservation_ids, len(request.headers))
-        until = self.store.ttl.deadline_of(request_validation.check_ttl(request.ttl_seconds))
+        until = self.store.deadline_of(request_validation.check_ttl(request.ttl_seconds))
         request_validation.check_capacity(
             "reservations of this session", len(session.reservations), request_validation.MAX_RESERVATIONS
         )
@@ -93,14 +86,14 @@ class ChunkServicer(ServicerBase):
         def give_back() -> None:
             self.store.abort(session, [r.reservation_id for r in reserved if r.reservation_id])
 
-        turns = YieldTimer()
+        yield_timer = YieldTimer()
         try:
             for at in range(0, len(request.headers), _SLICE_HEADERS):
                 headers = request.headers[at : at + _SLICE_HEADERS]
                 for made, name in zip(self.store.reserve(session, salt, headers, until), names[at:], strict=False):
                     reservation_id = rename_handle(session.reservations, made.reservation_id, name)
                     reserved.append(replace(made, reservation_id=reservation_id))
-                await turns.maybe_yield()
+                await yield_timer.maybe_yield()
                 if session.closed:
                     raise UnknownSession("the session ended while its request was served; call Attach again")
         except BaseException:
@@ -125,7 +118,7 @@ class ChunkServicer(ServicerBase):
     async def _matched(self, result: MatchResult, *, with_offsets: bool) -> pb.MatchResponse:
         """Callers that share no memory are not told where in it chunks lie: where others' begin and end is theirs."""
         out = pb.MatchResponse(
-            matched_tokens=result.passed_tokens + sum(m.tokens for m in result.matches),
+            matched_tokens=result.matched_tokens,
             passed_tokens=result.passed_tokens,
             promoted_tokens=result.promoted_tokens,
             promote_ms=result.promote_ms,

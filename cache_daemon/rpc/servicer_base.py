@@ -35,6 +35,7 @@ class ServicerBase:
 
     def __init__(self, shared: ServiceState, principal_of: Callable[[Context], Principal], memory_socket: str) -> None:
         self.shared, self.store, self.calls = shared, shared.store, shared.calls
+        self.sessions, self.verdicts, self.events = shared.store.sessions, shared.store.verdicts, shared.store.events
         self.principal_of, self.memory_socket = principal_of, memory_socket
 
     def salt(self, context: Context, salt: bytes) -> bytes:
@@ -48,7 +49,7 @@ class ServicerBase:
 
     def session(self, context: Context, session_id: bytes) -> Session:
         """The caller's own session. Raises UnknownSession, PermissionDenied."""
-        session = self.store.sessions.get(session_id)
+        session = self.sessions.get(session_id)
         if session.owner != self.principal_of(context):
             raise PermissionDenied("the session is another caller's; call Attach and use the session_id of its Welcome")
         return session

@@ -50,7 +50,7 @@ class SessionServicer(ServicerBase):
                 self.store.record_heartbeat(
                     session, request_validation.check_heartbeat(message.heartbeat, session.heartbeat_totals)
                 )
-                verdict = self.store.verdicts.get(session.namespace)
+                verdict = self.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except TimeoutError:
             await context.abort(
@@ -74,7 +74,7 @@ class SessionServicer(ServicerBase):
             raise InvalidRequest(f"protocol_version is {hello.protocol_version}; this daemon speaks {PROTOCOL_VERSION}")
         name = request_validation.check_client_name(hello.client_name)
         request_validation.check_descriptor(hello.descriptor)
-        principal, open_now = self.principal_of(context), list(self.store.sessions)
+        principal, open_now = self.principal_of(context), list(self.sessions)
         external = [session.owner for session in open_now if not session.shares_memory]
         caller_budgets.SESSIONS.check(
             "sessions",
@@ -93,16 +93,14 @@ class SessionServicer(ServicerBase):
             session_id=session.id,
             heartbeat_interval_ms=self.shared.heartbeat_ms,
             max_chunk_tokens=MAX_CHUNK_TOKENS,
-            verdict=self.store.verdicts.get(session.namespace),
-            remote=self.store.remote is not None,
+            verdict=self.verdicts.get(session.namespace),
+            remote=self.store.has_remote_tier,
         )
         assert session.staging is not None, "a new session has one"
         welcome.staging.size_bytes = session.staging.size_bytes
         if session.shares_memory:
             welcome.memory_socket = self.memory_socket
-            welcome.arena.CopyFrom(self.store.arena.describe())
-            if self.store.bloom_filter is not None:
-                welcome.summary.CopyFrom(self.store.bloom_filter.describe())
+            self.store.describe_memory(welcome)
         return welcome
 
     @unary
@@ -118,6 +116,6 @@ class SessionServicer(ServicerBase):
             "the length of the verdict in bytes", verdict.ByteSize(), request_validation.MAX_STRING_BYTES
         )
         self.principal_of(context).require_operator("store a verdict, which all tenants of the model follow")
-        await self.store.verdicts.put(session.namespace, verdict)
+        await self.verdicts.put(session.namespace, verdict)
         log.info("verdict stored", namespace=session.namespace.hex()[:12], passed=verdict.passed)
         return pb.SetVerdictResponse()

@@ -20,14 +20,14 @@ from kvsidecar.errors import (
     QuotaExceeded,
     UnknownLease,
 )
-from kvsidecar.payload_wire import encoded_piece
+from kvsidecar.payload_wire import encode_data
 
 from cache_daemon.memory.arena import Slot
 from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
 from cache_daemon.rpc.request_decoder import decode_request
 from cache_daemon.rpc.servicer_base import ServicerBase
-from cache_daemon.store.sessions import LeaseGuard, Session
+from cache_daemon.store.sessions import Session
 
 # A stream that stands still so long gives back what it holds.
 STREAM_TIMEOUT_SECONDS = 10.0
@@ -59,7 +59,7 @@ class StreamServicer(ServicerBase):
             "the number of prefix_hashes", len(request.prefix_hashes), request_validation.MAX_ITEMS
         )
         chunks = session.leased_chunks(request.lease_id, request.prefix_hashes)
-        with self.stream(context, "Fetch", caller_budgets.STREAMS), LeaseGuard(chunks, self.store.tiers.on_released):
+        with self.stream(context, "Fetch", caller_budgets.STREAMS), self.store.acquire(chunks):
             for chunk in chunks:
                 self.session(context, request.session_id)  # one that has ended, or may no longer, is sent no more
                 await _send(context, chunk.header, await self.store.read_leased(chunk))
@@ -71,7 +71,7 @@ class StreamServicer(ServicerBase):
         salt = self.salt(context, start.tenant_salt)
         request_validation.check_descriptor(start.descriptor)
         request_validation.check_headers([start.header])
-        until = self.store.ttl.deadline_of(request_validation.check_ttl(start.ttl_seconds))
+        until = self.store.deadline_of(request_validation.check_ttl(start.ttl_seconds))
         with self.stream(context, "Store", caller_budgets.STREAMS):
             session = self.store.open_session(
                 "store", start.descriptor, keys.namespace_id(start.descriptor),
@@ -127,8 +127,7 @@ class StreamServicer(ServicerBase):
         else:
             self.principal_of(context).require_operator("watch all tenants")
         with self.stream(context, "Watch", caller_budgets.WATCHERS):
-            events = self.store.events
-            async for event in events.follow(
+            async for event in self.events.follow(
                 request.epoch, request.after_sequence, root, with_tokens=request.with_tokens
             ):
                 yield event
@@ -137,7 +136,7 @@ class StreamServicer(ServicerBase):
 async def _send(context: Context, header: ChunkHeader, payload: memoryview) -> None:
     await _written(context, pb.FetchResponse(header=header))
     for at in range(0, len(payload), request_validation.MESSAGE_BYTES):
-        await _written(context, encoded_piece(payload[at : at + request_validation.MESSAGE_BYTES]))
+        await _written(context, encode_data(payload[at : at + request_validation.MESSAGE_BYTES]))
 
 
 async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:

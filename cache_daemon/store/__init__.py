@@ -1,5 +1,4 @@
-"""The store in rooms: ``sessions`` (who holds what), ``index``, ``tiers`` (where chunks are), ``lookup``, ``writing``,
-``persistence``, ``pins``; the facade puts them together.
+"""The chunk store: index, tiers, leases, two-phase commit, persistence, expiry and pins behind ``ChunkStore``.
 
-Imports memory, the durable tier and eviction; nothing of gRPC.
+May import ``memory``, ``durable`` and ``eviction``; nothing of gRPC, and of ``remote`` types only.
 """

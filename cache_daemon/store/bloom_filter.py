@@ -1,4 +1,4 @@
-"""The daemon's side of the index summary: a counting Bloom filter, its bits in memory that workers map."""
+"""Counting Bloom filter over the index, in memory that workers map."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from kvsidecar.cache.v1.cache_pb2 import IndexSummary
 
 from cache_daemon.store.chunk import Chunk
 
-# With a million chunks one prompt in ten is looked up in vain, with a hundred thousand one in a thousand.
+# False positives: one prompt in ten with a million chunks, one in a thousand with a hundred thousand.
 SUMMARY_BYTES = 1 << 19
 _SATURATED = 0xFFFF
 
 
 class CountingBloomFilter:
-    """Counts how many chunks set each bit, so that it is cleared with the last one. ``memory`` is all zeros; nobody
-    else writes to it."""
+    """Counts the chunks behind each bit, so that the last one clears it.
+
+    ``memory`` is all zeros at first, and has no other writer.
+    """
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -31,7 +33,7 @@ class CountingBloomFilter:
 
     def remove(self, chunk: Chunk) -> None:
         for n in self._bits(chunk):
-            if self._counts[n] == _SATURATED:  # how many there are is not known any more: the bit stays
+            if self._counts[n] == _SATURATED:  # the count saturated and is unknown: the bit stays
                 continue
             self._counts[n] -= 1
             if not self._counts[n]:
@@ -45,7 +47,7 @@ class CountingBloomFilter:
             yield from positions(head, len(self._memory))
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
-        """Raises AssertionError unless the counts are those of the chunks, and the bits those of the counts."""
+        """Raise AssertionError unless counts match the chunks, and bits the counts."""
         fresh = CountingBloomFilter(memoryview(bytearray(len(self._memory))))
         for chunk in chunks:
             fresh.add(chunk)
@@ -55,5 +57,5 @@ class CountingBloomFilter:
         ), "the summary's bits differ from its counts"
 
     def describe(self) -> IndexSummary:
-        """What a worker needs to map it."""
+        """Describe the memory to a worker that maps it."""
         return IndexSummary(size_bytes=len(self._memory))

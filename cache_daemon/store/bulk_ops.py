@@ -1,5 +1,7 @@
-"""Walks over many chunks: deleting, expiring, counting. They take turns with everything else on the event loop, so what
-they walk over may change under them."""
+"""Bulk operations: delete, expire, count and list many chunks.
+
+They yield to the event loop, so chunks may come and go while they run.
+"""
 
 from __future__ import annotations
 
@@ -21,34 +23,39 @@ from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
 _PAGE_CHUNKS = 256
-# So long a deletion waits for a disk that fails or hangs, and for one that has much to remove.
+# Longest wait of a deletion for a disk that fails or hangs, and for one that has much to remove.
 _REMOVAL_TIMEOUT_SECONDS, _MAX_REMOVAL_SECONDS = 5.0, 30.0
 
 
 class BulkOps:
-    """Over a store's index."""
+    """Bulk operations on one store's index."""
 
     def __init__(self, tiers: TierManager, ttl: TtlIndex, invalidate: Callable[[bytes, bytes, float], None]) -> None:
-        """``void`` hears of every deletion, as ``Writing.void``."""
+        """``invalidate`` is called for every deletion, see ``TwoPhaseCommit.invalidate``."""
         self.tiers, self._terms, self.invalidate = tiers, ttl, invalidate
 
     async def delete(self, root: bytes, chunk: Chunk | None, before: float = inf) -> int:
-        """Removes a chunk with all that continues it, without one a tenant's chunks, with no root everything: those
-        that were listed by a time (monotonic), and what continues them. What was reserved before does not come any
-        more. Returns how many."""
+        """Remove a chunk with its subtree, a tenant's chunks, or everything.
+
+        ``chunk`` None removes a tenant, with an empty ``root`` everything. Only chunks inserted by ``before``
+        (monotonic), and their descendants. Earlier reservations are invalidated. Returns how many chunks were removed.
+        """
         self.invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:
             return await self._remove_subtree(chunk, EVENT_TYPE_DELETED, YieldTimer())
-        dropped, turns = 0, YieldTimer()
+        dropped, yield_timer = 0, YieldTimer()
         async for found in self.iter_chunks(root):
             if found.indexed and found.inserted_at <= before:
-                dropped += await self._remove_subtree(found, EVENT_TYPE_DELETED, turns)
+                dropped += await self._remove_subtree(found, EVENT_TYPE_DELETED, yield_timer)
         return dropped
 
     @asynccontextmanager
     async def await_disk_removal(self) -> AsyncIterator[None]:
-        """Ends when what was deleted is gone from the disk, too; also where it was not found, as it may have been
-        deleted a moment ago. Raises StoreUnavailable when the disk does not take it in time."""
+        """At the end of the block, wait until removed chunks have left the disk.
+
+        It waits also where a chunk was not found, as it may have been deleted a moment ago. Raises StoreUnavailable
+        when the disk does not take the removal in time.
+        """
         try:
             yield
         except ChunkNotFound:
@@ -60,13 +67,13 @@ class BulkOps:
         writer, began = self.tiers.writer, time.monotonic()
         if writer is None:
             return
-        heard, until, transactions = _removal_outcome(writer), began + _REMOVAL_TIMEOUT_SECONDS, writer.transactions
+        removal, until, transactions = _removal_outcome(writer), began + _REMOVAL_TIMEOUT_SECONDS, writer.transactions
         while True:
-            await asyncio.wait({heard}, timeout=max(0.0, until - time.monotonic()))
-            if heard.done():
-                if heard.result() is PutOutcome.STORED:
+            await asyncio.wait({removal}, timeout=max(0.0, until - time.monotonic()))
+            if removal.done():
+                if removal.result() is PutOutcome.STORED:
                     return
-                heard = _removal_outcome(writer)
+                removal = _removal_outcome(writer)
             now = time.monotonic()
             if writer.transactions != transactions:
                 transactions, until = (
@@ -74,7 +81,7 @@ class BulkOps:
                     min(now, began + _MAX_REMOVAL_SECONDS) + _REMOVAL_TIMEOUT_SECONDS,
                 )
             if now >= until:
-                # Asked once: the writer's thread may succeed meanwhile.
+                # Read once: the writer's thread may succeed meanwhile.
                 why = (writer.failing or (f"that takes longer than {now - began:.0f} seconds",))[0]
                 raise StoreUnavailable(
                     "what was to be deleted is not found any more, but the durable store has not removed it yet "
@@ -83,21 +90,21 @@ class BulkOps:
                 )
 
     async def expire(self) -> int:
-        """Drops what has passed the time that requests asked for, or its tenant's. Returns how many."""
-        dropped, turns = 0, YieldTimer()
+        """Remove chunks whose TTL, set by requests or their tenant, has passed. Returns how many."""
+        dropped, yield_timer = 0, YieldTimer()
         for chunk in self._terms.expired():
-            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # not asked for meanwhile
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, turns)
+            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # its TTL was not extended meanwhile
+                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
         if not self.tiers.accounts.has_ttl:
             return dropped
         now = self.tiers.clock()
         async for chunk in self.iter_chunks(b""):
             if chunk.indexed and chunk.is_expired(now):
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, turns)
+                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
         return dropped
 
     async def count(self, root: bytes) -> StatsResponse:
-        """What a tenant has in a namespace."""
+        """Return usage of one tenant in a namespace."""
         out = StatsResponse()
         async for chunk in self.iter_chunks(root):
             resident, durable = chunk.arena_state is Residency.PRESENT, chunk.disk_state is Residency.PRESENT
@@ -111,8 +118,11 @@ class BulkOps:
         return out
 
     def page(self, root: bytes, after: bytes, limit: int) -> Sequence[Chunk]:
-        """Chunks of a tenant ordered by prefix hash, or with an empty root of all, ordered by root and prefix hash;
-        ``after`` is the last one's root and prefix hash."""
+        """Return a page of a tenant's chunks ordered by prefix hash; with an empty root of all, by root and prefix
+        hash.
+
+        ``after`` is the last chunk's root and prefix hash.
+        """
         index = self.tiers.index
         if root:
             return index.page_of_root(root, after[keys.HASH_BYTES :], limit)
@@ -125,44 +135,44 @@ class BulkOps:
         return out
 
     def iter_roots(self, first: bytes) -> Iterator[bytes]:
-        """Of tenants that have something here, in order; not while others have their turn."""
+        """Yield roots that have chunks, in order; do not yield to the event loop while iterating."""
         return self.tiers.index.roots_from(first)
 
     def get(self, key: bytes) -> Chunk | None:
-        """A chunk by its prefix hash."""
+        """Return a chunk by its prefix hash."""
         return self.tiers.index.get(key)
 
     async def iter_chunks(self, root: bytes) -> AsyncIterator[Chunk]:
-        """A tenant's chunks, with no root all; those that come or go meanwhile may be among them or not."""
-        after, turns = b"", YieldTimer()
+        """Yield a tenant's chunks, with an empty root all; chunks that come or go meanwhile may be missing."""
+        after, yield_timer = b"", YieldTimer()
         while page := self.page(root, after, _PAGE_CHUNKS):
             after = page[-1].root + page[-1].key
             for chunk in page:
                 yield chunk
-                await turns.maybe_yield()
+                await yield_timer.maybe_yield()
 
-    async def _remove_subtree(self, chunk: Chunk, why: EventType.ValueType, turns: YieldTimer) -> int:
-        """Drops a chunk and all that continues it, leaves first. Returns how many."""
+    async def _remove_subtree(self, chunk: Chunk, why: EventType.ValueType, yield_timer: YieldTimer) -> int:
+        """Remove a chunk and its descendants, leaves first. Returns how many."""
         branch = [chunk]
         for member in branch:
             branch.extend(self.tiers.index.children(member.key))
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
         dropped = 0
         while branch:
             member = branch.pop()
             if member.indexed:
                 dropped += self.tiers.remove_subtree(member, why)
-            await turns.maybe_yield()
+            await yield_timer.maybe_yield()
         return dropped
 
 
 def _removal_outcome(writer: GroupCommitWriter) -> asyncio.Future[PutOutcome]:
-    """What comes of all that is to be removed now."""
-    heard: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
+    """Return a future of the outcome of all removals queued so far."""
+    removal: asyncio.Future[PutOutcome] = asyncio.get_running_loop().create_future()
 
     def hear(result: PutResult) -> None:
-        if not heard.done():
-            heard.set_result(result.outcome)
+        if not removal.done():
+            removal.set_result(result.outcome)
 
     writer.flush(hear)
-    return heard
+    return removal

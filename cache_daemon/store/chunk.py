@@ -1,4 +1,4 @@
-"""One stored chunk, as the index knows it."""
+"""One stored chunk and its state in each tier."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cache_daemon.store.tenant_usage import TenantAccount
 
 
 class Residency(enum.Enum):
-    """Whether a tier has a chunk's payload."""
+    """State of a chunk's payload in one tier."""
 
     ABSENT = enum.auto()
     IN_FLIGHT = enum.auto()  # being read from, or written to, the tier: the slot must stay
@@ -26,7 +26,7 @@ class Residency(enum.Enum):
 
 
 class ChunkSnapshot(NamedTuple):
-    """What can be told of a chunk, at one time; cheaper to make than the message that tells it."""
+    """A chunk's state at one time, cheaper to make than its protobuf message."""
 
     header: ChunkHeader
     ids: bytes  # as in Chunk
@@ -37,9 +37,10 @@ class ChunkSnapshot(NamedTuple):
     hits: int
     stored_bytes: int
     idle_seconds: float
-    ttl_left_seconds: float  # until the time is over that requests asked for
+    ttl_left_seconds: float  # until the TTL of requests ends
 
     def info(self, *, with_tokens: bool = False) -> ChunkInfo:
+        """Build the message of ``List`` and ``Watch``."""
         h = self.header
         return ChunkInfo(
             root=h.root,
@@ -62,11 +63,24 @@ class ChunkSnapshot(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
+class WriteState:
+    """State of a chunk's write to the durable tier, owned by Persistence."""
+
+    maybe_on_disk: bool = False  # a failed write may have reached the disk
+    superseder_count: int = 0  # longer siblings that replace it once they are durable
+    supersedes: list[Chunk] = field(default_factory=list, repr=False)
+
+
+@dataclass(eq=False, slots=True)
 class Chunk:
     """A committed chunk: in the arena, in the durable tier, or in both.
 
-    It is ``listed`` while the index has it. Whoever uses its slot (``leases``, the writer, the reader) keeps the slot
-    also when it is listed no more.
+    It is ``indexed`` while the index has it. Users of its slot (leases, the writer, the reader) keep the slot even
+    after the chunk has left the index.
+
+    Each mutable field has one writer: TierManager (``slot``, the two states, ``indexed``, ``stored_bytes``, ``hits``,
+    ``last_used_at``, ``load_future``), LeaseGuard (``leases``), Pins (``pins``), Insertion (``anchors``), TtlIndex
+    (``expires_at``) and Persistence (``write_state``).
     """
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
@@ -78,14 +92,12 @@ class Chunk:
     indexed: bool = True
     leases: int = 0
     pins: int = 0
-    anchors: int = 0  # insertions that continue it, see Insertion
+    anchors: int = 0  # insertions of its children that run, see Insertion
     hits: int = 0
     last_used_at: float = 0.0  # seconds, on the store's clock
-    expires_at: float = inf  # the same; what requests asked for, see Terms
+    expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
     stored_bytes: int = 0  # in the durable tier
-    maybe_on_disk: bool = False  # a write that failed may have reached the disk
-    superseder_count: int = 0  # longer siblings that take its place as soon as they are durable
-    supersedes: list[Chunk] = field(default_factory=list, repr=False)
+    write_state: WriteState = field(default_factory=WriteState, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
     inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)
     # The header's, at hand: a Match reads them of every chunk that it finds.
@@ -106,7 +118,7 @@ class Chunk:
 
     @property
     def is_first(self) -> bool:
-        """It begins a prompt."""
+        """Return True for the first chunk of a prompt."""
         return self.parent_key == self.header.root
 
     @property
@@ -122,16 +134,16 @@ class Chunk:
         return self.header.prefill_seconds
 
     def is_expired(self, now: float) -> bool:
-        """Whether the time that requests asked for, or its tenant's time to live, is over. A pinned one stays."""
+        """Return True if the TTL of requests, or of the tenant, has passed. A pinned chunk never expires."""
         return not self.pins and (self.expires_at < now or self.tenant.is_expired(now - self.last_used_at))
 
     @property
     def in_use(self) -> bool:
-        """Somebody reads or writes the slot."""
+        """Return True while the slot is leased, read or written."""
         return self.leases > 0 or Residency.IN_FLIGHT in (self.arena_state, self.disk_state)
 
     def to_match(self, tokens: int, offset: int) -> ChunkMatch:
-        """What a Match tells of it when so many of its leading tokens match."""
+        """Build the ``Match`` entry for ``tokens`` matched leading tokens."""
         header = self.header
         return ChunkMatch(
             prefix_hash=self.key,
@@ -145,8 +157,10 @@ class Chunk:
         )
 
     def encoded_match(self) -> bytes:
-        """A MatchResponse with nothing but the whole chunk in its slot, encoded; such responses one behind the other
-        are one with all of them. Kept until the chunk moves."""
+        """Encode a MatchResponse with the whole chunk in its slot.
+
+        Encoded responses can be concatenated into one with all of them. Cached until the chunk moves.
+        """
         assert self.slot is not None, "a leased chunk has a slot"
         if self._encoded_match is None or self._encoded_match[0] is not self.slot:
             told = MatchResponse(matches=[self.to_match(self.tokens, self.slot.offset)])
@@ -154,13 +168,14 @@ class Chunk:
         return self._encoded_match[1]
 
     def full_header(self) -> ChunkHeader:
-        """The header with its token ids, newly made."""
+        """Copy the header, with its token ids."""
         header = ChunkHeader()
         header.CopyFrom(self.header)
         header.token_ids.extend(memoryview(self.ids).cast("I").tolist())
         return header
 
     def snapshot(self, now: float) -> ChunkSnapshot:
+        """Capture the state for events and ``List``."""
         return ChunkSnapshot(
             self.header,
             self.ids,

@@ -1,7 +1,7 @@
-"""Reserve, commit, abort: how chunks come in.
+"""Two-phase commit of new chunks: reserve, commit, abort.
 
-A worker writes into its session's staging; Commit copies into the arena, verifies the copy, and makes it visible. So
-nothing that a worker does, early or late, changes a byte that somebody reads.
+A worker writes into its session's staging memory; Commit copies into the arena, verifies the copy and inserts it. So
+nothing that a worker does, early or late, changes a byte that a reader sees.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -37,19 +37,20 @@ from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.sessions import Reservation, Session
+from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_usage import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A copy of so many bytes or chunks is one piece of work on the copying threads.
+# Bytes and chunks of one piece of work on the copy threads.
 _COPY_BYTES, _COPY_CHUNKS = 16 << 20, 32
-# A full arena may be full of chunks that are being written to disk: so long a commit waits for that, in all.
+# Longest wait of a commit for a full arena, which may be full of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS, _ARENA_POLL_SECONDS = 2.0, 0.25
 _RECENT_USE_SECONDS = 30.0
 
 _OUTCOMES = {
     InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
-    InsertOutcome.PRESENT: COMMIT_OUTCOME_COMMITTED,  # somebody else was faster
+    InsertOutcome.PRESENT: COMMIT_OUTCOME_COMMITTED,  # another writer was faster
     InsertOutcome.PARENT_MISSING: COMMIT_OUTCOME_PARENT_MISSING,
     InsertOutcome.DELETED: COMMIT_OUTCOME_PARENT_MISSING,
     InsertOutcome.ENTRIES_EXCEEDED: COMMIT_OUTCOME_QUOTA_EXCEEDED,
@@ -58,7 +59,7 @@ _OUTCOMES = {
 
 @dataclass(frozen=True)
 class ReserveResult:
-    """What became of one reservation."""
+    """Outcome of one reservation."""
 
     outcome: ReserveOutcome.ValueType
     prefix_hash: bytes
@@ -74,18 +75,18 @@ class _Copy:
 
 
 class TwoPhaseCommit:
-    """``in_thread`` runs copies."""
+    """Reservations of all sessions, and the commits that run. Runs on the event loop."""
 
     def __init__(
         self,
         tiers: TierManager,
         inserter: ChunkInserter,
         epoch: int,
-        in_thread: Callable[[Callable[[], list[bool]]], Awaitable[list[bool]]],
+        threads: StoreThreads,
     ) -> None:
         self._tiers, self._inserter = tiers, inserter
         self._persistence, self._terms = inserter.persistence, inserter.ttl
-        self._epoch, self._in_thread = epoch, in_thread
+        self._epoch, self._threads = epoch, threads
         self._open_reservations: dict[bytes, tuple[Session, Reservation]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
 
@@ -94,8 +95,11 @@ class TwoPhaseCommit:
     def reserve(
         self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], expires_at: float = inf
     ) -> list[ReserveResult]:
-        """Takes room in staging for new chunks, parents before children; they are kept ``until`` then, on the store's
-        clock, and so are those that are there. Raises InvalidRequest for a malformed header, with nothing reserved."""
+        """Reserve staging memory for new chunks, parents before children.
+
+        They will expire at ``expires_at``, on the store's clock; the expiry of chunks already stored is extended.
+        Raises InvalidRequest for a malformed header, with nothing reserved.
+        """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
             self._check_header(header, session.geometry)
@@ -127,9 +131,9 @@ class TwoPhaseCommit:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
         key = keys.prefix_hash(parent, ids)
-        stored = self._tiers.index.get(key)
-        if stored is not None:
-            self._terms.extend(stored, expires_at)
+        present = self._tiers.index.get(key)
+        if present is not None:
+            self._terms.extend(present, expires_at)
             return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._open_reservations:
             other = self._open_reservations[key][1]
@@ -157,11 +161,14 @@ class TwoPhaseCommit:
 
     def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:
         quota = tenant.limits.arena_bytes
-        room = min(staging_bytes, self._tiers.arena.size_bytes)
-        return footprint(size_bytes) > (room if quota is None else min(room, quota))
+        capacity = min(staging_bytes, self._tiers.arena.size_bytes)
+        return footprint(size_bytes) > (capacity if quota is None else min(capacity, quota))
 
     def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
-        """The parent is the root, stored, or being written by this session, and ends where the chunk begins."""
+        """Return True if the parent ends at ``start`` and will be there.
+
+        It is the root, stored, or reserved by this session.
+        """
         if parent == root or self._tiers.index.get(parent) is not None:
             return self._inserter.parent_is_live(root, parent, start)
         writer, reservation = self._open_reservations.get(parent, (None, None))
@@ -175,10 +182,10 @@ class TwoPhaseCommit:
     async def commit(
         self, session: Session, epoch: int, items: Sequence[tuple[bytes, int]]
     ) -> list[CommitOutcome.ValueType]:
-        """Makes reserved chunks visible. ``items`` are ``(reservation id, checksum)``, parents before children.
+        """Make reserved chunks visible. ``items`` are ``(reservation id, checksum)``, parents before children.
 
         Raises StaleEpoch, UnknownLease and InvalidRequest with nothing changed; otherwise all reservations named have
-        ended, and each item has its outcome. A caller that goes away meanwhile changes nothing about that.
+        ended, and each item has its outcome. A caller that is cancelled meanwhile changes nothing about that.
         """
         if epoch != self._epoch:
             raise StaleEpoch(f"the reservations are of epoch {epoch}, the daemon's is {self._epoch}; attach again")
@@ -187,78 +194,83 @@ class TwoPhaseCommit:
         for reservation_id, _ in items:
             if reservation_id not in session.reservations:
                 raise UnknownLease("the reservation is not one of this session's; reserve the chunk again")
-        taken = [(session.reservations.pop(reservation_id), checksum) for reservation_id, checksum in items]
+        items_taken = [(session.reservations.pop(reservation_id), checksum) for reservation_id, checksum in items]
         session.committing += 1
-        running = asyncio.ensure_future(self._commit(session, taken))
+        running = asyncio.ensure_future(self._commit(session, items_taken))
         self._running.add(running)
         running.add_done_callback(self._running.discard)
         return await asyncio.shield(running)
 
     async def wait_idle(self) -> None:
-        """Waits for commits that run, also for those whose caller went away."""
+        """Wait for running commits, also those whose caller was cancelled."""
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _commit(self, session: Session, taken: list[tuple[Reservation, int]]) -> list[CommitOutcome.ValueType]:
+    async def _commit(
+        self, session: Session, items_taken: list[tuple[Reservation, int]]
+    ) -> list[CommitOutcome.ValueType]:
         outcomes: list[CommitOutcome.ValueType] = []
-        patience, turns = _ARENA_WAIT_SECONDS, YieldTimer()
+        wait_seconds, yield_timer = _ARENA_WAIT_SECONDS, YieldTimer()
         try:
-            with self._inserter.begin(r.header.parent_prefix_hash for r, _ in taken) as insertion:
-                while len(outcomes) < len(taken):
-                    copies, refusal, patience = await self._allocate_slots(taken[len(outcomes) :], patience)
-                    sound = await self._copy_and_verify(session, copies)
-                    outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, sound, strict=True)]
-                    await turns.maybe_yield()
-                    if refusal is not None and len(outcomes) < len(taken):
+            with self._inserter.begin(r.header.parent_prefix_hash for r, _ in items_taken) as insertion:
+                while len(outcomes) < len(items_taken):
+                    copies, refusal, wait_seconds = await self._allocate_slots(
+                        items_taken[len(outcomes) :], wait_seconds
+                    )
+                    is_valid = await self._copy_and_verify(session, copies)
+                    outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, is_valid, strict=True)]
+                    await yield_timer.maybe_yield()
+                    if refusal is not None and len(outcomes) < len(items_taken):
                         outcomes.append(refusal)
         finally:
-            for reservation, _ in taken:
+            for reservation, _ in items_taken:
                 self._end_reservation(session, reservation)
             session.committing -= 1
             session.close_staging()
-        self._touch([r for (r, _), o in zip(taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
+        self._touch([r for (r, _), o in zip(items_taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
         return outcomes
 
     async def _allocate_slots(
-        self, taken: Sequence[tuple[Reservation, int]], patience: float
+        self, items_taken: Sequence[tuple[Reservation, int]], wait_seconds: float
     ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
-        """Slots for the next chunks, up to a piece of work; and why the one after them has none, if it has none."""
+        """Allocate slots for the next copy. Also returns the refusal of the chunk after them, and the waiting time
+        left."""
         copies: list[_Copy] = []
         size = 0
-        for reservation, checksum in taken:
+        for reservation, checksum in items_taken:
             header, tenant = reservation.header, reservation.tenant
             if len(copies) == _COPY_CHUNKS or (size and size + header.payload_bytes > _COPY_BYTES):
                 break
             slot = self._tiers.allocate(header.payload_bytes, tenant)
-            while slot is None and not copies and patience > 0 and self._persistence is not None:
+            while slot is None and not copies and wait_seconds > 0 and self._persistence is not None:
                 if not await self._persistence.wait_progress(_ARENA_POLL_SECONDS):
                     break
-                patience -= _ARENA_POLL_SECONDS / 4
+                wait_seconds -= _ARENA_POLL_SECONDS / 4
                 slot = self._tiers.allocate(header.payload_bytes, tenant)
             if slot is None:
                 if copies:
                     break
                 over = self._tiers.over_quota(tenant, header.payload_bytes)
-                return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, patience
+                return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, wait_seconds
             copies.append(_Copy(reservation, slot, checksum))
             size += header.payload_bytes
-        return copies, None, patience
+        return copies, None, wait_seconds
 
     async def _copy_and_verify(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
-        """Copies from staging; for each whether the copy has the checksum that was promised."""
+        """Copy from staging; returns for each copy whether it has the promised checksum."""
         staging, arena = session.staging, self._tiers.arena
         assert staging is not None, "staging is kept while a commit runs"
         views = [staging.view(c.reservation.staged) for c in copies]
 
         def work() -> list[bool]:
-            sound = []
+            is_valid = []
             for view, copy in zip(views, copies, strict=True):
                 arena.write(copy.slot, view)
-                sound.append(keys.checksum(arena.read(copy.slot)) == copy.checksum)
-            return sound
+                is_valid.append(keys.checksum(arena.read(copy.slot)) == copy.checksum)
+            return is_valid
 
         try:
-            return await self._in_thread(work)
+            return await self._threads.copy(work)
         except BaseException:
             for copy in copies:
                 self._tiers.release_slot(copy.slot)
@@ -268,13 +280,13 @@ class TwoPhaseCommit:
                 with contextlib.suppress(BufferError):
                     view.release()
 
-    def _insert(self, insertion: Insertion, copy: _Copy, sound: bool) -> CommitOutcome.ValueType:
+    def _insert(self, insertion: Insertion, copy: _Copy, is_valid: bool) -> CommitOutcome.ValueType:
         reservation = copy.reservation
-        if not sound:
+        if not is_valid:
             self._tiers.release_slot(copy.slot)
             return COMMIT_OUTCOME_CHECKSUM_MISMATCH
         reservation.header.checksum = copy.checksum
-        arrival = NewChunk(
+        new_chunk = NewChunk(
             reservation.header,
             reservation.ids,
             reservation.tenant,
@@ -282,24 +294,24 @@ class TwoPhaseCommit:
             reservation.expires_at,
             reservation.invalidated,
         )
-        outcome = insertion.insert([arrival])[0]
+        outcome = insertion.insert([new_chunk])[0]
         self._tiers.counters.commits += outcome is InsertOutcome.INSERTED
         return _OUTCOMES[outcome]
 
     def _touch(self, committed: Sequence[Reservation]) -> None:
-        """What the new chunks continue was used, unless a Match has said so a moment ago."""
+        """Touch the ancestors of new chunks, unless a Match did so a moment ago."""
         since = self._tiers.clock() - _RECENT_USE_SECONDS
         for reservation in committed:
             chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
             while chunk is not None and chunk.last_used_at < since:
-                chunk.last_used_at = self._tiers.clock()
+                self._tiers.record_use([chunk], self._tiers.clock(), is_hit=False)
                 self._tiers.touch(chunk)
                 chunk = self._tiers.parent_of(chunk)
 
-    # ---- giving up ------------------------------------------------------------------------------------------
+    # ---- abort and invalidation -----------------------------------------------------------------------------
 
     def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
-        """Gives reservations up; unknown ones are ignored. Returns how many were open."""
+        """End reservations; unknown ones are ignored. Returns how many were open."""
         aborted = 0
         for reservation_id in reservation_ids:
             reservation = session.reservations.pop(reservation_id, None)
@@ -309,10 +321,10 @@ class TwoPhaseCommit:
         return aborted
 
     def invalidate(self, root: bytes, key: bytes, before: float = inf) -> None:
-        """Voids the reservations that a deletion concerns, of commits that run too: their chunks are not listed.
+        """Invalidate reservations that a deletion concerns, also in running commits: their chunks are not inserted.
 
-        Those of a tenant, with no root everybody's, made by a time (monotonic); with ``key`` those of that chunk and
-        of what continues it. Their names are free for whoever computes the same anew.
+        Those of a tenant, with an empty root of all, reserved by ``before`` (monotonic); with ``key`` those of that
+        chunk and its descendants. Their names can be reserved anew at once.
         """
         leads: dict[bytes, bool] = {}
         concerned = {
@@ -327,7 +339,7 @@ class TwoPhaseCommit:
             del self._open_reservations[name]
 
     def _is_descendant(self, name: bytes, key: bytes, known: dict[bytes, bool]) -> bool:
-        """Whether the path to a chunk contains ``key``; ``known`` keeps the answers."""
+        """Return True if the path to a chunk contains ``key``; ``known`` caches answers."""
         path = []
         at: bytes | None = name
         while at is not None and at != key and at not in known:
@@ -338,7 +350,7 @@ class TwoPhaseCommit:
         return found
 
     def _parent_of(self, key: bytes) -> bytes | None:
-        """The parent of a chunk that is reserved or listed, None of others."""
+        """Return the parent's hash of a reserved or indexed chunk; None for others."""
         if key in self._open_reservations:
             return self._open_reservations[key][1].header.parent_prefix_hash
         chunk = self._tiers.index.get(key)
@@ -355,7 +367,7 @@ class TwoPhaseCommit:
     def scoped_reservation(
         self, session: Session, tenant_salt: bytes, header: ChunkHeader, expires_at: float = inf
     ) -> Iterator[ReserveResult]:
-        """One reservation for the length of a block; given up unless it was committed."""
+        """Reserve one chunk for the length of a block; aborted at its end unless committed."""
         reserved = self.reserve(session, tenant_salt, [header], expires_at)[0]
         try:
             yield reserved

@@ -1,4 +1,4 @@
-"""Counters: totals of what the store has done since its start."""
+"""Counters: totals of the store since its start."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
 _MODULUS = 1 << 64
-# What each field of a heartbeat counts.
+# Counters of a heartbeat, in the order of the message's fields.
 _HEARTBEAT_FIELDS = ("matches", "requested_tokens", "prompts", "prompt_tokens", "cached_tokens", "pool_tokens")
 
 
 @dataclass
 class Counters:
-    """Numbers that only grow, named as in StatsResponse. They never overflow; what is told of them is modulo 2^64."""
+    """Monotonic totals, named as in StatsResponse. They do not overflow; the protobuf has them modulo 2^64."""
 
     matches: int = 0
     requested_tokens: int = 0
@@ -33,12 +33,11 @@ class Counters:
     pool_tokens: int = 0
 
     def add_heartbeat(self, before: Sequence[int], totals: Sequence[int]) -> None:
-        """Takes in by how much a heartbeat's totals grew, in the order of the message's fields; ``before`` is empty for
-        the first."""
+        """Add the growth of a session's totals; ``before`` is empty for its first heartbeat."""
         for name, then, now in zip(_HEARTBEAT_FIELDS, before or (0,) * len(totals), totals, strict=True):
             setattr(self, name, getattr(self, name) + now - then)
 
     def write_to(self, out: StatsResponse) -> None:
-        """Writes them into an answer."""
+        """Fill the fields of a StatsResponse."""
         for name, value in asdict(self).items():
             setattr(out, name, value % _MODULUS)

@@ -1,4 +1,4 @@
-"""The event log: what Watch streams, kept for a while so that a reader can resume."""
+"""The event log behind ``Watch``, from which readers can resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cache_daemon.store.chunk import ChunkSnapshot
 
 MAX_EVENTS = 10_000
 _ALL = b""
-# Tenants whose numbers are remembered after their last event was forgotten.
+# Tenants whose last number is kept after their last event was dropped.
 _MAX_ROOTS = 100_000
 
 
@@ -27,7 +27,10 @@ class _Event:
 
 
 class EventLog:
-    """Numbers events from 1 without gaps, for all and for each tenant root, and keeps the last ``KEPT``."""
+    """Events numbered from 1 without gaps, for all and per tenant root.
+
+    It keeps the last ``MAX_EVENTS``.
+    """
 
     def __init__(self, epoch: int) -> None:
         self._epoch = epoch
@@ -36,6 +39,7 @@ class EventLog:
         self._changed = asyncio.Event()
 
     def append(self, kind: EventType.ValueType, state: ChunkSnapshot) -> None:
+        """Add an event and wake the readers."""
         root, last = state.header.root, self._last_number
         last[_ALL] += 1
         last[root] += 1
@@ -57,7 +61,7 @@ class EventLog:
     async def follow(
         self, epoch: int, after: int, root: bytes = _ALL, *, with_tokens: bool = False
     ) -> AsyncIterator[WatchResponse]:
-        """Events after a number, then new ones as they come; all, or those of one tenant root by its own numbers.
+        """Yield events after a number, then new ones as they come: all, or those of one root by its own numbers.
 
         Raises EventsLost when they are no longer kept, InvalidRequest for a number that was never given.
         """

@@ -1,8 +1,8 @@
-"""The one path by which chunks become visible.
+"""Insertion of verified chunks: the only path into the index.
 
-Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for what is durable already,
-``Inserter.restore``; nothing else adds to the index. So a chunk is listed once, behind its parent, whoever else brings
-the same chunk meanwhile; and no chunk of a group makes way for the next one.
+Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for durable chunks, in
+``ChunkInserter.restore``. So a chunk is indexed once, behind its parent, even if several callers bring the same chunk;
+and no chunk of a group is evicted for the next one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class InsertOutcome(enum.Enum):
     """Result of the insertion of one chunk."""
 
     INSERTED = enum.auto()
-    PRESENT = enum.auto()  # it was listed already
+    PRESENT = enum.auto()  # it was indexed already
     PARENT_MISSING = enum.auto()
     DELETED = enum.auto()
     ENTRIES_EXCEEDED = enum.auto()
@@ -45,7 +45,7 @@ class NewChunk:
     tenant: TenantAccount
     slot: Slot
     expires_at: float  # on the store's clock
-    invalidated: bool = False  # a deletion concerns it that came after its beginning
+    invalidated: bool = False  # a deletion since the reservation concerns it
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class ChunkInserter:
     ttl: TtlIndex
 
     def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
-        """Begins a group of chunks, some of which continue ``parents``. To be used as a context manager."""
+        """Begin a group of chunks, some of which are children of ``parents``. Use it as a context manager."""
         return Insertion(self, parents)
 
     def parent_is_live(self, root: bytes, parent_key: bytes, start: int) -> bool:
-        """Returns whether a chunk's parent is listed, ends at ``start`` and will stay.
+        """Return True if a chunk's parent is indexed, ends at ``start`` and will stay.
 
         The parent may have been evicted meanwhile, or superseded.
         """
@@ -70,12 +70,17 @@ class ChunkInserter:
             return start == 0
         parent = self.tiers.index.get(parent_key)
         return (
-            parent is not None and parent.root == root and parent.end_position == start and not parent.superseder_count
+            parent is not None
+            and parent.root == root
+            and parent.end_position == start
+            and not parent.write_state.superseder_count
         )
 
     def restore(self, chunk: Chunk) -> bool:
-        """Lists a chunk that an earlier start has made durable, after its parent. False when it cannot be there: its
-        parent is missing, or ends elsewhere."""
+        """Index a durable chunk of an earlier start, after its parent.
+
+        Returns False when its parent is missing or ends elsewhere.
+        """
         if not self.parent_is_live(chunk.root, chunk.parent_key, chunk.start_position):
             return False
         self.tiers.index_chunk(chunk)
@@ -84,10 +89,10 @@ class ChunkInserter:
 
 @dataclass(eq=False)
 class Insertion:
-    """A group of chunks on its way in.
+    """A group of chunks being inserted.
 
-    Until it is closed, nothing evicts the chunks that it has inserted or found, nor those that they continue; from the
-    arena they may go as soon as they are durable. Runs on the event loop.
+    Until it is closed, the chunks that it has inserted or found, and their parents, are not evicted; they may leave the
+    arena once they are durable. Runs on the event loop.
     """
 
     inserter: ChunkInserter
@@ -107,50 +112,52 @@ class Insertion:
             chunk.anchors -= 1
             self.inserter.tiers.update_evictable(chunk)
 
-    def insert(self, arrivals: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
-        """Lists chunks, parents before children, and queues them for the durable tier.
+    def insert(self, new_chunks: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
+        """Index chunks, parents before children, and queue them for the durable tier.
 
-        It takes the slots over: those of chunks that are not inserted are freed. With ``awaited`` a request waits for
-        more of the group, and the durable tier gets the chunks in a moment.
+        It takes over the slots: those of chunks that are not inserted are freed. With ``delay_persist`` a request waits
+        for more of the group, and the chunks are written a moment later.
         """
-        return [self._insert(arrival, delay_persist) for arrival in arrivals]
+        return [self._insert(new_chunk, delay_persist) for new_chunk in new_chunks]
 
-    def _insert(self, arrival: NewChunk, delay_persist: bool) -> InsertOutcome:
-        tiers, header = self.inserter.tiers, arrival.header
-        there = tiers.index.get(header.prefix_hash)
+    def _insert(self, new_chunk: NewChunk, delay_persist: bool) -> InsertOutcome:
+        tiers, header = self.inserter.tiers, new_chunk.header
+        present = tiers.index.get(header.prefix_hash)
         parent = tiers.index.get(header.parent_prefix_hash)
-        if arrival.invalidated:
+        if new_chunk.invalidated:
             outcome = InsertOutcome.DELETED
-        elif there is not None:
+        elif present is not None:
             outcome = InsertOutcome.PRESENT
-            self._anchor(there)
-            self.inserter.ttl.extend(there, arrival.expires_at)
+            self._anchor(present)
+            self.inserter.ttl.extend(present, new_chunk.expires_at)
         elif not self.inserter.parent_is_live(header.root, header.parent_prefix_hash, header.start_position):
             outcome = InsertOutcome.PARENT_MISSING
         else:
             self._anchor(parent)
-            made = tiers.enforce_entry_quota(arrival.tenant)
+            made = tiers.enforce_entry_quota(new_chunk.tenant)
             outcome = InsertOutcome.INSERTED if made else InsertOutcome.ENTRIES_EXCEEDED
         if outcome is not InsertOutcome.INSERTED:
-            tiers.release_slot(arrival.slot)
+            tiers.release_slot(new_chunk.slot)
             return outcome
         header.ClearField("token_ids")
         chunk = Chunk(
             header,
-            arrival.ids,
-            arrival.tenant,
-            arrival.slot,
+            new_chunk.ids,
+            new_chunk.tenant,
+            new_chunk.slot,
             arena_state=Residency.PRESENT,
             last_used_at=tiers.clock(),
-            expires_at=arrival.expires_at,
+            expires_at=new_chunk.expires_at,
         )
         self._make_visible(chunk, delay_persist)
         self._anchor(chunk)
         return outcome
 
     def _make_visible(self, chunk: Chunk, delay_persist: bool) -> None:
-        """Makes a chunk visible, and lets it supersede the siblings that are a prefix of it, unless their pins cannot
-        move on."""
+        """Index a chunk and let it supersede siblings that are a prefix of it.
+
+        A sibling stays if its pins cannot move on.
+        """
         inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
         tiers.index_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):

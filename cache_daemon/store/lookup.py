@@ -1,11 +1,11 @@
-"""Finding and leasing chunks: the one thing on the path to the first token."""
+"""Prefix and content match with leases: the path to the first token."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
@@ -19,32 +19,50 @@ from kvsidecar.errors import UnknownSession
 from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.sessions import LeaseGuard, Session
+from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
-# A full arena may be full of chunks that are being written to disk: so long a reader waits for that.
+# Longest wait of a reader for a full arena, which may be full of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS = 0.25
-# Work on the event loop goes on for so many probes before others have their turn.
+# Chunks handled on the event loop before other work runs.
 _SLICE = 128
-# Uses are counted when the answer is on its way, so few at a time that the next request hardly waits.
+# Uses reach the policies once the answer is on its way, in batches small enough not to delay the next request.
 _TOUCH_AFTER_SECONDS, _MAX_TOUCHES = 0.002, 32
 
 log = structlog.get_logger("cache_daemon")
 
-# Windows that are looked for in one prompt.
+# Windows tried for one prompt.
 _MAX_WINDOW_TRIES = 4
 
-# Parts of a prompt, each ``(start, tokens)``.
+# Ranges of a prompt, each ``(start, tokens)``.
 TokenRanges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
+class FetchHints:
+    """Limits of a fetch from the remote tier: without ``chunk_ends`` nothing is fetched.
+
+    ``chunk_ends`` are the rising ends of the prompt's chunks in tokens, ``seconds_per_token`` the caller's prefill cost
+    (0: unknown), ``timeout_seconds`` the longest time that it waits.
+    """
+
+    chunk_ends: Sequence[int] = ()
+    seconds_per_token: float = 0.0
+    timeout_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class MatchResult:
-    """The longest stored prefix, behind ``passed_tokens`` that are not wanted, and chunks found by content, each with
-    its place in the prompt; under one lease."""
+    """Longest stored prefix and content matches, under one lease.
+
+    The prefix begins behind ``passed_tokens`` that are outside the window. ``contents`` are ``(start, match)`` with the
+    position in the prompt. ``fetched_tokens`` came from the remote tier in ``fetch_ms``.
+    """
 
     matches: tuple[MatchedChunk, ...]
     passed_tokens: int = 0
@@ -52,25 +70,32 @@ class MatchResult:
     promoted_tokens: int = 0
     promote_ms: float = 0.0
     lease_id: bytes = b""
+    fetched_tokens: int = 0
+    fetch_ms: float = 0.0
+
+    @property
+    def matched_tokens(self) -> int:
+        """Tokens of the prefix, with those outside the window."""
+        return self.passed_tokens + sum(m.tokens for m in self.matches)
 
 
 class Lookup:
-    """``durable`` is read on ``in_thread``; ``progress`` waits until the durable writer has let go of something."""
+    """Finds chunks, promotes them to the arena and leases them. Runs on the event loop."""
 
     def __init__(
         self,
         tiers: TierManager,
         ttl: TtlIndex,
         durable: DurableTier | None,
-        in_thread: Callable[[Callable[[], list[ReadResult]]], Awaitable[list[ReadResult]]],
-        wait_progress: Callable[[float], Awaitable[bool]],
+        persistence: Persistence | None,
+        threads: StoreThreads,
     ) -> None:
         self._tiers, self._ttl, self._durable = tiers, ttl, durable
-        self._in_thread, self._wait_progress = in_thread, wait_progress
+        self._persistence, self._threads = persistence, threads
         self._pending_touches: deque[Chunk] = deque()
 
     def probe(self, root: bytes, ids: bytes) -> list[MatchedChunk]:
-        """The longest stored prefix without leases."""
+        """Return the longest stored prefix without leases."""
         return self._drop_expired(self._tiers.index.match(root, ids))
 
     async def match(
@@ -82,15 +107,16 @@ class Lookup:
         window: int = 0,
         expires_at: float = inf,
     ) -> MatchResult:
-        """Leases the longest stored prefix of ``ids`` (uint32 little-endian), bringing it into the arena where it is
-        not, and chunks whose tokens are those of a stretch ``(start, tokens)`` of ``contents`` that reaches beyond it.
-        With a ``window``, of the prefix only what has one of the last so many tokens. All that is found is kept
-        ``until`` then, on the store's clock.
+        """Lease the longest stored prefix of ``ids`` (uint32 little-endian), promoting it to the arena.
 
-        What cannot be brought in (corrupt, no room) ends the prefix; that is never an error. Raises UnknownSession when
-        the session ended meanwhile. Whoever is cancelled holds nothing.
+        It also leases chunks whose tokens are those of a range ``(start, tokens)`` of ``contents`` that reaches beyond
+        the prefix. With a ``window``, only the part of the prefix that has one of the last ``window`` tokens. The TTL
+        of all that is found is extended to ``expires_at``, on the store's clock.
+
+        A chunk that cannot be promoted (corrupt, arena full) ends the prefix; that is never an error. Raises
+        UnknownSession when the session ended meanwhile. A caller that is cancelled holds nothing.
         """
-        limit: int | None = None  # where it ends was not there: another window is wanted, and then none
+        limit: int | None = None  # the prefix ended before its window: try another one, then none
         for _ in range(_MAX_WINDOW_TRIES):
             result, limit = await self._match(session, root, ids, contents, window, expires_at, limit)
             if result is not None:
@@ -109,19 +135,21 @@ class Lookup:
         expires_at: float,
         limit: int | None,
     ) -> tuple[MatchResult | None, int]:
-        """The same of a prefix of at most ``limit`` tokens, and where it ends; None when that is earlier than the
-        window was taken for."""
+        """Match at most ``limit`` tokens. Returns the result and its end.
+
+        The result is None when the prefix ends earlier than the window was chosen for.
+        """
         known = ids if limit is None else ids[: limit * keys.TOKEN_BYTES]
         found = self._drop_other_layout(session, self._drop_expired(self._tiers.index.match(root, known)))
-        covered, passed = sum(n for _, n in found), _num_outside_window(found, window)
-        prefix, behind = found[passed:], sum(n for _, n in found[:passed])
-        hold = LeaseGuard([c for c, _ in prefix], self._tiers.on_released)
+        num_matched, passed = sum(n for _, n in found), _num_outside_window(found, window)
+        prefix, num_passed = found[passed:], sum(n for _, n in found[:passed])
+        lease = LeaseGuard([c for c, _ in prefix], self._tiers.on_released)
         try:
             if len(prefix) > _SLICE:
                 await asyncio.sleep(0)
-            elsewhere = await self._match_contents(session, root, ids, contents, covered)
-            hold.add([c for _, c, _ in elsewhere])
-            wanted = dict.fromkeys(hold.chunks)
+            content_hits = await self._match_contents(session, root, ids, contents, num_matched)
+            lease.add([c for _, c, _ in content_hits])
+            wanted = dict.fromkeys(lease.chunks)
             missing = [c for c in wanted if c.arena_state is not Residency.PRESENT]
             began = time.perf_counter()
             if missing:
@@ -132,44 +160,44 @@ class Lookup:
             if session.closed:
                 raise UnknownSession("the session ended while its request was served; call Attach again")
             matches = self._usable(prefix)
-            end = behind + sum(m.tokens for m in matches)
+            end = num_passed + sum(m.tokens for m in matches)
             if passed and len(matches) < len(prefix):
-                hold.release()
+                lease.release()
                 return None, end
-            placed = tuple((start, MatchedChunk(c, n)) for start, c, n in elsewhere if _is_readable(c))
-            hold.retain_only([*(m.chunk for m in matches), *(m.chunk for _, m in placed)])
-            fresh = set(map(id, missing))
-            promoted = sum(m.tokens for m in matches if id(m.chunk) in fresh) if fresh else 0
-            self._count(ids, behind, matches, placed, promoted)
-        except BaseException:  # the caller went away, or hears of an error: nobody will ever release these
-            hold.release()
+            content_matches = tuple((start, MatchedChunk(c, n)) for start, c, n in content_hits if _is_readable(c))
+            lease.retain_only([*(m.chunk for m in matches), *(m.chunk for _, m in content_matches)])
+            missing_ids = set(map(id, missing))
+            promoted = sum(m.tokens for m in matches if id(m.chunk) in missing_ids) if missing_ids else 0
+            self._count(ids, num_passed, matches, content_matches, promoted)
+        except BaseException:  # the caller was cancelled or gets an error, and will never release these
+            lease.release()
             raise
-        lease_id = session.add_lease(hold) if hold.chunks else b""
+        lease_id = session.add_lease(lease) if lease.chunks else b""
         used = [*(c for c, _ in found[:passed] if c.indexed), *(m.chunk for m in matches)]
-        self._record_use(used, [m.chunk for _, m in placed])
-        for chunk in (*used[-1:], *(m.chunk for _, m in placed)):
+        self._record_use(used, [m.chunk for _, m in content_matches])
+        for chunk in (*used[-1:], *(m.chunk for _, m in content_matches)):
             self._ttl.extend(chunk, expires_at)
-        return MatchResult(matches, behind, placed, promoted, promote_ms, lease_id), end
+        return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
     async def acquire(self, chunk: Chunk) -> LeaseGuard | None:
-        """Keeps one chunk in the arena; None when it cannot be brought in."""
-        hold = LeaseGuard([chunk], self._tiers.on_released)
+        """Lease one chunk in the arena; None when it cannot be promoted."""
+        lease = LeaseGuard([chunk], self._tiers.on_released)
         try:
             if chunk.arena_state is not Residency.PRESENT:
                 await self._promote([chunk])
         except BaseException:
-            hold.release()
+            lease.release()
             raise
         if _is_readable(chunk):
             self._record_use([chunk], [])
-            return hold
-        hold.release()
+            return lease
+        lease.release()
         return None
 
-    # ---- parts ----------------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------------
 
     def _drop_expired(self, found: list[MatchedChunk]) -> list[MatchedChunk]:
-        """What is found, without chunks whose time to live has passed; those go."""
+        """Cut a match at the first expired chunk, which is removed."""
         if not found or (found[0][0].tenant.limits.ttl_seconds is None and found[-1][0].expires_at == inf):
             return found
         now = self._tiers.clock()
@@ -180,23 +208,26 @@ class Lookup:
         return found
 
     def _drop_other_layout(self, session: Session, found: list[MatchedChunk]) -> list[MatchedChunk]:
-        """What is found, unless its layout is not the session's: an archive may have said so, whose root nobody can
-        undo. All chunks of a root have one layout, and those are dropped."""
+        """Reject chunks of another layout than the session's.
+
+        An archive may have claimed their root, which cannot be verified. All chunks of a root have one layout; these
+        are removed.
+        """
         if not found or Geometry.of(found[0].chunk.header) == session.geometry:
             return found
         dropped = self._tiers.remove_subtree(found[0].chunk, EVENT_TYPE_DELETED)
         self._tiers.counters.corrupt_chunks += dropped
-        log.error("chunks of another layout than their namespace's were dropped", chunks=dropped, client=session.name)
+        log.error("removed chunks with another layout than their namespace's", chunks=dropped, client=session.name)
         return []
 
     async def _match_contents(
-        self, session: Session, root: bytes, ids: bytes, contents: TokenRanges, covered: int
+        self, session: Session, root: bytes, ids: bytes, contents: TokenRanges, num_matched: int
     ) -> list[tuple[int, Chunk, int]]:
         turns = YieldTimer()
         found = []
         for start, count in contents:
             await turns.maybe_yield()
-            if start + count > covered:
+            if start + count > num_matched:
                 stretch = ids[start * keys.TOKEN_BYTES : (start + count) * keys.TOKEN_BYTES]
                 chunk = self._tiers.index.find_by_content(keys.content_hash(root, stretch), stretch)
                 if chunk is not None and self._drop_other_layout(
@@ -207,14 +238,14 @@ class Lookup:
 
     @staticmethod
     def _usable(found: Sequence[MatchedChunk]) -> tuple[MatchedChunk, ...]:
-        """The leading chunks that are in the arena."""
+        """Return the leading chunks that are in the arena."""
         usable = 0
         while usable < len(found) and _is_readable(found[usable].chunk):
             usable += 1
         return tuple(found[:usable])
 
     async def _promote(self, chunks: Sequence[Chunk]) -> None:
-        """Brings held chunks into the arena, in order, until one does not fit."""
+        """Load leased chunks into the arena, in order, until one does not fit."""
         jobs: list[tuple[Chunk, Slot]] = []
         waits: list[asyncio.Future[None]] = []
         try:
@@ -225,7 +256,7 @@ class Lookup:
                     waits.append(chunk.load_future)
                     continue
                 slot = await self._allocate(chunk)
-                if chunk.arena_state is not Residency.ABSENT or not chunk.indexed:  # somebody was faster
+                if chunk.arena_state is not Residency.ABSENT or not chunk.indexed:  # another request was faster
                     if slot is not None:
                         self._tiers.release_slot(slot)
                     if chunk.load_future is not None:
@@ -233,10 +264,10 @@ class Lookup:
                     continue
                 if slot is None:
                     break
-                chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
+                self._tiers.begin_load(chunk)
                 jobs.append((chunk, slot))
         finally:
-            # Shielded: a caller that goes away must not leave half-loaded chunks behind.
+            # Shielded: a cancelled caller must not leave half-loaded chunks behind.
             loading = asyncio.ensure_future(self._load(jobs)) if jobs else None
         if loading is not None:
             await asyncio.shield(loading)
@@ -245,7 +276,11 @@ class Lookup:
 
     async def _allocate(self, chunk: Chunk) -> Slot | None:
         slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
-        if slot is None and await self._wait_progress(_ARENA_WAIT_SECONDS):
+        if (
+            slot is None
+            and self._persistence is not None
+            and await self._persistence.wait_progress(_ARENA_WAIT_SECONDS)
+        ):
             slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
         return slot
 
@@ -269,14 +304,13 @@ class Lookup:
 
         outcomes = [ReadResult.FAILED] * len(jobs)
         try:
-            outcomes = await self._in_thread(read)
+            outcomes = await self._threads.read(read)
         finally:
             for (chunk, slot), outcome in zip(jobs, outcomes, strict=True):
                 self._finish_load(chunk, slot, outcome)
 
     def _finish_load(self, chunk: Chunk, slot: Slot, outcome: ReadResult) -> None:
-        arrival, chunk.load_future = chunk.load_future, None
-        chunk.arena_state = Residency.ABSENT
+        load_future = self._tiers.end_load(chunk)
         if outcome is ReadResult.OK:
             self._tiers.finish_load(chunk, slot)
         else:
@@ -285,35 +319,32 @@ class Lookup:
                 self._tiers.counters.corrupt_chunks += 1
                 self._tiers.remove_subtree(chunk, EVENT_TYPE_DELETED)
         self._tiers.on_released(chunk)
-        if arrival is not None and not arrival.done():
-            arrival.set_result(None)
+        if load_future is not None and not load_future.done():
+            load_future.set_result(None)
 
     def _count(
         self,
         ids: bytes,
-        behind: int,
+        num_passed: int,
         matches: Sequence[MatchedChunk],
-        placed: Sequence[tuple[int, MatchedChunk]],
+        content_matches: Sequence[tuple[int, MatchedChunk]],
         promoted: int,
     ) -> None:
         counts = self._tiers.counters
         counts.matches += 1
         counts.requested_tokens += len(ids) // keys.TOKEN_BYTES
-        counts.matched_tokens += behind + sum(m.tokens for m in matches)
+        counts.matched_tokens += num_passed + sum(m.tokens for m in matches)
         counts.promoted_tokens += promoted
-        counts.content_tokens += sum(m.tokens for _, m in placed)
+        counts.content_tokens += sum(m.tokens for _, m in content_matches)
 
-    def _record_use(self, path: list[Chunk], elsewhere: list[Chunk]) -> None:
-        """Notes a use, and tells the tiers of it once the answer is on its way."""
-        now = self._tiers.clock()
-        for chunk in (*path, *elsewhere):
-            chunk.hits += 1
-            chunk.last_used_at = now
+    def _record_use(self, path: list[Chunk], contents: list[Chunk]) -> None:
+        """Count a use now, and tell the eviction policies after the answer."""
+        self._tiers.record_use((*path, *contents), self._tiers.clock(), is_hit=True)
         if not self._pending_touches:
             asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._apply_some_touches)
         # Parents count as used after their children, which they outlive.
         self._pending_touches.extend(reversed(path))
-        self._pending_touches.extend(elsewhere)
+        self._pending_touches.extend(contents)
 
     def _apply_some_touches(self) -> None:
         self._apply_touches(_MAX_TOUCHES)
@@ -321,7 +352,7 @@ class Lookup:
             asyncio.get_running_loop().call_soon(self._apply_some_touches)
 
     def apply_all_touches(self) -> None:
-        """Tells the tiers of every use that they have not yet heard of."""
+        """Tell the eviction policies all uses that are pending."""
         self._apply_touches(len(self._pending_touches))
 
     def _apply_touches(self, limit: int) -> None:
@@ -330,7 +361,7 @@ class Lookup:
 
 
 def _num_outside_window(found: Sequence[MatchedChunk], window: int) -> int:
-    """How many leading chunks end before the last ``window`` tokens of those that are found whole."""
+    """Count leading chunks that end before the last ``window`` tokens of the whole matches."""
     if not window:
         return 0
     ends = list(accumulate(n for _, n in found))

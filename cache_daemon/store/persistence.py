@@ -1,8 +1,8 @@
-"""Making chunks durable, and what follows: supersession, room in the durable tier, trying again, recency.
+"""Writes chunks to the durable tier: supersession, eviction, retries, recency.
 
-The durable tier is always closed under parents: a chunk is queued only behind its parent, and superseded chunks go in
-the transaction that stores what supersedes them. So whatever dies when, what is found after a restart is whole, and no
-token that was durable is lost.
+The durable tier is always closed under parents: a chunk is queued only behind its parent, and superseded chunks are
+removed in the transaction that stores their successor. So after any crash what is found is whole, and no durable token
+is lost.
 """
 
 from __future__ import annotations
@@ -24,57 +24,57 @@ from cache_daemon.store.tier_accounting import TierLedger
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Evicting goes on to this share of the budget, so that it does not happen at every write; when the tier says that it is
-# full although the books say otherwise, a little more goes.
+# Eviction goes on to this share of the budget, so that it does not run at every write; when the disk is
+# full although the ledger says otherwise, it goes on a little further.
 _LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _MAX_RETRIES_IN_FLIGHT = 256
-# Evictions beyond those that make room now, at once on the event loop: about 4 ms.
+# Extra evictions in one slice on the event loop: about 4 ms.
 _MAX_EXTRA_EVICTIONS = 64
-# What was brought from elsewhere becomes durable so much later: until then who asked for it has the cores.
+# Delay of persist_delayed: until then the request that fetches has the cores.
 _DELAY_SECONDS = 1.0
-# Of a stored header and its index entries, beside up to five bytes for each token.
+# Size of a stored header and its index entries, beside up to five bytes per token.
 _HEADER_BYTES = 1024
 
 log = structlog.get_logger("cache_daemon")
 
 
 class Persistence:
-    """Of a store with a durable tier of ``budget_bytes``."""
+    """Writes of one store to a durable tier of ``budget_bytes``. Runs on the event loop."""
 
     def __init__(self, tiers: TierManager, cold: TierLedger, writer: GroupCommitWriter, budget_bytes: int) -> None:
         self._tiers, self._ledger, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._in_flight = 0
-        # In the arena only, oldest first: what the disk did not take, and what the budget has no place for.
+        # In the arena only, oldest first: chunks whose write failed, and chunks that the budget does not admit.
         self._failed: dict[Chunk, None] = {}
         self._not_admitted: dict[Chunk, None] = {}
-        self._delayed: dict[Chunk, None] = {}  # see persist_later
+        self._delayed: dict[Chunk, None] = {}  # see persist_delayed
         self._timer: asyncio.TimerHandle | None = None
         self._progress_event = asyncio.Event()
-        # What the tier was seen to hold when it had no more room, although the budget says otherwise: the disk is full.
+        # Bytes that the tier held when the disk was full although the budget says otherwise.
         self._max_bytes = self._target_bytes = float(budget_bytes)
         self._full_since, self._full_at = 0.0, float("-inf")
         tiers.on_unindexed.append(self._on_unindexed)
 
-    # ---- at start -------------------------------------------------------------------------------------------
+    # ---- restore --------------------------------------------------------------------------------------------
 
     def discard(self, key: bytes) -> None:
-        """Removes a chunk from the tier that cannot be listed."""
+        """Remove a chunk from the tier that cannot be indexed."""
         self._writer.remove([key])
 
     async def finish_restore(self) -> None:
-        """Evicts what is beyond the budget once all that the tier had is listed: the budget may have been larger."""
+        """Evict what exceeds the budget once all chunks are indexed: the budget may have been larger."""
         if self._ledger.used_bytes > self.budget_bytes:
             self._target_bytes = self.budget_bytes * _LOW_WATERMARK
-            turns = YieldTimer()
+            yield_timer = YieldTimer()
             while self._shrink_once(_MAX_EXTRA_EVICTIONS):
-                await turns.maybe_yield()
+                await yield_timer.maybe_yield()
 
     # ---- writing --------------------------------------------------------------------------------------------
 
     def persist(self, chunk: Chunk) -> None:
-        """Queues a chunk that is in the arena, if it may be durable now; otherwise it is tried again later."""
+        """Queue a chunk that is in the arena if it may be durable now; otherwise it is retried later."""
         if not chunk.indexed or chunk.disk_state is not Residency.ABSENT or chunk.arena_state is not Residency.PRESENT:
             return
         self._failed.pop(chunk, None)
@@ -86,7 +86,7 @@ class Persistence:
         if parent is not None and parent.disk_state is Residency.ABSENT:
             (self._failed if parent in self._failed else self._not_admitted)[chunk] = None
             return
-        if not self._make_room(chunk, parent):
+        if not self._evict_for(chunk, parent):
             self._not_admitted[chunk] = None
             return
         slot = chunk.slot
@@ -95,7 +95,7 @@ class Persistence:
         self._in_flight += 1
         replaced = [
             old
-            for old in chunk.supersedes
+            for old in chunk.write_state.supersedes
             if old.indexed and old.disk_state is not Residency.ABSENT and not self._tiers.index.has_children(old)
         ]
         self._writer.put(
@@ -107,48 +107,55 @@ class Persistence:
         )
 
     def persist_delayed(self, chunk: Chunk) -> None:
-        """The same in a moment, for what others have too: it would be packed while a request waits for more of it."""
+        """Like persist(), delayed by 1 s.
+
+        For chunks fetched from the remote tier, so that compressing them does not compete with the request that is
+        still fetching.
+        """
         self._delayed[chunk] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_DELAY_SECONDS, self.flush_delayed)
 
     def flush_delayed(self) -> None:
-        """Queues now what was to be queued later."""
+        """Queue the delayed chunks now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        later, self._delayed = self._delayed, {}
-        for chunk in later:
+        delayed, self._delayed = self._delayed, {}
+        for chunk in delayed:
             self.persist(chunk)
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
-        """Lets ``chunk`` take the place of a childless sibling whose tokens it begins with: at once if the sibling is
-        not durable, else as soon as the chunk is."""
+        """Let ``chunk`` replace a childless sibling whose tokens it begins with.
+
+        At once if the sibling is not durable, else as soon as the chunk is.
+        """
         if old.disk_state is Residency.ABSENT:
             self._tiers.remove_subtree(old)
         else:
-            old.superseder_count += 1
-            chunk.supersedes.append(old)
+            old.write_state.superseder_count += 1
+            chunk.write_state.supersedes.append(old)
 
     def retry_used(self, chunks: Iterable[Chunk]) -> None:
-        """Chunks that were used: those that the tier had no place for are worth another try."""
+        """Retry chunks that were used and are not on disk: the tier may admit them now."""
         for chunk in chunks:
             if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed:
                 self.persist(chunk)
 
     def retry(self) -> None:
-        """Tries again what could not be written, parents before children, beside what is written now; and what the
-        budget had no place for, where there is one now. Call it once a second.
+        """Retry failed writes, parents before children, and chunks that the budget may admit now. Call it once a
+        second.
 
-        While the disk hangs, nothing waits for it but what is being written: the arena needs the room."""
+        While the disk hangs, queued writes are given up, except those being written: the arena needs the memory.
+        """
         if self._writer.hung and (given_up := self._writer.fail_queued()):
-            log.error("the disk hangs; chunks that waited for it are in memory alone", chunks=given_up)
-        # While nothing can be written, one is enough to see whether it can again.
+            log.error("the disk hangs; queued chunks stay in memory only", chunks=given_up)
+        # During an outage one retry shows whether writes succeed again.
         most = (1 if self.failing else _MAX_RETRIES_IN_FLIGHT) - self._in_flight
         if most > 0 and self._failed:
             self._retry_failed(most)
         elif most > 0 and self.failing and self._not_admitted:
-            # All that failed has left the arena: one that was refused shows whether the disk has room again.
+            # All failed chunks have left the arena: one that was not admitted shows whether the disk has space again.
             self._max_bytes = float(self.budget_bytes)
             self.persist(next(iter(self._not_admitted)))
         elif most > 0:
@@ -160,7 +167,7 @@ class Persistence:
                     self._not_admitted[chunk] = None
 
     def retry_all(self) -> None:
-        """Tries once more all that could not be written: the daemon ends."""
+        """Retry all failed writes once more: the daemon ends."""
         self._retry_failed(len(self._failed))
 
     def _retry_failed(self, most: int) -> None:
@@ -172,7 +179,7 @@ class Persistence:
                 most -= 1
 
     def _fits(self, chunk: Chunk) -> bool:
-        """Whether a chunk has room in the tier without an eviction."""
+        """Return True if a chunk fits into the tier without an eviction."""
         parent, size = self._tiers.parent_of(chunk), _max_stored_bytes(chunk)
         return (
             (parent is None or parent.disk_state is not Residency.ABSENT)
@@ -182,7 +189,7 @@ class Persistence:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Why nothing can be written, and since when (monotonic seconds); None while it can."""
+        """Reason and start (monotonic seconds) of an outage; None while writes succeed."""
         return self._writer.failing or ((_FULL, self._full_since) if self._is_full else None)
 
     @property
@@ -190,31 +197,33 @@ class Persistence:
         return time.monotonic() - self._full_at < _FULL_SECONDS
 
     def write_recency(self) -> None:
-        """Writes down which durable chunks were used since the last time, so that eviction knows after a restart."""
+        """Persist recent uses of durable chunks, for eviction after a restart."""
         used, self._tiers.unsaved_recency = self._tiers.unsaved_recency, {}
         if used:
             self._writer.used({key: _milliseconds(at) for key, at in used.items()})
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is being written, and of all that was it is known what became of it."""
+        """True when no write is in flight or delayed."""
         return not self._in_flight and not self._delayed
 
     @property
     def num_postponed(self) -> int:
-        """Chunks that are queued in a moment, or again. Those that a full disk has no room for stay in
-        the arena and do not count."""
+        """Number of chunks that will be queued later or again.
+
+        Those that a full disk cannot take stay in the arena and do not count.
+        """
         return len(self._delayed) + (0 if self._is_full else len(self._failed))
 
     async def wait_progress(self, seconds: float) -> bool:
-        """Waits until something was written, at most so long. False when nothing is being written."""
+        """Wait until a write has ended, at most ``seconds``. Returns False when none is in flight."""
         self.flush_delayed()
         if not self._in_flight:
             return False
-        waited = self._progress_event
+        event = self._progress_event
         try:
             async with asyncio.timeout(seconds):
-                await waited.wait()
+                await event.wait()
         except TimeoutError:
             return False
         return True
@@ -223,17 +232,17 @@ class Persistence:
         self._in_flight -= 1
         stored = result.outcome is PutOutcome.STORED
         if not chunk.indexed:
-            chunk.disk_state = Residency.ABSENT
+            self._tiers.discard_write(chunk)
             for old in replaced if stored else []:
                 self._requeue(old)
         elif stored:
             self._tiers.finish_write(chunk, result.stored_bytes)
             for old in replaced:
-                if old.indexed:  # the transaction removed it, but it may be on its way again
+                if old.indexed:  # the transaction removed it, but it may be in flight again
                     self._tiers.remove_subtree(old, on_disk_too=old.disk_state is not Residency.PRESENT)
-            for old in chunk.supersedes:
-                old.superseder_count -= 1
-            chunk.supersedes.clear()
+            for old in chunk.write_state.supersedes:
+                old.write_state.superseder_count -= 1
+            chunk.write_state.supersedes.clear()
             self._tiers.emit(EVENT_TYPE_PERSISTED, chunk)
         else:
             self._tiers.abort_write(chunk)
@@ -246,16 +255,14 @@ class Persistence:
         self._progress_event = asyncio.Event()
 
     def _drop_corrupt(self, chunk: Chunk) -> None:
-        """The bytes in the arena are not those that were committed: nobody is served them any more."""
+        """Remove a chunk whose bytes in the arena are no longer those committed."""
         self._tiers.counters.corrupt_chunks += 1
         dropped = self._tiers.remove_subtree(chunk)
-        log.error(
-            "a chunk in memory is damaged: dropped with what continues it", chunk=chunk.key.hex(), dropped=dropped
-        )
+        log.error("a chunk in memory is corrupt: removed with its descendants", chunk=chunk.key.hex(), dropped=dropped)
 
     def _record_failure(self, chunk: Chunk, outcome: PutOutcome) -> None:
         self._tiers.counters.failed_writes += 1
-        chunk.maybe_on_disk = chunk.maybe_on_disk or outcome is PutOutcome.FAILED
+        chunk.write_state.maybe_on_disk = chunk.write_state.maybe_on_disk or outcome is PutOutcome.FAILED
         if outcome is PutOutcome.OUT_OF_SPACE:
             if not self._is_full:
                 self._full_since = time.monotonic()
@@ -269,12 +276,15 @@ class Persistence:
         self._failed.pop(chunk, None)
         self._not_admitted.pop(chunk, None)
         self._delayed.pop(chunk, None)
-        for old in chunk.supersedes:  # it never became durable: what it was to replace stays
-            old.superseder_count -= 1
-        chunk.supersedes.clear()
+        for old in chunk.write_state.supersedes:  # it never became durable: the chunks that it would replace stay
+            old.write_state.superseder_count -= 1
+        chunk.write_state.supersedes.clear()
 
     def _requeue(self, chunk: Chunk) -> None:
-        """A chunk was removed from the tier by the transaction that stored its successor, which is gone by now."""
+        """Queue a superseded chunk again whose successor is gone.
+
+        The transaction that stored the successor had removed it from the tier.
+        """
         if not chunk.indexed or chunk.disk_state is not Residency.PRESENT:
             return
         self._tiers.abort_write(chunk)
@@ -283,10 +293,10 @@ class Persistence:
         else:
             self._tiers.remove_subtree(chunk)
 
-    # ---- room -----------------------------------------------------------------------------------------------
+    # ---- eviction -------------------------------------------------------------------------------------------
 
-    def _make_room(self, chunk: Chunk, parent: Chunk | None) -> bool:
-        """Evicts for a newcomer, if the tier may and should have it."""
+    def _evict_for(self, chunk: Chunk, parent: Chunk | None) -> bool:
+        """Evict for a new chunk, if the tier admits it."""
         size, most = _max_stored_bytes(chunk), min(self.budget_bytes, self._max_bytes)
         if size > most:
             return False
@@ -304,7 +314,7 @@ class Persistence:
         return self._ledger.used_bytes + size <= most
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
-        """Gives up the worst chunk that may go for another one; not what that continues."""
+        """Evict the worst victim for a new chunk, but not the new chunk's parent."""
         victims = self._ledger.victims(newcomer.tenant, own)
         victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
         if victim is None:
@@ -313,25 +323,24 @@ class Persistence:
         return True
 
     def _shrink_some(self) -> None:
-        """Shrinks the tier in pieces, between which others have their turn."""
+        """Shrink the tier in slices, between which other work runs."""
         if self._shrink_once(_MAX_EXTRA_EVICTIONS):
             asyncio.get_running_loop().call_soon(self._shrink_some)
 
     def _shrink_once(self, most: int) -> bool:
-        """Gives up what is worth least, whosever it is, until the tier uses no more than it shall. Returns whether more
-        has to go."""
+        """Evict up to ``most`` victims of all tenants until the target is met. Returns True if more must go."""
         for _ in range(most):
             if self._ledger.used_bytes <= self._target_bytes:
                 return False
             victim = next((c for c in self._ledger.all_victims() if not c.in_use), None)
             if victim is None:
-                log.warning("the durable tier cannot shrink: all that it has is pinned or in use")
+                log.warning("the durable tier cannot shrink: all its chunks are pinned or in use")
                 return False
             self._tiers.evict_from_disk(victim)
         return self._ledger.used_bytes > self._target_bytes
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless what is being written is what the books say."""
+        """Raise AssertionError unless the counts match the chunks' states."""
         everything = [*self._tiers.index, *self._tiers.zombies]
         arriving = sum(c.disk_state is Residency.IN_FLIGHT for c in everything)
         assert arriving == self._in_flight, "chunks being written do not add up"
@@ -341,10 +350,10 @@ class Persistence:
 
 
 def _max_stored_bytes(chunk: Chunk) -> int:
-    """The most that a chunk can take in the tier; what it takes is known when it is there."""
+    """Return the most bytes that a chunk can take in the tier; the exact size is known when it is written."""
     return whole_pages(chunk.size_bytes) + whole_pages(_HEADER_BYTES + len(chunk.ids) * 5 // 4)
 
 
 def _milliseconds(used_at: float) -> int:
-    """Returns a time of last use as the durable tier keeps it: in milliseconds."""
+    """Convert a time of last use to the durable tier's milliseconds."""
     return int(used_at * 1000)

@@ -1,9 +1,9 @@
-"""Pins: prefixes that nothing evicts. They are counted, survive restarts, and follow a chunk that is superseded."""
+"""Pins: counted exemptions from eviction that survive restarts and supersession."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvsidecar.byte_sizes import format_size
@@ -22,26 +22,24 @@ _ARENA_SHARE = 0.5
 
 @dataclass(eq=False, slots=True)
 class _Pin:
-    requested_key: bytes  # the prefix hash that was named
-    chunk: Chunk  # where it is now: a longer chunk may have taken its place
+    requested_key: bytes  # the prefix hash that was pinned
+    chunk: Chunk  # the chunk now: a longer one may have superseded it
     count: int
 
 
 class Pins:
-    """``note`` keeps a small value for the next start; None deletes it."""
+    """Pinned prefixes of one store. A pin counts for a chunk and all its ancestors."""
 
-    def __init__(
-        self, tiers: TierManager, budget_bytes: int, write_note: Callable[[bytes, bytes | None], None]
-    ) -> None:
-        """``budget_bytes`` bounds all that is pinned; half of the arena bounds what no disk has."""
-        self._tiers, self._budget, self._write_note = tiers, budget_bytes, write_note
+    def __init__(self, tiers: TierManager, budget_bytes: int) -> None:
+        """``budget_bytes`` bounds all pinned chunks; half of the arena bounds those that are not durable."""
+        self._tiers, self._budget = tiers, budget_bytes
         self._pins: dict[tuple[bytes, bytes], _Pin] = {}
         self._pins_of: dict[Chunk, list[_Pin]] = {}
         self.pinned_bytes = 0
         tiers.on_unindexed.append(self._on_unindexed)
 
     def add(self, chunk: Chunk) -> int:
-        """Pins a chunk and all before it once more. Returns their number. Raises QuotaExceeded."""
+        """Pin a chunk and its ancestors once more. Returns their number. Raises QuotaExceeded."""
         path = self._tiers.index.path(chunk)
         if len(self._pins) >= _MAX_PINS:
             raise QuotaExceeded(f"there are {_MAX_PINS} pins already: unpin something first")
@@ -56,8 +54,10 @@ class Pins:
         return len(path)
 
     def remove(self, root: bytes, prefix_hash: bytes) -> int:
-        """Ends one pin of a prefix, by the hash that was pinned or by that of the chunk that took its place. Returns
-        the chunks that the prefix has. Raises ChunkNotFound."""
+        """End one pin, by the hash that was pinned or its successor's.
+
+        Returns the number of chunks of the prefix. Raises ChunkNotFound.
+        """
         pin = self._pins.get((root, prefix_hash))
         if pin is None:
             chunk = self._tiers.index.get(prefix_hash)
@@ -73,8 +73,10 @@ class Pins:
         return chunks
 
     def transfer(self, old: Chunk, new: Chunk) -> bool:
-        """Lets the pins of a chunk go on to a longer sibling that takes its place. False when the budget of what is
-        pinned has no room for that: nothing may take its place then."""
+        """Move the pins of a chunk to the longer sibling that supersedes it.
+
+        Returns False when the pin budget has no capacity for that: the chunk must not be superseded then.
+        """
         if old in self._pins_of and not new.pins:
             try:
                 self._check_budget(new, new.size_bytes - old.size_bytes)
@@ -89,7 +91,7 @@ class Pins:
         return True
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Takes up a pin of an earlier start; one whose chunk is gone ends."""
+        """Restore a pin of an earlier start; one whose chunk is gone ends."""
         root, asked = name[len(NOTE_PREFIX) :][:HASH_BYTES], name[len(NOTE_PREFIX) + HASH_BYTES :]
         if len(value) == _COUNT.size + HASH_BYTES:
             count, current = _COUNT.unpack_from(value)[0], value[_COUNT.size :]
@@ -98,22 +100,22 @@ class Pins:
                 self._add_pin(asked, chunk, count)
                 self._add_to_path(chunk, count)
                 return
-        self._write_note(name, None)
+        self._tiers.write_note(name, None)
 
-    # ---- parts ----------------------------------------------------------------------------------------------
+    # ---- helpers --------------------------------------------------------------------------------------------
 
-    def _check_budget(self, chunk: Chunk, fresh: int) -> None:
+    def _check_budget(self, chunk: Chunk, added: int) -> None:
         tenant = chunk.tenant
         for limit, used in ((self._budget, self.pinned_bytes), (tenant.limits.pin_bytes, tenant.pinned_bytes)):
-            if limit is not None and used + fresh > limit:
+            if limit is not None and used + added > limit:
                 raise QuotaExceeded(
-                    f"the prefix has {format_size(fresh)} more to pin; {format_size(used)} of {format_size(limit)} are "
+                    f"the prefix has {format_size(added)} more to pin; {format_size(used)} of {format_size(limit)} are "
                     "pinned already: unpin something first"
                 )
 
-    def _check_arena(self, fresh: Sequence[Chunk]) -> None:
-        """Pinned chunks that are not durable cannot leave the arena: others need room there, too."""
-        size, most = sum(footprint(c.size_bytes) for c in fresh), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
+    def _check_arena(self, added: Sequence[Chunk]) -> None:
+        """Check the share of the arena that pinned chunks without a durable copy occupy: they cannot leave it."""
+        size, most = sum(footprint(c.size_bytes) for c in added), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
         used = sum(footprint(c.size_bytes) for c in self._tiers.arena_only_pins)
         if size and used + size > most:
             raise QuotaExceeded(
@@ -133,7 +135,7 @@ class Pins:
             self._pins_of[pin.chunk] = others
 
     def _add_to_path(self, chunk: Chunk, by: int) -> None:
-        """Adds to the pins of a chunk and all before it."""
+        """Add to the pin count of a chunk and its ancestors."""
         for member in self._tiers.index.path(chunk):
             before, member.pins = member.pins, member.pins + by
             if bool(before) is not bool(member.pins):
@@ -143,7 +145,7 @@ class Pins:
                 self._tiers.update_evictable(member)
 
     def _on_unindexed(self, chunk: Chunk) -> None:
-        """A pinned chunk was deleted: its pins end. It is not in the index any more, its ancestors are."""
+        """End the pins of a deleted chunk. It has left the index, its ancestors have not."""
         for pin in self._pins_of.pop(chunk, []):
             self._pins.pop((chunk.root, pin.requested_key), None)
             self._add_to_path(chunk, -pin.count)
@@ -152,4 +154,4 @@ class Pins:
 
     def _persist(self, pin: _Pin) -> None:
         name = NOTE_PREFIX + pin.chunk.root + pin.requested_key
-        self._write_note(name, _COUNT.pack(pin.count) + pin.chunk.key if pin.count else None)
+        self._tiers.write_note(name, _COUNT.pack(pin.count) + pin.chunk.key if pin.count else None)

@@ -1,5 +1,8 @@
-"""The prefix index: parent -> children, with their token ids, for token-granular longest-prefix search; and by content
-hash, for chunks that were read in another context."""
+"""Prefix index: token-granular longest-prefix match, and lookup by content hash.
+
+Children hang on their parent's prefix hash with their token ids. The content hash finds chunks that were computed
+behind another prefix.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from sortedcontainers import SortedDict, SortedList
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 
-# Copies of one text in different contexts that are looked at for the one to reuse.
+# Copies of one text behind different prefixes that are considered for reuse.
 _MAX_COPIES = 16
 # Enough for 2^20 tokens in chunks of 128.
 MAX_MATCHED_CHUNKS = 8192
-# Ways to cut one prompt that a look-up follows; and lengths of siblings that it tries.
+# Branches (cuts of one prompt) that a match follows, and lengths of siblings that it tries.
 _MAX_BRANCHES, _MAX_LENGTHS = 256, 64
 
 
@@ -31,7 +34,7 @@ class MatchedChunk(NamedTuple):
 
 
 def _common_bytes(a: bytes, b: bytes) -> int:
-    """Length of the token prefix that two sequences share, in bytes."""
+    """Return the length in bytes of the common token prefix."""
     n = min(len(a), len(b))
     if a[:n] == b[:n]:
         return n - n % TOKEN_BYTES
@@ -42,7 +45,7 @@ def _common_bytes(a: bytes, b: bytes) -> int:
 
 @dataclass(slots=True)
 class _Siblings:
-    """Several children of one parent. Sorted by bytes, those that share most with a query stand next to its place."""
+    """Children of one parent, sorted by token bytes: those that share most with a query are next to its position."""
 
     by_tokens: SortedDict[bytes, Chunk] = field(default_factory=SortedDict)
     lengths: Counter[int] = field(default_factory=Counter)  # length in bytes -> how many
@@ -58,7 +61,7 @@ class _Siblings:
             del self.lengths[len(chunk.ids)]
 
     def nearest(self, rest: bytes) -> tuple[Chunk, int]:
-        """The one that shares most leading tokens with ``rest``, and how many bytes."""
+        """Return the child that shares most leading tokens with ``rest``, and the bytes shared."""
         at = self.by_tokens.bisect_left(rest)
         around = [self.by_tokens.peekitem(i) for i in (at - 1, at) if 0 <= i < len(self.by_tokens)]
         chunk, shared = max(((c, _common_bytes(t, rest)) for t, c in around), key=lambda found: found[1])
@@ -66,7 +69,10 @@ class _Siblings:
 
 
 class PrefixIndex:
-    """Committed chunks by prefix hash and by parent, kept in a ``summary`` too if there is one. Not thread-safe."""
+    """Committed chunks by prefix hash and by parent, mirrored in a Bloom filter.
+
+    Not thread-safe.
+    """
 
     def __init__(self, bloom_filter: CountingBloomFilter | None = None) -> None:
         self.bloom_filter = bloom_filter
@@ -86,8 +92,7 @@ class PrefixIndex:
         return self._chunks.get(prefix_hash)
 
     def add(self, chunk: Chunk) -> None:
-        """Adds a chunk. Raises KeyError when its key is there already: two chunks of one name would tear the maps
-        apart."""
+        """Add a chunk. Raises KeyError for a key that is there: two chunks of one name would tear the maps apart."""
         if chunk.key in self._chunks:
             raise KeyError(f"the index has a chunk {chunk.key.hex()} already")
         siblings = self._children.get(chunk.parent_key)
@@ -139,21 +144,21 @@ class PrefixIndex:
         return [found] if isinstance(found, Chunk) else list(dict.values(found.by_tokens))
 
     def subtree(self, chunk: Chunk) -> list[Chunk]:
-        """The chunk and all that continue it, parents before children."""
+        """Return the chunk and its descendants, parents before children."""
         out = [chunk]
         for found in out:
             out.extend(self.children(found.key))
         return out
 
     def path(self, chunk: Chunk) -> list[Chunk]:
-        """The chunk's ancestors and the chunk, first one first."""
+        """Return the chunk's ancestors and the chunk, first one first."""
         out = [chunk]
         while (parent := self._chunks.get(out[-1].parent_key)) is not None:
             out.append(parent)
         return out[::-1]
 
     def page_of_root(self, root: bytes, after: bytes, limit: int) -> list[Chunk]:
-        """A tenant's chunks ordered by prefix hash."""
+        """Return a page of a tenant's chunks ordered by prefix hash."""
         keys = self._sorted.get(root, ())
         if not keys:
             return []
@@ -161,12 +166,12 @@ class PrefixIndex:
         return [self._chunks[key] for key in keys[first : first + limit]]
 
     def roots_from(self, first: bytes) -> Iterator[bytes]:
-        """All roots that have chunks, in order, from one on."""
+        """Yield all roots that have chunks, in order, beginning at ``first``."""
         found: Iterator[bytes] = self._sorted.irange(first)
         return found
 
     def superseded_by(self, chunk: Chunk) -> list[Chunk]:
-        """Childless siblings whose tokens are a proper prefix of the chunk's."""
+        """Return childless siblings whose tokens are a proper prefix of the chunk's."""
         siblings = self._children[chunk.parent_key]
         if isinstance(siblings, Chunk):
             return []
@@ -176,12 +181,12 @@ class PrefixIndex:
         return [s for s in found if s is not None and not self.has_children(s)]
 
     def match(self, root: bytes, tokens: bytes) -> list[MatchedChunk]:
-        """The longest stored prefix of ``tokens`` (uint32 little-endian).
+        """Return the longest stored prefix of ``tokens`` (uint32 little-endian).
 
-        All but the last chunk match wholly; the last may match only at its start, which is as good, because
-        attention is causal. Token ids are compared, never only hashes. Time is linear in what matches; a prefix of
-        more than ``MOST_MATCHED`` chunks is found up to there. Where a prompt is stored in many ways, only some of them
-        are followed, so that it takes no longer.
+        All but the last chunk match wholly; the last may match only at its start, which is as good, because attention
+        is causal. Token ids are compared, never only hashes. Time is linear in what matches; at most
+        ``MAX_MATCHED_CHUNKS`` are found. Of a prompt that is stored in many cuts only some branches are followed, so
+        that it takes no longer.
         """
         best, last, shared_last = 0, None, 0
         open_ends, ways, steps = [(root, 0, 0)], 0, 0
@@ -189,7 +194,7 @@ class PrefixIndex:
             parent, at, depth = open_ends.pop()
             ways, steps = ways + 1, steps - depth
             siblings = self._children.get(parent)
-            # Most of a path has one child at each step: this loop is what a long prompt's time goes into.
+            # Most of a path has one child at each step: a long prompt spends its time in this loop.
             only: Chunk | None = None
             while isinstance(siblings, Chunk) and depth < MAX_MATCHED_CHUNKS and tokens.startswith(siblings.ids, at):
                 only, at, depth = siblings, at + len(siblings.ids), depth + 1
@@ -199,7 +204,7 @@ class PrefixIndex:
                 best, last, shared_last = at, only, len(only.ids)
             if siblings is None or at == len(tokens) or depth == MAX_MATCHED_CHUNKS:
                 continue
-            # The one that shares most comes first: it is followed first, as the last one in.
+            # The child that shares most comes first in the list: pushed last, it is followed first.
             for chunk, shared in reversed(list(self._continuations(siblings, tokens, at))):
                 if at + shared > best:
                     best, last, shared_last = at + shared, chunk, shared
@@ -212,8 +217,8 @@ class PrefixIndex:
 
     @staticmethod
     def _continuations(siblings: Chunk | _Siblings, tokens: bytes, at: int) -> Iterator[tuple[Chunk, int]]:
-        """Children that go on with ``tokens`` from ``at``, and the bytes that they share: all that match wholly, and
-        the one that shares most."""
+        """Yield children that match ``tokens`` from ``at``, with the bytes shared: all whole matches and the longest
+        partial one."""
         if isinstance(siblings, Chunk):
             own = siblings.ids
             shared = len(own) if tokens.startswith(own, at) else _common_bytes(own, tokens[at : at + len(own)])
@@ -230,7 +235,7 @@ class PrefixIndex:
                 yield whole, length
 
     def find_by_content(self, content_hash: bytes, tokens: bytes) -> Chunk | None:
-        """A chunk with these tokens in whatever context: one in memory if there is, else the newest."""
+        """Return a chunk with these tokens behind any prefix: one in memory if there is, else the newest."""
         same = self._contents.get(content_hash)
         if same is None:
             return None
@@ -238,7 +243,7 @@ class PrefixIndex:
         return next((c for c in newest if c.arena_state is Residency.PRESENT), newest[0] if newest else None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all maps, and the summary, hold the same chunks."""
+        """Raise AssertionError unless all maps and the Bloom filter hold the same chunks."""
         listed = [c for parent in self._children for c in self.children(parent)]
         assert len(listed) == len(self._chunks), "children and chunks differ in number"
         assert all(self._chunks.get(c.key) is c for c in listed), "a child is not in the index"

@@ -1,4 +1,4 @@
-"""Taking up what an earlier start left in the durable tier."""
+"""Restores chunks and notes of the durable tier at start."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class StoreRestorer:
-    """``note`` hears the name and value of every small value that was kept."""
+    """Indexes what an earlier start made durable. ``note`` is called with the name and value of every note."""
 
     inserter: ChunkInserter
     persistence: Persistence
     note: Callable[[bytes, bytes], None]
 
     async def restore(self, durable: DurableTier, reading: Executor) -> None:
-        """Lists the tier's chunks, and tells of its notes. Reads on ``reading``."""
+        """Index the durable tier's chunks and dispatch its notes. Reads on ``reading``."""
         loop = asyncio.get_running_loop()
         loaded = await loop.run_in_executor(reading, lambda: list(durable.load()))
         notes = await loop.run_in_executor(reading, durable.notes)
@@ -43,7 +43,7 @@ class StoreRestorer:
             if n % _CHUNKS_PER_SLICE == 0:
                 await asyncio.sleep(0)
         if unfit:
-            log.warning("dropping stored chunks that do not continue their parents", chunks=unfit)
+            log.warning("removing stored chunks that do not follow their parents", chunks=unfit)
         await self.persistence.finish_restore()
         tiers.counters.corrupt_chunks += durable.load_report.corrupt + unfit
         for name, value in notes.items():
@@ -55,7 +55,7 @@ class StoreRestorer:
         tiers = self.inserter.tiers
         tenant = tiers.accounts.account_of(item.header.tenant)
         used_at = min(now, item.last_use / 1000)
-        if not item.last_use:  # it came in shortly before a sudden end: from now on that is known
+        if not item.last_use:  # stored shortly before a crash: its recency is persisted from now on
             used_at = tiers.unsaved_recency[item.header.prefix_hash] = now
         return Chunk(
             item.header,

@@ -1,4 +1,4 @@
-"""What verifications of approximate reuse have found, by namespace."""
+"""Results of verifying approximate reuse, by namespace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ _WRITTEN_SECONDS = 10.0
 
 
 class ReuseVerdicts:
-    """Kept in memory, so that a heartbeat asks no disk, and as notes in the durable tier, if there is one."""
+    """Verdicts in memory, and as notes in the durable tier if there is one.
+
+    So a heartbeat reads no disk.
+    """
 
     def __init__(self, writer: GroupCommitWriter | None) -> None:
         self._writer = writer
@@ -27,10 +30,10 @@ class ReuseVerdicts:
         return self._verdicts.get(namespace)
 
     async def put(self, namespace: bytes, verdict: ReuseVerdict) -> None:
-        """Returns when it is on disk, where there is one.
+        """Store a verdict, and wait until it is on disk if there is one.
 
-        Raises StoreUnavailable when the disk does not take it in time: it is in use all the same, and is written as
-        soon as the disk works again.
+        Raises StoreUnavailable when the disk does not take it in time: the verdict is in use all the same, and is
+        written as soon as the disk works again.
         """
         self._verdicts[namespace] = verdict
         if self._writer is not None:
@@ -50,6 +53,6 @@ class ReuseVerdicts:
                 )
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Takes up a note of an earlier start; one that cannot be read is forgotten."""
+        """Restore a note of an earlier start; an unreadable one is ignored."""
         with contextlib.suppress(DecodeError):
             self._verdicts[name[len(NOTE_PREFIX) :]] = ReuseVerdict.FromString(value)

@@ -1,17 +1,19 @@
-"""Sessions: who holds what, and the one way in which it is given back."""
+"""Sessions of attached workers, their leases and reservations."""
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakValueDictionary
 
+from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import UnknownLease, UnknownSession
+from kvsidecar.errors import NamespaceMismatch, UnknownLease, UnknownSession
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
@@ -20,14 +22,14 @@ from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenant_usage import TenantAccount
 
 _Handle = TypeVar("_Handle")
-# Where no memory is shared.
+# Expiry of leases of sessions that share no memory.
 LEASE_SECONDS = 60.0
 
 
 class LeaseGuard:
-    """Keeps chunks' slots from being moved, reused or freed until it is given back, which may happen more than once.
+    """Keeps chunks' slots from being moved, reused or freed until ``release``.
 
-    ``unused`` is told of every chunk that the last holder let go of.
+    ``on_released`` is called with every chunk whose last lease ended.
     """
 
     def __init__(self, chunks: Sequence[Chunk], on_released: Callable[[Chunk], None]) -> None:
@@ -43,21 +45,22 @@ class LeaseGuard:
         self.release()
 
     def add(self, chunks: Sequence[Chunk]) -> None:
-        """Keeps these, too."""
+        """Lease more chunks."""
         for chunk in chunks:
             chunk.leases += 1
         self.chunks.extend(chunks)
 
     def retain_only(self, wanted: Sequence[Chunk]) -> None:
-        """Gives back all but these, which are among its chunks."""
+        """Release all but ``wanted``, which are among its chunks."""
         if len(wanted) == len(self.chunks):
             return
         kept = set(map(id, wanted))
-        gone = [c for c in self.chunks if id(c) not in kept]
+        released = [c for c in self.chunks if id(c) not in kept]
         self.chunks = [c for c in self.chunks if id(c) in kept]
-        self._release(gone)
+        self._release(released)
 
     def release(self) -> None:
+        """Release all chunks. Idempotent."""
         chunks, self.chunks = self.chunks, []
         self._release(chunks)
 
@@ -70,7 +73,7 @@ class LeaseGuard:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room in staging for a chunk that is not visible yet."""
+    """Staging memory for a chunk that is not visible yet."""
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
     ids: bytes
@@ -78,81 +81,119 @@ class Reservation:
     staged: Slot
     expires_at: float  # on the store's clock
     reserved_at: float = field(default_factory=time.monotonic)
-    invalidated: bool = False  # what it belongs to was deleted since
+    invalidated: bool = False  # a deletion since the reservation concerns it
 
 
-def rename_handle(held: dict[bytes, _Handle], given: bytes, name: bytes) -> bytes:
-    """Calls what is held what its holder wants, unless that is nothing or something else's name; returns its name."""
-    if not given or not name or name in held:
-        return given
-    held[name] = held.pop(given)
+def rename_handle(handles: dict[bytes, _Handle], generated: bytes, name: bytes) -> bytes:
+    """Rename a lease or reservation to the client's ``name``. Returns its name.
+
+    It keeps its generated one if ``name`` is empty or taken.
+    """
+    if not generated or not name or name in handles:
+        return generated
+    handles[name] = handles.pop(generated)
     return name
 
 
 @dataclass(eq=False)
 class Session:
-    """What one attached worker holds. Ends with its stream."""
+    """Leases, reservations and staging of one attached worker; all end with its Attach stream."""
 
     name: str
     namespace: bytes
     descriptor: NamespaceDescriptor
     staging: Staging | None  # None once the session has ended
-    shares_memory: bool = True  # its caller maps the arena and its staging; if not, it is sent and sends bytes
+    shares_memory: bool = True  # the caller maps arena and staging; if not, bytes are streamed
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     opened_at: float = field(default_factory=lambda: time.monotonic())
     leases: dict[bytes, LeaseGuard] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
     committing: int = 0  # commits that copy from staging now
     closed: bool = False
-    heartbeat_totals: tuple[int, ...] = ()  # the totals of its last heartbeat
-    owner: object = None  # who opened it
+    heartbeat_totals: tuple[int, ...] = ()  # totals of its last heartbeat
+    owner: object = None  # the principal that opened it
 
     def __post_init__(self) -> None:
         self.geometry = Geometry.of(self.descriptor)
 
-    def add_lease(self, hold: LeaseGuard) -> bytes:
-        """Makes a hold the session's. Returns the lease's id, opaque and not to be guessed by another session."""
+    def add_lease(self, lease: LeaseGuard) -> bytes:
+        """Make a lease the session's. Returns its id, opaque and not to be guessed by another session."""
         lease_id = secrets.token_bytes(ID_BYTES)
-        self.leases[lease_id] = hold
+        self.leases[lease_id] = lease
         return lease_id
 
     def leased_chunks(self, lease_id: bytes, prefix_hashes: Sequence[bytes]) -> list[Chunk]:
-        """Chunks that a lease holds, by their names. Raises UnknownLease."""
-        hold = self.leases.get(lease_id)
-        there = {} if hold is None else {chunk.key: chunk for chunk in hold.chunks}
+        """Return chunks of a lease by their prefix hashes. Raises UnknownLease."""
+        lease = self.leases.get(lease_id)
+        there = {} if lease is None else {chunk.key: chunk for chunk in lease.chunks}
         found = [there[key] for key in prefix_hashes if key in there]
         if len(found) < len(prefix_hashes):
             raise UnknownLease("the lease has ended, or holds no such chunk; match the prompt again")
         return found
 
     def close_staging(self) -> None:
-        """Gives the staging memory up once the session has ended and nothing is copied from it."""
+        """Free the staging memory of an ended session once no copy runs."""
         if self.closed and not self.committing and self.staging is not None:
             self.staging.close()
             self.staging = None
 
 
 class SessionTable:
-    """The open ones."""
+    """The open sessions, by id. ``staging_bytes`` is the staging memory of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, staging_bytes: int) -> None:
+        self._staging_bytes = staging_bytes
         self._open: dict[bytes, Session] = {}
         self._allowances: WeakValueDictionary[object, StagingBudget] = WeakValueDictionary()
 
-    def allowance(self, owner: object, size_bytes: int) -> StagingBudget:
-        """What an owner's sessions that share no memory may reserve together. Kept while one of them has it."""
+    def open(
+        self,
+        name: str,
+        descriptor: NamespaceDescriptor,
+        namespace: bytes,
+        *,
+        shares_memory: bool = True,
+        owner: object = None,
+        listed: bool = True,
+    ) -> Session:
+        """Open a session of ``owner``; the daemon's own, for the length of one call, is not ``listed``.
+
+        Raises NamespaceMismatch.
+        """
+        expected = keys.namespace_id(descriptor)
+        if namespace != expected:
+            raise NamespaceMismatch(
+                f"the namespace id {namespace.hex()[:64] or '(empty)'} does not belong to the descriptor sent "
+                f"(its id is {expected.hex()}); worker and daemon must be of the same version"
+            )
+        if descriptor.format_version != keys.FORMAT_VERSION:
+            raise NamespaceMismatch(
+                f"format_version is {descriptor.format_version}; this daemon stores {keys.FORMAT_VERSION}"
+            )
+        allowed = None if shares_memory else self._allowance(owner)
+        staging = Staging(self._staging_bytes, allowed)
+        session = Session(name, namespace, descriptor, staging, shares_memory, owner=owner)
+        if listed:
+            self._open[session.id] = session
+        return session
+
+    def _allowance(self, owner: object) -> StagingBudget:
+        """Return the staging allowance that an owner's sessions without shared memory share."""
         found = self._allowances.get(owner)
         if found is None:
-            found = self._allowances[owner] = StagingBudget(size_bytes)
+            found = self._allowances[owner] = StagingBudget(self._staging_bytes)
         return found
 
     def expire_leases(self, older_than_seconds: float = LEASE_SECONDS) -> None:
-        """Gives back what sessions that share no memory have leased for longer: nobody reads by it, but for calls that
-        hold what they send, and those who forget leases, or mean to, are not this machine's user."""
+        """Release leases of sessions without shared memory after ``older_than_seconds``.
+
+        Nobody reads by such a lease, except calls that lease what they send; and a caller that forgets leases, or means
+        to, is not this machine's user.
+        """
         before = time.monotonic() - older_than_seconds
         for session in self:
             if not session.shares_memory:
-                for lease_id in [key for key, hold in session.leases.items() if hold.acquired_at < before]:
+                for lease_id in [key for key, lease in session.leases.items() if lease.acquired_at < before]:
                     session.leases.pop(lease_id).release()
 
     def __len__(self) -> int:
@@ -161,9 +202,6 @@ class SessionTable:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._open.values()))
 
-    def add(self, session: Session) -> None:
-        self._open[session.id] = session
-
     def remove(self, session: Session) -> None:
         self._open.pop(session.id, None)
 
@@ -171,7 +209,7 @@ class SessionTable:
         return self._open.get(session_id)
 
     def get(self, session_id: bytes) -> Session:
-        """Raises UnknownSession."""
+        """Return a session by id. Raises UnknownSession."""
         found = self._open.get(session_id)
         if found is None:
             raise UnknownSession(
@@ -179,8 +217,11 @@ class SessionTable:
             )
         return found
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless each session's staging is what it has reserved."""
+    def check_integrity(self, chunks: Iterable[Chunk]) -> None:
+        """Raise AssertionError unless leases and staging add up."""
+        leased: Counter[int] = Counter(id(c) for s in self for guard in s.leases.values() for c in guard.chunks)
+        # Calls that run now lease chunks, too.
+        assert all(c.leases >= leased[id(c)] for c in chunks), "a lease on a chunk that is not kept"
         for session in self:
             staged = sum(footprint(r.staged.size_bytes) for r in session.reservations.values())
             used = session.staging.used_bytes if session.staging is not None else 0

@@ -1,4 +1,4 @@
-"""The end of a store: work that blocks, under one deadline."""
+"""Shutdown of a store: blocking work under one deadline."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from collections.abc import Callable
 
 import structlog
 
-# The end may take so long: of that, what is queued to be written, and then all but the closing of files.
+# Deadlines since the begin of the shutdown: of all, of queued writes, and of the writer's end.
 SECONDS, SETTLE_SECONDS, WRITE_SECONDS = 20.0, 14.0, 18.0
 
 log = structlog.get_logger("cache_daemon")
 
 
 class Shutdown:
-    """A deadline over several pieces of work, each on a thread of its own that nothing waits for at exit."""
+    """A deadline over several pieces of blocking work.
+
+    Each runs on a daemon thread that does not delay the exit.
+    """
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -26,7 +29,7 @@ class Shutdown:
 
     @property
     def to_settle(self) -> float:
-        """Seconds left for what is queued to be written."""
+        """Seconds left for queued writes."""
         return self._left(SETTLE_SECONDS)
 
     @property
@@ -38,7 +41,7 @@ class Shutdown:
         return max(0.1, self._began + of_seconds - time.monotonic())
 
     async def run(self, work: Callable[[], object]) -> object:
-        """The result of work that blocks; None when it does not end in time. Raises what the work raises."""
+        """Run blocking work; returns None when it does not end in time. Raises what the work raises."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         outcome: list[object] = []
         raised: list[BaseException] = []
@@ -48,7 +51,7 @@ class Shutdown:
                 outcome.append(work())
             except BaseException as error:
                 raised.append(error)
-            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: nothing is left to hear
+            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: there is no reader
                 loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=run, name="store-end", daemon=True).start()
@@ -57,7 +60,7 @@ class Shutdown:
                 await ended.wait()
         except TimeoutError:
             self.late = True
-            log.error("the store does not close in time", waits_for=getattr(work, "__qualname__", repr(work)))
+            log.error("the store did not close in time", waits_for=getattr(work, "__qualname__", repr(work)))
             return None
         if raised:
             raise raised[0]

@@ -1,4 +1,4 @@
-"""What tenants may use, and what they use."""
+"""Tenant accounts: limits and usage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cache_daemon.tenant_limits import TenantLimits
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class TenantAccount:
-    """One tenant's account, over all namespaces."""
+    """Limits and usage of one tenant over all namespaces."""
 
     id: bytes
     limits: TenantLimits
@@ -19,16 +19,16 @@ class TenantAccount:
     pinned_bytes: int = 0
 
     def is_expired(self, idle_seconds: float) -> bool:
-        """Whether a chunk that was not used for so long has passed its time to live."""
+        """Return True if a chunk unused for ``idle_seconds`` has passed the tenant's TTL."""
         ttl = self.limits.ttl_seconds
         return ttl is not None and idle_seconds > ttl
 
 
 class TenantAccounts:
-    """The tenants that have chunks, or are about to: each is here as long as anything is on its account.
+    """Accounts of tenants that have chunks, or are about to; weakly referenced.
 
-    ``limits_of`` knows the limits of an account, ``account_of`` the account of a tenant id: tenants that nobody named
-    share one, or each new salt would come with a new quota.
+    ``limits_of`` returns the limits of an account, ``account_of`` the account id of a tenant id: unnamed tenants share
+    one, or each new salt would come with a new quota.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TenantAccounts:
         self._tenants: WeakValueDictionary[bytes, TenantAccount] = WeakValueDictionary()
 
     def account_of(self, tenant_id: bytes) -> TenantAccount:
-        """The account of a tenant."""
+        """Return the account of a tenant."""
         account = self._account_id_of(tenant_id)
         found = self._tenants.get(account)
         if found is None:
@@ -49,13 +49,13 @@ class TenantAccounts:
         return found
 
     def reload(self) -> None:
-        """Asks for everybody's limits anew. Chunks that are stored stay on the account that they are on."""
+        """Read all limits anew. Stored chunks stay on the account that they are on."""
         for tenant in list(self._tenants.values()):
             tenant.limits = self._limits_of(tenant.id)
 
     @property
     def has_ttl(self) -> bool:
-        """Whether any chunk can expire."""
+        """Return True if the TTL of any tenant can expire chunks."""
         return any(t.limits.ttl_seconds is not None for t in list(self._tenants.values()))
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
-"""A tier's books: which chunks it has, how many bytes they take, and which of them goes first, for whom.
+"""Accounting of one tier: its chunks, usage, quotas and eviction victims.
 
-Tenants with a quota have a part of their own: nobody else evicts from it, and they evict from nothing else once it is
-full. All others share one part for each priority.
+A tenant with a quota has a partition of its own: other tenants do not evict from it, and it evicts from no other once
+it is full. All other tenants share one partition per priority.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Partition:
 
 
 def _victims_of(policy: EvictionPolicy) -> Iterator[Chunk]:
-    """A policy's victims, which are what was put in."""
+    """Return a policy's victims with the type that was inserted."""
     return cast(Iterator[Chunk], policy.victims())
 
 
@@ -41,7 +41,7 @@ class _Entry:
 
 @dataclass(eq=False)
 class TierLedger:
-    """``quota_of`` reads a tenant's limit for this tier."""
+    """Usage and eviction partitions of one tier. ``quota_of`` reads a tenant's limit for this tier."""
 
     new_policy: Callable[[], EvictionPolicy]
     quota_of: Callable[[TenantLimits], int | None]
@@ -56,7 +56,7 @@ class TierLedger:
         return chunk in self._entries
 
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
-        """A chunk came in, after its parent if that is here."""
+        """Add a chunk, after its parent if that is in this tier."""
         part = self._partition_of(chunk.tenant)
         self._entries[chunk] = _Entry(part, size_bytes, parent)
         part.used_bytes += size_bytes
@@ -65,7 +65,7 @@ class TierLedger:
         self._count_child(parent, 1)
 
     def remove(self, chunk: Chunk) -> None:
-        """A chunk left. Unknown ones are ignored."""
+        """Remove a chunk; an unknown one is ignored."""
         place = self._entries.pop(chunk, None)
         if place is not None:
             place.partition.used_bytes -= place.size_bytes
@@ -74,27 +74,27 @@ class TierLedger:
             self._count_child(place.parent, -1)
 
     def resize(self, chunk: Chunk, size_bytes: int) -> None:
-        """A chunk takes another number of bytes than was thought."""
+        """Correct the size of a chunk."""
         place = self._entries[chunk]
         more, place.size_bytes = size_bytes - place.size_bytes, size_bytes
         place.partition.used_bytes += more
         self.used_bytes += more
 
     def touch(self, chunk: Chunk) -> None:
-        """A chunk was used."""
+        """Record a use of a chunk."""
         place = self._entries.get(chunk)
         if place is not None:
             place.partition.policy.touch(chunk)
 
     def set_protected(self, chunk: Chunk, kept: bool) -> None:
-        """Says whether a chunk must stay for other reasons than its children in this tier. Idempotent."""
+        """Protect a chunk from eviction, whatever its children in this tier, or end that. Idempotent."""
         place = self._entries.get(chunk)
         if place is not None:
             place.protected = kept
             self._update_evictable(chunk, place)
 
     def _count_child(self, parent: Chunk | None, by: int) -> None:
-        """A child came or left."""
+        """Add to the number of children of a parent in this tier."""
         place = self._entries.get(parent) if parent is not None else None
         if parent is not None and place is not None:
             place.children += by
@@ -108,21 +108,23 @@ class TierLedger:
             (place.partition.policy.make_unevictable if unevictable else place.partition.policy.make_evictable)(chunk)
 
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
-        """Whether so many bytes more are beyond the tenant's quota."""
+        """Return True if ``size_bytes`` more exceed the tenant's quota."""
         quota = self.quota_of(tenant.limits)
         return quota is not None and self._partition_of(tenant).used_bytes + size_bytes > quota
 
     def usage_of(self, tenant: TenantAccount) -> int:
-        """Bytes of a tenant with a quota."""
+        """Return the bytes used by a tenant that has a quota."""
         return self._partition_of(tenant).used_bytes
 
     def admits(self, chunk: Chunk, parent: Chunk | None) -> bool:
-        """Whether a full tier takes a newcomer in."""
+        """Return True if a full tier admits a new chunk."""
         return self._partition_of(chunk.tenant).policy.admit(chunk, parent)
 
     def victims(self, tenant: TenantAccount, own: bool) -> Iterator[Chunk]:
-        """Chunks that may go for a tenant's newcomer, worst first; with ``own`` its own only. What others build on is
-        not among them; the caller skips those in use, takes one, and asks anew."""
+        """Yield chunks to evict for a tenant's new chunk, worst first; with ``own`` only its own.
+
+        Chunks with children in this tier are not among them. The caller skips those in use, evicts one, and asks again.
+        """
         if self.quota_of(tenant.limits) is not None:
             if not own:
                 yield from self._shared(tenant.limits.priority)
@@ -133,7 +135,7 @@ class TierLedger:
             yield from self._shared(tenant.limits.priority)
 
     def all_victims(self) -> Iterator[Chunk]:
-        """Everybody's, of low priority first, those of tenants with a quota last."""
+        """Yield victims of all tenants: low priority first, tenants with a quota last."""
         names = sorted(self._partitions, key=lambda name: name if isinstance(name, Priority) else len(Priority))
         for name in names:
             yield from _victims_of(self._partitions[name].policy)
@@ -152,6 +154,6 @@ class TierLedger:
         return part
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless the sums hold."""
+        """Raise AssertionError unless the sums hold."""
         assert self.used_bytes == sum(p.size_bytes for p in self._entries.values()), "a tier's bytes do not add up"
         assert self.used_bytes == sum(p.used_bytes for p in self._partitions.values()), "its parts' bytes do not add up"

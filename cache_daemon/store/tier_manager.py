@@ -1,12 +1,13 @@
-"""Where chunks are: takes them in, moves them out of the arena, drops them, and frees what nobody uses any more.
+"""Tier manager: admits chunks to arena and disk, evicts and removes them.
 
-The one place that changes the index, the arena and the books of both tiers.
+The only code that changes the index, the arena and both tiers' ledgers.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import (
@@ -28,38 +29,56 @@ from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.tenant_usage import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_accounting import TierLedger
 
-# One allocation pushes out at most so much more than it needs, before it gives up on finding room in one piece.
+# One allocation evicts at most this multiple of its size before it gives up on a contiguous slot.
 _MAX_EVICTED_FACTOR = 16
 _MIN_EVICTED_BYTES = 64 << 20
 
 
+@dataclass(frozen=True)
+class StoreContext:
+    """Objects that all parts of a store share. ``clock`` gives Unix seconds that never go back and survive restarts."""
+
+    events: EventLog
+    accounts: TenantAccounts
+    counters: Counters
+    clock: Callable[[], float]
+
+
 @dataclass(eq=False)
 class TierManager:
-    """``clock`` is in seconds and survives restarts (it is Unix time that never goes back)."""
+    """Moves chunks between the tiers and keeps index, ledgers and events in step.
+
+    The ``on_*`` lists hold subscribers.
+    """
 
     arena: Arena
     index: PrefixIndex
     arena_ledger: TierLedger
     disk_ledger: TierLedger | None
     writer: GroupCommitWriter | None
-    events: EventLog
-    accounts: TenantAccounts
-    counters: Counters
-    clock: Callable[[], float]
-    zombies: set[Chunk] = field(default_factory=set)  # not listed, but in use
+    context: StoreContext
+    events: EventLog = field(init=False)
+    accounts: TenantAccounts = field(init=False)
+    counters: Counters = field(init=False)
+    clock: Callable[[], float] = field(init=False)
+    zombies: set[Chunk] = field(default_factory=set)  # not indexed, but in use
     on_indexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots that no chunk has yet
-    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned ones that only the arena has
+    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned chunks that only the arena has
     unsaved_recency: dict[bytes, float] = field(
         default_factory=dict
-    )  # durable chunks used since that was last written down
+    )  # durable chunks used since recency was last persisted
 
-    # ---- arrivals -------------------------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.events, self.accounts = self.context.events, self.context.accounts
+        self.counters, self.clock = self.context.counters, self.context.clock
+
+    # ---- admission ------------------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
-        """Makes a chunk findable. Its parent is, or it begins a prompt."""
+        """Add a chunk to the index. Its parent is there, or it is the first of a prompt."""
         parent = self.parent_of(chunk)
         self.index.add(chunk)
         chunk.tenant.entries += 1
@@ -70,11 +89,21 @@ class TierManager:
             self.disk_ledger.insert(chunk, chunk.stored_bytes, self._if_on_disk(parent))
         if parent is not None:
             self.update_evictable(parent)
-        for told in self.on_indexed:
-            told(chunk)
+        for notify in self.on_indexed:
+            notify(chunk)
+
+    def begin_load(self, chunk: Chunk) -> None:
+        """Record that a durable chunk is being read; ``load_future`` ends with that."""
+        chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
+
+    def end_load(self, chunk: Chunk) -> asyncio.Future[None] | None:
+        """Record that the read has ended. Returns the future to resolve once its result is recorded."""
+        future, chunk.load_future = chunk.load_future, None
+        chunk.arena_state = Residency.ABSENT
+        return future
 
     def finish_load(self, chunk: Chunk, slot: Slot) -> None:
-        """The slot holds the chunk's payload."""
+        """Record that a slot holds the chunk's payload."""
         self.pending_slots.pop(slot, None)
         chunk.slot, chunk.arena_state = slot, Residency.PRESENT
         if chunk.indexed:
@@ -83,21 +112,28 @@ class TierManager:
             self.emit(EVENT_TYPE_PROMOTED, chunk)
 
     def begin_write(self, chunk: Chunk, most_bytes: int) -> None:
-        """The chunk is being written; room for the most that it can take is taken."""
+        """Record that a chunk is being written.
+
+        ``most_bytes``, the most that it can take, count as used meanwhile.
+        """
         assert self.disk_ledger is not None
         chunk.disk_state = Residency.IN_FLIGHT
         self.disk_ledger.insert(chunk, most_bytes, self._if_on_disk(self.parent_of(chunk)))
         self.update_evictable(chunk)
 
     def finish_write(self, chunk: Chunk, stored_bytes: int) -> None:
-        """The durable tier has the chunk."""
+        """Record that the durable tier has the chunk."""
         assert self.disk_ledger is not None
         chunk.disk_state, chunk.stored_bytes = Residency.PRESENT, stored_bytes
         self.disk_ledger.resize(chunk, stored_bytes)
         self.update_evictable(chunk)
 
+    def discard_write(self, chunk: Chunk) -> None:
+        """Record the end of a write whose chunk has left the index meanwhile."""
+        chunk.disk_state = Residency.ABSENT
+
     def abort_write(self, chunk: Chunk) -> None:
-        """The durable tier did not take the chunk, or has removed it although nobody dropped it."""
+        """Record that the disk did not take the chunk, or has removed it unasked."""
         assert self.disk_ledger is not None
         chunk.disk_state, chunk.stored_bytes = Residency.ABSENT, 0
         self.disk_ledger.remove(chunk)
@@ -111,39 +147,51 @@ class TierManager:
         return parent if parent is not None and self.disk_ledger is not None and parent in self.disk_ledger else None
 
     def parent_of(self, chunk: Chunk) -> Chunk | None:
+        """Return the parent in the index; None for a first chunk."""
         return None if chunk.is_first else self.index.get(chunk.parent_key)
 
+    @staticmethod
+    def record_use(chunks: Iterable[Chunk], now: float, *, is_hit: bool) -> None:
+        """Record the time of a use, and hits. ``touch`` tells the eviction policies later."""
+        for chunk in chunks:
+            chunk.hits += is_hit
+            chunk.last_used_at = now
+
     def touch(self, chunk: Chunk) -> None:
-        """A chunk was used, at its ``used_at``. Of a path, the last chunk first: parents outlive their children."""
+        """Tell both eviction policies that a chunk was used."""
         if not chunk.indexed:
             return
         self.arena_ledger.touch(chunk)
         if self.disk_ledger is not None:
             self.disk_ledger.touch(chunk)
-        if chunk.disk_state is not Residency.ABSENT:  # one that arrives may have been written with an earlier use
+        if chunk.disk_state is not Residency.ABSENT:  # one in flight may be written with an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 
     def update_evictable(self, chunk: Chunk) -> None:
-        """Says to both tiers whether a chunk must stay: pinned ones do, those that an insertion continues, and parents,
-        without which what continues them could not be found; but one tier may give up what the other has. Only the
-        disk keeps a pinned chunk that both have: the arena is for what is used."""
+        """Recompute in both tiers whether a chunk may be evicted.
+
+        Pinned chunks, parents of an insertion, and parents of indexed chunks must stay; but one tier may evict what the
+        other one has. A pinned chunk that both have is kept by the disk only: the arena is for what is used.
+        """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
-        here = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
-        self.arena_ledger.set_protected(chunk, here)
+        protected = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
+        self.arena_ledger.set_protected(chunk, protected)
         if self.disk_ledger is not None:
             self.disk_ledger.set_protected(
                 chunk, chunk.pins > 0 or (needed and chunk.arena_state is not Residency.PRESENT)
             )
-        if chunk.pins > 0 and here:
+        if chunk.pins > 0 and protected:
             self.arena_only_pins[chunk] = None
         else:
             self.arena_only_pins.pop(chunk, None)
 
-    # ---- room in the arena ----------------------------------------------------------------------------------
+    # ---- arena slots and eviction ---------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
-        """A slot for a chunk that arrives, evicting as long as it helps. None when all that could go is in use, pinned,
-        or not the tenant's. The slot goes to ``list_chunk``, ``arrived_in_arena`` or ``give_back``.
+        """Allocate an arena slot for a new payload, evicting as long as that helps.
+
+        Returns None when all that could be evicted is in use, pinned, or another tenant's. The slot goes to
+        ``index_chunk``, ``finish_load`` or ``release_slot``.
         """
         if size_bytes > self.arena.size_bytes:
             return None
@@ -153,28 +201,31 @@ class TierManager:
         evicted = 0
         while (slot := self.arena.allocate(size_bytes)) is None:
             if evicted > max(_MAX_EVICTED_FACTOR * size_bytes, _MIN_EVICTED_BYTES):
-                return None  # there is room, but not in one piece
-            gone = self._evict_from_arena(tenant, own=False)
-            if not gone:
+                return None  # enough is free, but not contiguous
+            freed = self._evict_from_arena(tenant, own=False)
+            if not freed:
                 return None
-            evicted += gone
+            evicted += freed
         self.pending_slots[slot] = tenant
         return slot
 
     def release_slot(self, slot: Slot) -> None:
-        """Frees a slot that no chunk came to have."""
+        """Free a slot that no chunk got."""
         del self.pending_slots[slot]
         self.arena.free(slot)
 
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
-        """Whether a payload more is beyond the tenant's quota of the arena, with those that are being copied."""
+        """Return True if a payload exceeds the tenant's arena quota.
+
+        Slots that are being filled count.
+        """
         if tenant.limits.arena_bytes is None:
             return False
-        promised = sum(footprint(slot.size_bytes) for slot, owner in self.pending_slots.items() if owner is tenant)
-        return self.arena_ledger.over_quota(tenant, promised + footprint(size_bytes))
+        pending_bytes = sum(footprint(slot.size_bytes) for slot, owner in self.pending_slots.items() if owner is tenant)
+        return self.arena_ledger.over_quota(tenant, pending_bytes + footprint(size_bytes))
 
     def _evict_from_arena(self, tenant: TenantAccount, own: bool) -> int:
-        """Returns the bytes that became free; 0 when nothing can go."""
+        """Evict one chunk. Returns the bytes freed; 0 when no chunk can be evicted."""
         victim = next((c for c in self.arena_ledger.victims(tenant, own) if not c.in_use), None)
         if victim is None:
             return 0
@@ -187,7 +238,7 @@ class TierManager:
         return victim.size_bytes
 
     def evict_from_disk(self, victim: Chunk) -> None:
-        """Takes a chunk that nothing durable continues out of the durable tier; it stays in the arena if there."""
+        """Evict a chunk without durable children from the durable tier; it stays in the arena if it is there."""
         assert self.disk_ledger is not None
         assert self.writer is not None
         self.counters.durable_evictions += 1
@@ -202,7 +253,7 @@ class TierManager:
         self.emit(EVENT_TYPE_UNPERSISTED, victim)
 
     def enforce_entry_quota(self, tenant: TenantAccount) -> bool:
-        """Drops a tenant's own chunks until it may have one more. False when its others cannot go."""
+        """Remove a tenant's own chunks until it may have one more. Returns False if that cannot be done."""
         most = tenant.limits.entries
         while most is not None and tenant.entries >= most:
             shelves = [s for s in (self.disk_ledger, self.arena_ledger) if s is not None]
@@ -214,7 +265,7 @@ class TierManager:
         return True
 
     def _is_evictable(self, chunk: Chunk) -> bool:
-        """Whether a chunk may leave both tiers."""
+        """Return True if a chunk may leave both tiers."""
         return not (chunk.in_use or chunk.pins or chunk.anchors or self.index.has_children(chunk))
 
     # ---- removal --------------------------------------------------------------------------------------------
@@ -222,16 +273,18 @@ class TierManager:
     def remove_subtree(
         self, chunk: Chunk, why: EventType.ValueType = EVENT_TYPE_DELETED, *, on_disk_too: bool = True
     ) -> int:
-        """Removes a chunk and all that continues it. With ``on_disk_too`` False, the durable tier has removed the chunk
-        itself already. Returns how many."""
+        """Remove a chunk and its descendants. Returns how many.
+
+        With ``on_disk_too`` False the durable tier has removed the chunk itself already.
+        """
         members = self.index.subtree(chunk) if chunk.indexed else []
         for member in reversed(members):
-            if member.indexed:  # one may take another along
+            if member.indexed:  # removing one may remove another
                 self._unindex(member, why, on_disk_too=on_disk_too or member is not chunk)
         return len(members)
 
     def _unindex(self, chunk: Chunk, why: EventType.ValueType, *, on_disk_too: bool = True) -> None:
-        """Removes a chunk without children."""
+        """Remove a chunk without children."""
         self.index.remove(chunk)
         self.arena_ledger.remove(chunk)
         if self.disk_ledger is not None:
@@ -241,15 +294,15 @@ class TierManager:
         if (
             self.writer is not None
             and on_disk_too
-            and (chunk.maybe_on_disk or chunk.disk_state is not Residency.ABSENT)
+            and (chunk.write_state.maybe_on_disk or chunk.disk_state is not Residency.ABSENT)
         ):
             self.writer.remove([chunk.key])
         if chunk.disk_state is Residency.PRESENT:
             chunk.disk_state = Residency.ABSENT
         self.unsaved_recency.pop(chunk.key, None)
         self.emit(why, chunk)
-        for told in self.on_unindexed:
-            told(chunk)
+        for notify in self.on_unindexed:
+            notify(chunk)
         parent = self.parent_of(chunk)
         if parent is not None:
             self.update_evictable(parent)
@@ -258,7 +311,7 @@ class TierManager:
         self.on_released(chunk)
 
     def on_released(self, chunk: Chunk) -> None:
-        """Somebody let go of a chunk's slot: it is free if the chunk is listed no more and nobody else uses it."""
+        """Free a released chunk's slot if it has no other user and is not indexed."""
         if not chunk.indexed and not chunk.in_use:
             self._free_slot(chunk)
             self.zombies.discard(chunk)
@@ -271,18 +324,27 @@ class TierManager:
             if chunk.indexed:
                 self.update_evictable(chunk)
 
+    def write_note(self, key: bytes, value: bytes | None) -> None:
+        """Persist a small record for the next start, None deletes it; without a durable tier nothing is kept."""
+        if self.writer is not None:
+            self.writer.note(key, value)
+
     def emit(self, kind: EventType.ValueType, chunk: Chunk) -> None:
+        """Append an event with the chunk's state."""
         self.events.append(kind, chunk.snapshot(self.clock()))
         if kind == EVENT_TYPE_COMMITTED:
-            for told in self.on_committed:
-                told(chunk)
+            for notify in self.on_committed:
+                notify(chunk)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every slot is accounted for once and every tier agrees with its books."""
+        """Raise AssertionError unless slots, ledgers and entries add up."""
         self.arena.check_integrity()
         self.index.check_integrity()
         self.arena_ledger.check_integrity()
         chunks = [*self.index, *self.zombies]
+        slots = [*(c.slot for c in chunks if c.slot is not None), *self.pending_slots]
+        pages = sum(footprint(slot.size_bytes) for slot in slots)
+        assert pages == self.arena.used_bytes, f"slots hold {pages} bytes, the arena {self.arena.used_bytes}"
         assert all(c.slot is not None for c in chunks if c.arena_state is Residency.PRESENT), (
             "a resident without a slot"
         )
@@ -304,7 +366,7 @@ class TierManager:
 
 
 class Clock:
-    """Unix time in seconds that never goes back while the process runs, whatever becomes of the system's clock."""
+    """Unix time in seconds that never goes back while the process runs."""
 
     def __init__(self) -> None:
         self._base = time.time() - time.monotonic()

@@ -9,7 +9,7 @@
 namespace kvsidecar {
 namespace {
 
-// A dead worker is noticed within 40 s while a call is open. Pings must not come faster than the worker permits.
+// Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
 constexpr int kPingEveryMs = 30'000, kPatienceMs = 10'000;
 
 // The two messages of google.rpc that an error consists of, read field by field so that no further package is needed:
@@ -50,14 +50,14 @@ void expire(grpc::ClientContext& context, Deadline deadline) {
   if (deadline) context.set_deadline(std::chrono::system_clock::now() + *deadline);
 }
 
-// An error of this side, which no worker was asked about.
+// An error of the client itself, without a call.
 Error refusal(const std::string& message) { return Error(grpc::Status(grpc::StatusCode::INVALID_ARGUMENT, message)); }
 
 Error is_http(const std::string& target) {
   return refusal(target + " is an HTTP address, such as the gateway's; give a worker's gRPC: its socket (unix:/PATH) or HOST:PORT");
 }
 
-// Finds numbers that were negative before they became unsigned: what an int32 does not hold is none of the options' values.
+// Finds numbers that were negative before the conversion to unsigned: no option has values that exceed an int32.
 void refuse_negative(const google::protobuf::Message& message) {
   using Field = google::protobuf::FieldDescriptor;
   const auto* reflection = message.GetReflection();
@@ -130,7 +130,7 @@ Client::Client(const std::string& target) : target_(target) {
 }
 
 void Client::check(const grpc::Status& status) const {
-  // So gRPC's own words say that an answer began with "HTTP/1".
+  // gRPC's text for an answer that begins with "HTTP/1".
   if (status.error_code() == grpc::StatusCode::UNAVAILABLE &&
       status.error_message().find("http1.x server") != std::string::npos) {
     throw is_http(target_);

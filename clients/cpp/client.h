@@ -1,6 +1,6 @@
 // A client of an inference worker of KVSidecar.
 //
-// Requests and answers are the generated messages of kvsidecar.inference.v1, whose fields say their units and
+// Requests and answers are the generated messages of kvsidecar.inference.v1, whose fields document units and
 // defaults. Failed calls throw kvsidecar::Error.
 #pragma once
 
@@ -20,7 +20,7 @@ namespace pb = inference::v1;
 using Deadline = std::optional<std::chrono::milliseconds>;  // from now; none waits as long as it takes
 
 // A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
-// clients/python/kvsidecar/errors.py); what() is one sentence for people.
+// clients/python/kvsidecar/errors); what() is one sentence for people.
 class Error : public std::runtime_error {
  public:
   // Reads google.rpc.ErrorInfo out of a call's status (https://google.aip.dev/193).
@@ -39,31 +39,31 @@ struct Message {
 // A conversation, rendered with the model's template.
 pb::Prompt chat(const std::vector<Message>& messages);
 
-// Text that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it.
+// Plain text without a chat template: a chat model continues it instead of answering it.
 pb::Prompt text(const std::string& text);
 
 // The first worker of `kvsidecar serve`.
 std::string default_target();
 
-// Safe for use by many threads at once. Requests in which a number is negative (C++ makes 4294967293 of set_max_tokens(-3))
-// are refused before they are sent.
+// Thread-safe client. Refuses requests with a negative number (C++ converts set_max_tokens(-3) to 4294967293) before they
+// are sent.
 class Client {
  public:
-  // "unix:/PATH" or "host:port". Connects when it is first used. Throws Error for the URL of a gateway.
+  // "unix:/PATH" or "host:port". Connects at first use. Throws Error for the URL of a gateway.
   explicit Client(const std::string& target = default_target());
 
-  // Answers when the whole text is there.
+  // Returns the complete answer.
   pb::GenerateResponse generate(const pb::GenerateRequest& request, Deadline deadline = {});
 
-  // Calls `each` with every piece as it appears; the last one has finish_reason, usage and timings. When `each` returns
-  // false the request is ended at the worker, and Error CANCELLED is thrown; so it is when `each` throws.
+  // Calls `each` with every chunk; the last one has finish_reason, usage and timings. When `each` returns false or throws,
+  // the request ends at the worker; for false, throws Error CANCELLED.
   void stream(const pb::GenerateRequest& request, const std::function<bool(const pb::GenerateStreamResponse&)>& each,
               Deadline deadline = {});
 
-  // Reads a prompt into the cache, and answers when the daemon has it.
+  // Prefills a prompt into the cache, and returns when the daemon has stored it.
   pb::WarmResponse warm(const pb::Prompt& prompt, Deadline deadline = {});
 
-  // Every method of the service, for what this class does not wrap.
+  // Every method of the service, for methods that this class does not wrap.
   pb::InferenceService::Stub& stub() { return *stub_; }
 
  private:

@@ -25,13 +25,13 @@ func DefaultTarget() string {
 	return "unix:" + filepath.Join(folder, "worker-0.sock")
 }
 
-// isURL tells the URL of a gateway, of which gRPC would make a host's name.
+// isURL reports whether an address is a gateway's URL, which gRPC would resolve as a host name.
 func isURL(target string) bool {
 	lower := strings.ToLower(target)
 	return strings.HasPrefix(lower, "http:") || strings.HasPrefix(lower, "https:")
 }
 
-// speaksHTTP asks a host:port, where gRPC was not found, for HTTP.
+// speaksHTTP reports whether a server that is not gRPC answers HTTP at host:port.
 func speaksHTTP(target string) bool {
 	connection, err := net.DialTimeout("tcp", target, httpPatience)
 	if err != nil {
@@ -53,7 +53,7 @@ func errHTTP(target string) *Error {
 	return refusal(target + " is an HTTP address, such as the gateway's; give a worker's gRPC: its socket (unix:/PATH) or HOST:PORT")
 }
 
-// refusal is an error of this side, which no worker was asked about.
+// refusal is an error of the client itself, without a call.
 func refusal(message string) *Error {
 	return &Error{Code: codes.InvalidArgument, Reason: reasonOf[codes.InvalidArgument], Message: message}
 }

@@ -1,7 +1,7 @@
-// Package kvsidecar talks to an inference worker of KVSidecar over gRPC.
+// Package kvsidecar is a gRPC client of KVSidecar's inference workers.
 //
-// Requests and answers are the generated messages of kvsidecar.inference.v1, whose fields say their units and
-// defaults. A context that is cancelled, or whose deadline passes, ends the request at the worker and frees its memory.
+// Requests and answers are the generated messages of kvsidecar.inference.v1, whose fields document units and
+// defaults. Cancelling a context, or its deadline, ends the request at the worker and frees its memory.
 // Errors are *Error.
 package kvsidecar
 
@@ -20,19 +20,19 @@ import (
 	pb "kvsidecar/gen/kvsidecar/inference/v1"
 )
 
-// A dead worker is noticed within 40 s while a call is open. Pings must not come faster than the worker permits.
+// Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
 var keepAlive = keepalive.ClientParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}
 
 // Client is safe for use by many goroutines at once.
 type Client struct {
-	// Stub has every method of the service, for what Client does not wrap.
+	// Stub has every method of the service, for methods that Client does not wrap.
 	Stub       pb.InferenceServiceClient
 	connection *grpc.ClientConn
 	target     string
 }
 
-// Dial makes a client for "unix:/PATH" or "host:port"; "" is DefaultTarget. It connects when it is first used.
-// Further options come after ours, so that they win. The URL of a gateway is refused.
+// Dial creates a client for "unix:/PATH" or "host:port"; "" is DefaultTarget. It connects at first use.
+// Further options override the defaults. The URL of a gateway is refused.
 func Dial(target string, options ...grpc.DialOption) (*Client, error) {
 	if target == "" {
 		target = DefaultTarget()
@@ -40,7 +40,7 @@ func Dial(target string, options ...grpc.DialOption) (*Client, error) {
 	if isURL(target) {
 		return nil, errHTTP(target)
 	}
-	// Over a Unix socket the authority would be its path, which is not a legal one.
+	// Over a Unix socket, gRPC would use the path as the authority, which is invalid.
 	ours := []grpc.DialOption{
 		grpc.WithInsecure(), grpc.WithAuthority("localhost"), grpc.WithKeepaliveParams(keepAlive),
 		grpc.WithDefaultCallOptions(grpc.ForceCodec(codec{})),
@@ -55,7 +55,7 @@ func Dial(target string, options ...grpc.DialOption) (*Client, error) {
 // Close ends all calls.
 func (c *Client) Close() error { return c.connection.Close() }
 
-// Generate answers when the whole text is there.
+// Generate returns the complete answer.
 func (c *Client) Generate(ctx context.Context, request *pb.GenerateRequest) (*pb.GenerateResponse, error) {
 	if err := refuseNegative(request.ProtoReflect()); err != nil {
 		return nil, err
@@ -64,8 +64,8 @@ func (c *Client) Generate(ctx context.Context, request *pb.GenerateRequest) (*pb
 	return response, c.failure(err)
 }
 
-// Stream calls each with every piece as it appears; the last one has FinishReason, Usage and Timings. An error of each
-// ends the request at the worker and is returned as it is.
+// Stream calls each with every chunk; the last one has FinishReason, Usage and Timings. An error of each ends the
+// request at the worker and is returned unchanged.
 func (c *Client) Stream(
 	ctx context.Context, request *pb.GenerateRequest, each func(*pb.GenerateStreamResponse) error,
 ) error {
@@ -92,13 +92,13 @@ func (c *Client) Stream(
 	}
 }
 
-// Warm reads a prompt into the cache, and answers when the daemon has it.
+// Warm prefills a prompt into the cache, and returns when the daemon has stored it.
 func (c *Client) Warm(ctx context.Context, prompt *pb.Prompt) (*pb.WarmResponse, error) {
 	response, err := c.Stub.Warm(ctx, &pb.WarmRequest{Prompt: prompt})
 	return response, c.failure(err)
 }
 
-// failure is the error that a failed call stands for; nil stays nil.
+// failure converts the error of a failed call; nil stays nil.
 func (c *Client) failure(err error) error {
 	if status.Code(err) == codes.Unavailable && speaksHTTP(c.target) {
 		return errHTTP(c.target)
@@ -106,7 +106,7 @@ func (c *Client) failure(err error) error {
 	return fromRPC(err)
 }
 
-// Text is a prompt that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it.
+// Text is a prompt of plain text without a chat template: a chat model continues it instead of answering it.
 func Text(text string) *pb.Prompt { return &pb.Prompt{Kind: &pb.Prompt_Text{Text: text}} }
 
 // Chat is a conversation, rendered with the model's template.

@@ -7,7 +7,7 @@ import (
 )
 
 // Error is a call that failed. Reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
-// clients/python/kvsidecar/errors.py); Message is one sentence for people.
+// clients/python/kvsidecar/errors); Message is one sentence for people.
 type Error struct {
 	Code    codes.Code
 	Reason  string
@@ -17,7 +17,7 @@ type Error struct {
 
 func (e *Error) Error() string { return e.Reason + ": " + e.Message }
 
-// What has no details was not said by the worker but by gRPC on either side.
+// An error without details comes from gRPC on either side, not from the worker.
 var reasonOf = map[codes.Code]string{
 	codes.Canceled:         "CANCELLED",
 	codes.DeadlineExceeded: "DEADLINE_EXCEEDED",

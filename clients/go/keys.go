@@ -10,12 +10,12 @@ import (
 	cache "kvsidecar/gen/kvsidecar/cache/v1"
 )
 
-// Hash is a name in the cache. The specification is protos/kvsidecar/cache/v1/chunk.proto.
+// Hash is a key of the cache. The specification is protos/kvsidecar/cache/v1/chunk.proto.
 type Hash = [sha256.Size]byte
 
 var escaped = strings.NewReplacer(`\`, `\\`, "\n", `\n`)
 
-// CanonicalEncoding is what a namespace is the hash of: a line for each field, in the order of field numbers.
+// CanonicalEncoding is the hash input of a namespace id: a line per field, in the order of field numbers.
 func CanonicalEncoding(d *cache.NamespaceDescriptor) string {
 	return fmt.Sprintf(
 		"model_fingerprint=%s\narchitecture=%s\nlayers=%d\nkv_heads=%d\nhead_dim=%d\ndtype=%d\nrope_parameters=%s\n"+
@@ -27,7 +27,7 @@ func CanonicalEncoding(d *cache.NamespaceDescriptor) string {
 	)
 }
 
-// NamespaceID names everything that decides a chunk's bytes.
+// NamespaceID identifies everything that decides a chunk's bytes.
 func NamespaceID(d *cache.NamespaceDescriptor) Hash {
 	return hash("namespace", sized([]byte(CanonicalEncoding(d))))
 }
@@ -35,16 +35,16 @@ func NamespaceID(d *cache.NamespaceDescriptor) Hash {
 // TenantRoot is the root of a tenant's chunks in a namespace.
 func TenantRoot(namespace Hash, salt []byte) Hash { return hash("root", namespace[:], sized(salt)) }
 
-// TenantID names a tenant in all namespaces.
+// TenantID identifies a tenant across namespaces.
 func TenantID(salt []byte) Hash { return hash("tenant", sized(salt)) }
 
-// PrefixHash names a chunk together with everything before it; the first chunk's parent is the tenant root.
+// PrefixHash identifies a chunk together with its whole prefix; the first chunk's parent is the tenant root.
 func PrefixHash(parent Hash, tokens []uint32) Hash { return hash("prefix", parent[:], counted(tokens)) }
 
-// ContentHash names a chunk's tokens wherever they stand.
+// ContentHash identifies a chunk's tokens, independent of their position.
 func ContentHash(root Hash, tokens []uint32) Hash { return hash("content", root[:], counted(tokens)) }
 
-// HeadHash is what the index summary knows a prompt's beginning by.
+// HeadHash is the key of a prompt's first tokens in the index summary.
 func HeadHash(root Hash, tokens []uint32) Hash { return hash("head", root[:], counted(tokens)) }
 
 func hash(purpose string, parts ...[]byte) Hash {

@@ -7,8 +7,8 @@ import (
 	"google.golang.org/protobuf/reflect/protoreflect"
 )
 
-// refuseNegative looks for numbers that were negative before somebody wrote uint32(n): -3 is 4294967293 in a message,
-// which would be no limit. What is more than an int32 holds is none of the options' values.
+// refuseNegative refuses numbers that were negative before a uint32(n) conversion: -3 is 4294967293 in a message, which
+// would be no limit. No option has values that exceed an int32.
 func refuseNegative(message protoreflect.Message) error {
 	var found error
 	message.Range(func(field protoreflect.FieldDescriptor, value protoreflect.Value) bool {

@@ -1,4 +1,4 @@
-// Asks a chat question and streams the answer, then asks again: the second time the prompt is read from the cache.
+// Asks a chat question and streams the answer, then asks again: the second time the prompt comes from the cache.
 // Run it against `kvsidecar serve`; an argument names another worker ("unix:/PATH" or "host:port").
 import { chat, Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
 

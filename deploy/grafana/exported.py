@@ -1,38 +1,38 @@
-"""What the processes export to Prometheus, by their own code."""
+"""Metrics that the processes export to Prometheus, read from their code."""
 
 from __future__ import annotations
 
 import httpx
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
-from inference_svc.gateway.fleet.discovery import Members
+from inference_svc.gateway.fleet.discovery import NodeDiscovery
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
-from inference_svc.gateway.gateway_metrics import Metrics
-from inference_svc.gateway.worker_router import Router
+from inference_svc.gateway.gateway_metrics import GatewayMetrics
+from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.server import worker_metrics as worker
 
-# Beside the fields of the daemon's statistics (cache_daemon/observability/store_collector.py).
-_FURTHER = {
+# In addition to the fields of the daemon's statistics (cache_daemon/observability/store_collector.py).
+_EXTRA = {
     "durable_failing": "gauge",
     "remote_failing": "gauge",
     "calls_total": "counter",
     "call_seconds_total": "counter",
 }
-# Beside the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
-_WORKERS_FURTHER = {"engine_up": "gauge", "corrupt_hits_total": "counter"}
+# In addition to the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
+_WORKER_EXTRA = {"engine_up": "gauge", "corrupt_hits_total": "counter"}
 
 
 def exported() -> dict[str, str]:
-    """Every metric's name, as it is scraped, with its type: gauge, counter or histogram (without ``_bucket``)."""
+    """Return every scraped metric's name and type: gauge, counter or histogram (without ``_bucket``)."""
     found = {f"kvsidecar_cache_{name}": "gauge" for name in GAUGES}
     found |= {f"kvsidecar_cache_{name}_total": "counter" for name in COUNTERS}
-    found |= {f"kvsidecar_cache_{name}": kind for name, kind in _FURTHER.items()}
+    found |= {f"kvsidecar_cache_{name}": kind for name, kind in _EXTRA.items()}
     found |= {f"kvsidecar_worker_{name}": "gauge" for name in worker._GAUGES}
     found |= {f"kvsidecar_worker_{name}_total": "counter" for name in worker._COUNTERS}
-    found |= {f"kvsidecar_worker_{name}": kind for name, kind in _WORKERS_FURTHER.items()}
+    found |= {f"kvsidecar_worker_{name}": kind for name, kind in _WORKER_EXTRA.items()}
     of_fleet = FleetMetrics()
-    of_fleet.watch(Members([], httpx.AsyncClient(), 1.0))
-    for registry in (Metrics(Router([])).registry, of_fleet.registry):
+    of_fleet.watch(NodeDiscovery([], httpx.AsyncClient(), 1.0))
+    for registry in (GatewayMetrics(WorkerRouter([])).registry, of_fleet.registry):
         for family in registry.collect():
             found[family.name + ("_total" if family.type == "counter" else "")] = family.type
     return found

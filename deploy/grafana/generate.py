@@ -1,7 +1,7 @@
-"""Writes kvsidecar.json, the Grafana dashboard: python -m deploy.grafana.generate [--check].
+"""Generator of the Grafana dashboard kvsidecar.json: python -m deploy.grafana.generate [--check].
 
-The panels are those of panels.py, and one for every further metric that is exported. With --check nothing is written,
-and the exit code says whether the file is current.
+The panels are those of panels.py, and one for every other exported metric. With --check nothing is written, and the
+exit code is 1 for a stale file.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ _WIDTH, _HEIGHT, _ACROSS = 8, 8, 3
 
 
 def metrics_in(expression: str) -> set[str]:
-    """The metrics that a query reads; of a histogram its name without ``_bucket``, ``_sum`` and ``_count``."""
+    """Return the metrics of a query; histograms without ``_bucket``, ``_sum`` and ``_count``."""
     found = re.findall(r"\b(?:kvsidecar_|vllm:)[a-z0-9_]+", expression)
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
 def rows() -> dict[str, tuple[Panel, ...]]:
-    """``ROWS``, and what they do not show. Raises ValueError for a query of a metric that nobody exports."""
-    there = exported()
+    """Return ``ROWS`` and a row for all other metrics. Raises ValueError for a query of an unknown metric."""
+    known = exported()
     shown = {name for row in ROWS.values() for panel in row for _, query in panel.queries for name in metrics_in(query)}
-    if unknown := shown - there.keys():
-        raise ValueError(f"nobody exports {', '.join(sorted(unknown))}")
+    if unknown := shown - known.keys():
+        raise ValueError(f"no process exports {', '.join(sorted(unknown))}")
     rest = []
-    for name in sorted(there.keys() - shown):
+    for name in sorted(known.keys() - shown):
         title, unit = name.removeprefix("kvsidecar_").replace("_", " "), "s" if name.endswith("_seconds") else "short"
-        if there[name] == "histogram":
+        if known[name] == "histogram":
             rest.append(Panel(title, unit, tuple((f"p{round(q * 100)}", quantile(q, name)) for q in (0.5, 0.95))))
         else:
-            query = rate(name) if there[name] == "counter" else f"sum({name})"
+            query = rate(name) if known[name] == "counter" else f"sum({name})"
             rest.append(Panel(title, "short", (("", query),)))
-    return {**ROWS, "Everything else": tuple(rest)}
+    return {**ROWS, "All other metrics": tuple(rest)}
 
 
 def dashboard() -> dict[str, Any]:
-    """Grafana's model of it."""
+    """Return the dashboard as Grafana's JSON model."""
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in rows().items():
@@ -93,14 +93,14 @@ def _graph(panel: Panel, at: dict[str, int]) -> dict[str, Any]:
 
 
 def text_of(model: dict[str, Any]) -> str:
-    """JSON with a line for each panel, so that a difference can be read."""
+    """Return JSON with one line per panel, for readable diffs."""
     lines = ",\n  ".join(json.dumps(panel) for panel in model["panels"])
     head = json.dumps({**model, "panels": []}, indent=1)
     return head.replace('"panels": []', f'"panels": [\n  {lines}\n ]') + "\n"
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 1 when --check finds an old file."""
+    """Return the exit code: 1 if --check finds a stale file."""
     text = text_of(dashboard())
     if "--check" not in arguments:
         FILE.write_text(text, encoding="utf-8")

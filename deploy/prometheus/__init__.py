@@ -1,1 +1,1 @@
-"""What Prometheus is told: alerts with tests, and the metric that the autoscaler goes by."""
+"""Prometheus alerts with tests, and the autoscaler's metric."""

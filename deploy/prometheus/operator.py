@@ -1,6 +1,6 @@
-"""Writes the alerts for the Prometheus operator: python -m deploy.prometheus.operator [--check].
+"""Generator of the PrometheusRule resource: python -m deploy.prometheus.operator [--check].
 
-A PrometheusRule is a rule file with a head (https://prometheus-operator.dev/docs/api-reference/api/, PrometheusRule).
+A PrometheusRule is a rule file with a header (https://prometheus-operator.dev/docs/api-reference/api/, PrometheusRule).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ spec:
 
 
 def text() -> str:
-    """The resource, as YAML."""
+    """Return the resource as YAML."""
     lines = [line for line in RULES.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return _HEAD + "".join(f"  {line}\n" if line else "\n" for line in lines)
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 1 when --check finds an old file."""
+    """Return the exit code: 1 if --check finds a stale file."""
     if "--check" not in arguments:
         FILE.write_text(text(), encoding="utf-8")
         return 0

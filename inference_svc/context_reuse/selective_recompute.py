@@ -1,9 +1,9 @@
-"""Prefill of a prompt of which parts were read in another context.
+"""Selective recompute: prefill of a prompt with relocated chunks.
 
-Their stored keys and values lie in the pool already. First, if the strategy measures, the lowest layers are computed
-for all approximate tokens: exactly, since they start from the embeddings. Then the strategy chooses, and the chosen
-and the fresh tokens go on through the other layers; each sees every earlier key, computed again or stored. Work is
-done in pieces, so that other sequences go on meanwhile.
+Their stored keys and values are in the pool already. If the selector needs measurements, the lowest layers are first
+computed for all approximate tokens: exactly, since they start from the embeddings. Then the selected and the uncached
+tokens are computed in the other layers; each sees every earlier key, recomputed or stored. The work is done in pieces,
+so that other sequences run meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
-# The question's last tokens are enough to see where it looks.
+# The last tokens of the question are enough to measure its attention.
 _QUESTION_TOKENS = 64
 
 
@@ -178,8 +178,10 @@ def _padded(states: Tensor, rows_: int) -> Tensor:
 
 
 def _pieces(positions: Positions, most: Callable[[], int]) -> Iterator[Positions]:
-    """Pieces of ``most()`` positions at most, asked before each, and of nearly the same size: a small last one would
-    cost more than its share. One at least."""
+    """Split positions into pieces of nearly equal size, at most ``most()`` each, and at least one piece.
+
+    A small last piece would cost more than its share. ``most`` is called before each piece.
+    """
     first = True
     while first or len(positions):
         take = -(-len(positions) // max(1, -(-len(positions) // most())))

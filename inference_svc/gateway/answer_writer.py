@@ -1,4 +1,4 @@
-"""Writes one answer in OpenAI's format, whole or as events."""
+"""Writes answers and errors in OpenAI's format, as one JSON body or as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from kvsidecar.cli.flags import meant
+from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
-from inference_svc.gateway.echo import echoing
-from inference_svc.gateway.merged_stream import Choice, Piece, with_first
+from inference_svc.gateway.generation import ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.openai_tools import call_deltas, whole_calls
-from inference_svc.gateway.request_log import line
+from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 
-# A path that is longer is nobody's mistake in writing.
+# A longer path is no typing error, and is not compared with the known ones.
 _LONGEST_PATH = 100
 # Errors that have a name in OpenAI's API, which its clients look for (https://platform.openai.com/docs/guides/error-codes).
 # Others have our own.
@@ -35,7 +34,7 @@ _CODES = {
 
 
 def error_response(error: KVSidecarError) -> JSONResponse:
-    """An error in OpenAI's format."""
+    """Return an error in OpenAI's format."""
     _, code = status_of(error)
     kind = "invalid_request_error" if code < 500 else "server_error"
     named = _CODES.get(error.reason, error.reason.lower())
@@ -44,47 +43,47 @@ def error_response(error: KVSidecarError) -> JSONResponse:
 
 
 def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
-    """What is not served, in OpenAI's format; ``known`` are paths that are."""
-    asked = meant(path[:_LONGEST_PATH], known)
+    """Return a 404 or 405 in OpenAI's format; ``known`` are the served paths, for a hint."""
+    asked = did_you_mean(path[:_LONGEST_PATH], known)
     text = f"{path[:_LONGEST_PATH]} is not served here{asked}" if code == 404 else f"{path} takes no {method}"
     named = {404: "not_found", 405: "method_not_allowed"}.get(code, "invalid_request")
     error = {"message": text, "type": "invalid_request_error", "param": None, "code": named}
     return JSONResponse({"error": error}, status_code=code, headers=headers)
 
 
-class Writer:
-    """Writes one answer, whole or as events."""
+class AnswerWriter:
+    """Writes one answer, as one JSON body or as events."""
 
     def __init__(self, answer_id: str, model: str, chat: bool, request: ChatRequest | CompletionRequest) -> None:
         self._chat, self._request = chat, request
         kind = "chat.completion" if chat else "text_completion"
         self._head = {"id": answer_id, "created": int(time.time()), "model": model}
-        self._written: Counter[int] = Counter()  # characters of each choice's tokens so far, for their offsets
+        self._written: Counter[int] = Counter()  # characters of each choice so far, for text_offset
         self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
 
-    async def whole(self, pieces: AsyncIterator[Piece], count: int) -> dict[str, Any]:
-        choices = [Choice() for _ in range(count)]
+    async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> dict[str, Any]:
+        choices = [ChoiceResult() for _ in range(count)]
         async for piece in self._echoed(pieces):
             choices[piece.choice].add(piece.part)
         first, told = choices[0].first, dict[str, Any]()
         if self._request.explain and first is not None:
-            told |= openai_format.explained(first)
+            told |= openai_format.prompt_provenance(first)
         if self._chat and self._request.prompt_logprobs is not None and first is not None:
             told["prompt_logprobs"] = openai_format.prompt_logprobs(first.prompt_logprobs)
         return {
             **self._head,
             "object": self._whole_kind,
             "choices": [self._whole_choice(i, choice) for i, choice in enumerate(choices)],
-            "usage": openai_format.usage([choice.last.usage for choice in choices], self._request.choices),
+            "usage": openai_format.usage([choice.last.usage for choice in choices], self._request.num_choices),
             "timings": openai_format.timings(choices[0].last.timings),
             **told,
         }
 
-    def _echoed(self, pieces: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    def _echoed(self, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
         request = self._request
-        return echoing(request, pieces) if isinstance(request, CompletionRequest) and request.echo else pieces
+        return with_prompt(request, pieces) if isinstance(request, CompletionRequest) and request.echo else pieces
 
-    def _whole_choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, index: int, choice: ChoiceResult) -> dict[str, Any]:
         text = "".join(choice.texts)
         body: dict[str, Any] = {"text": text}
         if self._chat:
@@ -102,32 +101,32 @@ class Writer:
             "stop_reason": openai_format.stop_reason(choice.last),
         }
 
-    async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         opened: set[int] = set()
         last: dict[int, pb.GenerateStreamResponse] = {}
         try:
-            async for piece in self._echoed(with_first(first, pieces)):
+            async for piece in self._echoed(prepend(first, pieces)):
                 for event in self._events(piece, opened, last):
                     yield event
         except KVSidecarError as error:
-            line().abort(error.reason)
+            log_line().abort(error.reason)
             yield openai_format.event(json.loads(bytes(error_response(error).body)))
             return
         options = self._request.stream_options
         if options is not None and options.include_usage:
-            usage = openai_format.usage([last[i].usage for i in sorted(last)], self._request.choices)
+            usage = openai_format.usage([last[i].usage for i in sorted(last)], self._request.num_choices)
             head = {**self._head, "object": self._chunk_kind, "choices": []}
             yield openai_format.event({**head, "usage": usage, "timings": openai_format.timings(last[0].timings)})
         yield openai_format.event("[DONE]")
 
-    def _events(self, piece: Piece, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
+    def _events(self, piece: ChoiceChunk, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
         part, out = piece.part, []
         if self._chat and piece.choice not in opened:
             out.append(self._chunk(piece.choice, {"delta": {"role": "assistant", "content": ""}}, None))
         opened.add(piece.choice)
         if part.prompt_parts:
             head = {**self._head, "object": self._chunk_kind, "choices": []}
-            out.append(openai_format.event({**head, **openai_format.explained(part)}))
+            out.append(openai_format.event({**head, **openai_format.prompt_provenance(part)}))
         if part.text or part.logprobs:
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
             logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])
@@ -147,9 +146,39 @@ class Writer:
         return openai_format.event({**self._head, "object": self._chunk_kind, "choices": [body]})
 
     def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
-        most = self._request.top_logprobs_wanted()
+        most = self._request.num_top_logprobs()
         if most is None:
             return None
         if isinstance(self._request, ChatRequest):
             return openai_format.chat_logprobs(parts)
         return openai_format.completion_logprobs(parts, most, at, self._request.echo and not at)
+
+
+async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
+    """Put the prompt before each choice (``echo``), with its log probabilities.
+
+    lm-eval reads likelihoods from these. Drops the generated text when the request asked for the prompt only.
+    """
+    begun: set[int] = set()
+    async for chunk in chunks:
+        part = chunk.part
+        if request.is_prompt_only:
+            _drop_generated(part)
+        if chunk.choice not in begun:
+            begun.add(chunk.choice)
+            part.text = part.prompt_text + part.text
+            if request.logprobs is not None:
+                both = [*part.prompt_logprobs, *part.logprobs]
+                del part.logprobs[:]
+                part.logprobs.extend(both)
+        yield chunk
+
+
+def _drop_generated(part: pb.GenerateStreamResponse) -> None:
+    part.text = ""
+    del part.logprobs[:]
+    if part.finish_reason:
+        part.finish_reason = pb.FINISH_REASON_LENGTH
+        part.usage.generated_tokens = 0
+        part.ClearField("stop_string")
+        part.ClearField("stop_token_id")

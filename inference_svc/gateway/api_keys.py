@@ -1,4 +1,4 @@
-"""Who asks: by the key that comes with a request, or without keys by the user whose process sent it."""
+"""API keys: authenticates requests by key, or without keys by the sending process's user."""
 
 from __future__ import annotations
 
@@ -9,67 +9,73 @@ from collections.abc import Hashable
 
 import structlog
 from kvsidecar.errors import ConfigurationError, PermissionDenied
-from kvsidecar.tenants_file import by_token
+from kvsidecar.tenants_file import find_by_token
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.peer_uid import user_of
-from inference_svc.gateway.tenant_keys import Tenant, load_tenants
+from inference_svc.gateway.tenant_keys import TenantKey, load_tenants
 
-_HERE = frozenset({"localhost", "127.0.0.1", "[::1]"})
-_HANDED_ON = frozenset({"forwarded", "via", "x-real-ip"})
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_PROXY_HEADERS = frozenset({"forwarded", "via", "x-real-ip"})
 
 log = structlog.get_logger("gateway")
 
 
-class Keys:
-    """The gateway's keys. A guest may use the model and sees what the salts open that it sends; an operator sees what
-    all tenants use."""
+class ApiKeys:
+    """The gateway's API keys.
+
+    A guest may use the model, and sees the cache usage of the salts that it sends. An operator sees all tenants' usage.
+    """
 
     def __init__(self, config: GatewayConfig) -> None:
-        """Raises ConfigurationError for a tenants file that cannot be used."""
+        """Read the keys. Raises ConfigurationError for an unusable tenants file."""
         self._api, self._operator = config.api_key.get_secret_value(), config.operator_key.get_secret_value()
         self._file = config.tenants
         self._tenants = {} if self._file is None else load_tenants(self._file)
         self._any = bool(self._api or self._operator or self._tenants)
-        self._by_place = config.local_operator and config.for_this_machine and not self._any
+        self._local_operator = config.local_operator and config.for_this_machine and not self._any
 
     def reload(self) -> bool:
-        """Reads the tenants file again, at SIGHUP. One that cannot be used is logged and changes nothing; then it
-        returns False."""
+        """Read the tenants file again, at SIGHUP.
+
+        An unusable file is logged and changes nothing; returns False then.
+        """
         if self._file is None:
             return True
         try:
             self._tenants = load_tenants(self._file)
         except ConfigurationError as error:
-            log.error("the tenants file was not read again, the one before holds", why=str(error))
+            log.error("the tenants file cannot be read; the one read before stays in use", why=str(error))
             return False
         log.info("the tenants file was read again")
         return True
 
     @property
     def open(self) -> bool:
-        """No key is asked for."""
+        """Return whether requests need no key."""
         return not (self._api or self._tenants)
 
     @property
     def has_tenants(self) -> bool:
         return bool(self._tenants)
 
-    def lets_in(self, scope: Scope) -> bool:
-        """Whether an HTTP request comes with a key that is asked for, or none is."""
+    def is_authorized(self, scope: Scope) -> bool:
+        """Return whether an HTTP request has a valid key, or needs none."""
         if self.open:
             return True
-        given = _given(Headers(scope=scope))
+        given = _sent_key(Headers(scope=scope))
         if _equal(given, self._api) or _equal(given, self._operator):
             return True
         return self._tenant(given) is not None
 
     def salt(self, scope: Scope, asked: str) -> str:
-        """The salt of an HTTP request that names one, or none: a tenant's own. Raises PermissionDenied,
-        InvalidRequest."""
-        given = _given(Headers(scope=scope))
+        """Return the salt that a request may use: the requested one, or a tenant's own.
+
+        Raises PermissionDenied, InvalidRequest.
+        """
+        given = _sent_key(Headers(scope=scope))
         found = self._tenant(given)
         if found is not None:
             return found.salt(asked)
@@ -78,55 +84,58 @@ class Keys:
         return asked
 
     def tenant(self, scope: Scope) -> Hashable:
-        """Whose the conversations are that an HTTP request may go on from: a key's tenant, or all without a tenant."""
-        given = _given(Headers(scope=scope))
+        """Return the owner of the conversations that a request may continue: its tenant, or "" for all others."""
+        given = _sent_key(Headers(scope=scope))
         return self._tenant(given) or ("operator" if _equal(given, self._operator) else "")
 
     def caller(self, scope: Scope) -> Hashable:
-        """Whose budget an HTTP request is on: a tenant's, or without one the address that it comes from."""
-        return self._tenant(_given(Headers(scope=scope))) or (scope.get("client") or ("",))[0]
+        """Return the owner of the byte budget of a request: its tenant, or else its client address."""
+        return self._tenant(_sent_key(Headers(scope=scope))) or (scope.get("client") or ("",))[0]
 
-    def of_operator(self, scope: Scope) -> bool:
-        """Whether an operator sent an HTTP request. Asks the kernel where that decides; so it is for few paths."""
+    def is_operator(self, scope: Scope) -> bool:
+        """Return whether an operator sent a request. May query the kernel, so it is for rare paths only."""
         headers = Headers(scope=scope)
-        return self._is_operators(_given(headers)) or (self._by_place and _from_here(scope, headers))
+        return self._is_operator_key(_sent_key(headers)) or (
+            self._local_operator and _is_from_this_user(scope, headers)
+        )
 
-    def of_fleet(self, scope: Scope) -> bool:
-        """Whether whoever sent an HTTP request may know how busy all together are: an operator, and everybody where no
-        key keeps anybody apart."""
-        return self._is_operators(_given(Headers(scope=scope))) or not self._any
+    def may_see_load(self, scope: Scope) -> bool:
+        """Return whether the sender may see the total load: operators, and everyone on a gateway without keys."""
+        return self._is_operator_key(_sent_key(Headers(scope=scope))) or not self._any
 
-    def _is_operators(self, given: bytes) -> bool:
+    def _is_operator_key(self, given: bytes) -> bool:
         if _equal(given, self._operator):
             return True
         tenant = self._tenant(given)
         return tenant is not None and tenant.operator
 
-    def _tenant(self, given: bytes) -> Tenant | None:
-        """Whom a key names. All are compared, whichever it is."""
-        return by_token(self._tenants, given) if self._tenants else None
+    def _tenant(self, given: bytes) -> TenantKey | None:
+        """Return the tenant of a key. Compares with all keys, whichever matches."""
+        return find_by_token(self._tenants, given) if self._tenants else None
 
 
-def _given(headers: Headers) -> bytes:
-    """The key as it was sent, which may be any bytes."""
+def _sent_key(headers: Headers) -> bytes:
+    """Return the key as it was sent, which may be any bytes."""
     return headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
 
 
 def _equal(given: bytes, key: str) -> bool:
-    """Whether this is the key, where there is one."""
+    """Compare with a configured key in constant time; an empty one never matches."""
     return bool(key) and hmac.compare_digest(given, key.encode())
 
 
-def _from_here(scope: Scope, headers: Headers) -> bool:
-    """Whether a process of this one's user sent a request, to this machine by name: not a proxy that runs as a user of
-    its own or says that it hands something on, nor a page of another site, even one whose name was made to
-    lead here."""
-    if any(name in _HANDED_ON or name.startswith("x-forwarded-") for name in headers):
+def _is_from_this_user(scope: Scope, headers: Headers) -> bool:
+    """Return whether a process of this process's own user sent a request to this machine by a local name.
+
+    Excludes proxies (another user, or forwarding headers) and pages of other sites, also with a DNS name that points
+    here.
+    """
+    if any(name in _PROXY_HEADERS or name.startswith("x-forwarded-") for name in headers):
         return False
     host = headers.get("host", "").lower()
-    if headers.get("origin", f"//{host}").lower().partition("//")[2] != host:  # a page of another site
+    if headers.get("origin", f"//{host}").lower().partition("//")[2] != host:  # sent by another site's page
         return False
-    if (host if host.endswith("]") else host.rsplit(":", 1)[0]) not in _HERE:
+    if (host if host.endswith("]") else host.rsplit(":", 1)[0]) not in _LOCAL_HOSTS:
         return False
     peer, here = scope.get("client"), scope.get("server")
     try:

@@ -1,4 +1,4 @@
-"""The HTTP application that a node's gateway and a fleet's have in common: errors in OpenAI's words."""
+"""Base FastAPI application of node and fleet gateways: error responses, CORS, request log."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from inference_svc.gateway.answer_writer import error_response, unknown_path
-from inference_svc.gateway.client_disconnect import ClientGone
-from inference_svc.gateway.request_log import Logged, line
+from inference_svc.gateway.client_disconnect import ClientDisconnected
+from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
-def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """One without paths, which serves while ``lifespan`` lasts."""
+def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    """Create an application without routes that maps errors to OpenAI's format."""
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.router.redirect_slashes = False  # a redirect would lead wherever the request's Host says
+    app.router.redirect_slashes = False  # a redirect would go to whatever host the request names
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
-        line().note(error=error.reason)
+        log_line().add(error=error.reason)
         return error_response(error)
 
     @app.exception_handler(HTTPException)
@@ -32,7 +32,7 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
         known = {path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))}
         return unknown_path(request.method, request.url.path, error.status_code, error.headers, known)
 
-    @app.exception_handler(ClientGone)
+    @app.exception_handler(ClientDisconnected)
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
@@ -40,10 +40,12 @@ def new_application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
     return app
 
 
-def surround(app: FastAPI, origins: list[str]) -> None:
-    """Lets pages of these origins use the API from a browser (https://fetch.spec.whatwg.org/#http-cors-protocol), and
-    logs every request; to be called last, because browsers ask before they send a key, and nothing goes unlogged."""
+def add_outer_middleware(app: FastAPI, origins: list[str]) -> None:
+    """Add CORS for ``origins`` (https://fetch.spec.whatwg.org/#http-cors-protocol), and the request log.
+
+    Call it last: browsers send the preflight without a key, and the log must see every request.
+    """
     if origins:
         methods = ["GET", "POST", "DELETE"]
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=["*"])
-    app.add_middleware(Logged)
+    app.add_middleware(RequestLogMiddleware)

@@ -1,4 +1,4 @@
-"""The base of all classes that check a request's body, or a part of one."""
+"""Base class of all request body schemas."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FIRST_ERROR: Any = Field(fail_fast=True)
-"""Annotates a list: checking ends at its first wrong element. Otherwise a million wrong ones are a million errors."""
+"""Annotates a list: validation stops at its first wrong element; else a million wrong ones are a million errors."""
 
 
 class BodyModel(BaseModel):
-    """An object that refuses unknown members, and reports one of them at most.
+    """An object that refuses unknown members, and reports at most one of them.
 
-    Subclasses annotate every list with ``FIRST_ERROR``, so that the number of errors of a body is bounded by its
-    classes and not by its sender.
+    Subclasses annotate every list with ``FIRST_ERROR``, so that the schema and not the sender bounds the number of
+    errors.
     """
 
     model_config = ConfigDict(extra="forbid")

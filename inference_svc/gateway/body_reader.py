@@ -1,4 +1,4 @@
-"""Requests' bodies: received within limits, decoded where that stalls nobody."""
+"""Reads request bodies: enforces size limits, decodes large JSON off the event loop."""
 
 from __future__ import annotations
 
@@ -13,41 +13,40 @@ from typing import Any, TypeVar
 from fastapi import Request
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
-from inference_svc.gateway.api_keys import Keys
-from inference_svc.gateway.byte_budget import ByteBudget, Share
+from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.byte_budget import BudgetShare, ByteBudget
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.json_scanner import JsonScanner
 
 T = TypeVar("T")
 
-# What is larger is decoded in a thread: these take a few ms.
+# Larger bodies are decoded in a thread; these take a few ms.
 INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
-# So many bodies of the largest size, of one caller and of all.
-_MOST_OF_CALLER, _MOST = 8, 32
+# Bodies of the largest size that may be in flight, of one caller and of all.
+_MAX_BODIES_PER_CALLER, _MAX_BODIES = 8, 32
 
 
 class BodyReader:
-    """Reads bodies. One instance per process, on its event loop.
+    """Reads and decodes request bodies. One instance per process, on its event loop.
 
     The limits on values and nesting are checked on each part as it arrives, so the decoder's time and memory are
-    bounded before it begins. Bodies beyond ``INLINE_BYTES`` are decoded in one thread, one at a time for each caller
-    in turn. That thread shares the interpreter's lock with the event loop, so no single C call of it may take long:
-    the limits of ``JsonScanner`` and of the classes that check bodies keep them to some 30 ms.
+    bounded before it starts. One thread decodes bodies beyond ``INLINE_BYTES``, one at a time for each caller in turn.
+    That thread shares the GIL with the event loop, so no single C call in it may take long: the limits of
+    ``JsonScanner`` and of the body schemas bound such calls to about 30 ms.
     """
 
-    def __init__(self, config: GatewayConfig, keys: Keys) -> None:
+    def __init__(self, config: GatewayConfig, keys: ApiKeys) -> None:
         self._max_bytes, self._seconds, self._keys = config.max_body_bytes, config.receive_seconds, keys
-        self._budget = ByteBudget(_MOST * config.max_body_bytes, _MOST_OF_CALLER * config.max_body_bytes)
+        self._budget = ByteBudget(_MAX_BODIES * config.max_body_bytes, _MAX_BODIES_PER_CALLER * config.max_body_bytes)
         self._thread = ThreadPoolExecutor(1, "body")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def read(self, request: Request, use: Callable[[bytes, Any], T], apart: bool = False) -> T:
-        """Returns what ``use`` makes of the body's bytes and of what they say; in a thread where the body is large, or
-        ``apart`` says that something else is.
+    async def read(self, request: Request, use: Callable[[bytes, Any], T], in_thread: bool = False) -> T:
+        """Return ``use(bytes, decoded body)``; runs in a thread for a large body, or with ``in_thread``.
 
-        Raises InvalidRequest, also for a body that is not there in time, Overloaded, and what ``use`` raises.
+        Raises InvalidRequest, also for a body that does not arrive in time, Overloaded, and what ``use`` raises.
         """
         with self._budget.share(self._keys.caller(request.scope)) as share:
             try:
@@ -55,18 +54,18 @@ class BodyReader:
                     raw, values = await self._receive(request, share)
             except TimeoutError as error:
                 raise InvalidRequest(f"the body did not come within {self._seconds:g} s") from error
-            if len(raw) <= INLINE_BYTES and values <= _INLINE_VALUES and not apart:
-                return use(raw, decoded(raw))
-            async with share.turn:
+            if len(raw) <= INLINE_BYTES and values <= _INLINE_VALUES and not in_thread:
+                return use(raw, decode_json(raw))
+            async with share.decode_lock:
                 run = contextvars.copy_context().run
-                work = asyncio.get_running_loop().run_in_executor(self._thread, run, lambda: use(raw, decoded(raw)))
+                work = asyncio.get_running_loop().run_in_executor(self._thread, run, lambda: use(raw, decode_json(raw)))
                 return await work
 
-    async def _receive(self, request: Request, share: Share) -> tuple[bytes, int]:
-        """The bytes, and how many values they have. Raises InvalidRequest, Overloaded.
+    async def _receive(self, request: Request, share: BudgetShare) -> tuple[bytes, int]:
+        """Return the bytes and their number of JSON values. Raises InvalidRequest, Overloaded.
 
-        A body beyond a limit is received to its end all the same, and dropped: a client that is still sending when the
-        connection closes would not read why.
+        A body beyond a limit is still received to its end and dropped: a client that is sending when the connection
+        closes would not read the error.
         """
         size, parts, scanner = 0, list[bytes](), JsonScanner()
         refusal: KVSidecarError | None = None
@@ -88,8 +87,8 @@ class BodyReader:
         return b"".join(parts), scanner.num_values
 
 
-def decoded(raw: bytes) -> Any:
-    """What a body says. Raises InvalidRequest."""
+def decode_json(raw: bytes) -> Any:
+    """Decode a JSON body. Raises InvalidRequest."""
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refused, parse_float=_finite)
     except UnicodeDecodeError as error:
@@ -103,7 +102,7 @@ def _refused(word: str) -> float:
 
 
 def _finite(text: str) -> float:
-    """Infinity has no JSON, in which some of a body comes back."""
+    """Parse a number; refuse infinity, which JSON cannot represent when parts of the body are sent back."""
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"the number {text[:40]} is too large")

@@ -1,4 +1,4 @@
-"""How many bytes of bodies are received and decoded at one time, in all and per caller."""
+"""Budget for request bodies in flight: bytes in total and per caller."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvsidecar.errors import Overloaded
 
 @dataclass(eq=False)
 class _Account:
-    """One caller's bytes, the requests that they belong to, and its turn at the decoder."""
+    """One caller's bytes and requests in flight, and its lock for the decoder."""
 
     num_bytes: int = 0
     num_requests: int = 0
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    decode_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class ByteBudget:
-    """Accounts of callers, kept while they have requests. For one event loop."""
+    """Accounts of callers with requests in flight. For one event loop."""
 
     def __init__(self, max_bytes: int, max_bytes_per_caller: int) -> None:
         self._max_bytes, self._max_per_caller = max_bytes, max_bytes_per_caller
@@ -28,11 +28,11 @@ class ByteBudget:
         self.num_bytes = 0
 
     @contextmanager
-    def share(self, caller: Hashable) -> Iterator[Share]:
-        """Opens the share of one request; its bytes are released at the end."""
+    def share(self, caller: Hashable) -> Iterator[BudgetShare]:
+        """Open the share of one request; the block's end releases its bytes."""
         account = self._accounts.setdefault(caller, _Account())
         account.num_requests += 1
-        share = Share(self, account)
+        share = BudgetShare(self, account)
         try:
             yield share
         finally:
@@ -43,7 +43,7 @@ class ByteBudget:
                 del self._accounts[caller]
 
     def check(self, account: _Account) -> None:
-        """Raises Overloaded where the account, or all together, are beyond the limit."""
+        """Raise Overloaded when the account, or all accounts together, exceed the limit."""
         if account.num_bytes > self._max_per_caller:
             raise Overloaded(
                 f"your requests have {account.num_bytes} bytes of bodies on their way; at most {self._max_per_caller} "
@@ -56,19 +56,22 @@ class ByteBudget:
             )
 
 
-class Share:
-    """The bytes of one request's body. ``turn`` is held while they are decoded apart: one at a time for each caller."""
+class BudgetShare:
+    """The bytes of one request's body.
+
+    The decoder thread decodes under ``decode_lock``: one body at a time for each caller.
+    """
 
     def __init__(self, budget: ByteBudget, account: _Account) -> None:
         self._budget, self._account = budget, account
         self.num_bytes = 0
 
     @property
-    def turn(self) -> asyncio.Lock:
-        return self._account.turn
+    def decode_lock(self) -> asyncio.Lock:
+        return self._account.decode_lock
 
     def add(self, num_bytes: int) -> None:
-        """Takes more bytes. Raises Overloaded."""
+        """Account for more bytes. Raises Overloaded."""
         self.num_bytes += num_bytes
         self._account.num_bytes += num_bytes
         self._budget.num_bytes += num_bytes

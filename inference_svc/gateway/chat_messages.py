@@ -1,4 +1,4 @@
-"""Messages of a conversation as OpenAI has them. What the official SDK sends back of an answer is accepted whole."""
+"""Chat message schemas in OpenAI's format; accepts all fields of an answer that the SDK sends back."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
 class TextPart(BodyModel):
-    """A part of a message's content; ``cache_control`` is another API's, and everything is cached here."""
+    """A text part of a message; ``cache_control`` (Anthropic's) has no effect, because everything is cached."""
 
     type: Literal["text"]
     text: str
@@ -25,7 +25,7 @@ class TextPart(BodyModel):
 
 
 class CalledFunction(BodyModel):
-    """What a call names. ``parsed_arguments`` is what the SDK read of the arguments."""
+    """The function and arguments of a call. ``parsed_arguments`` is added by the SDK."""
 
     name: str
     arguments: str
@@ -33,7 +33,7 @@ class CalledFunction(BodyModel):
 
 
 class ToolCall(BodyModel):
-    """A call in an assistant's message; ``index`` stands in calls that were streamed."""
+    """A tool call in an assistant's message; streamed calls have an ``index``."""
 
     id: str
     type: Literal["function"] = "function"
@@ -45,7 +45,7 @@ class ToolCall(BodyModel):
 
 
 class Message(BodyModel):
-    """A message. Of an answer, ``refusal``, ``annotations`` and what was thought are no part of the prompt."""
+    """A chat message. ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
@@ -61,7 +61,7 @@ class Message(BodyModel):
     parsed: Any = None
 
     def to_grpc(self, place: int) -> pb.ChatMessage:
-        """Raises InvalidRequest for a message that says nothing; it is the ``place``-th."""
+        """Convert the message at index ``place``. Raises InvalidRequest for an empty message."""
         if self.content is None and not self.tool_calls and self.role != "assistant":
             raise InvalidRequest(f"messages.{place}.content is missing", param=f"messages.{place}.content")
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
@@ -75,8 +75,10 @@ class Message(BodyModel):
 
 
 def _checked(messages: Any, info: ValidationInfo) -> Any:
-    """The same, otherwise unchecked. Raises InvalidRequest for too many, UnsupportedOption for a part that is no text,
-    such as a picture."""
+    """Check the number of messages and their kinds of parts, and nothing else.
+
+    Raises InvalidRequest for too many, UnsupportedOption for a part that is not text, such as an image.
+    """
     if not isinstance(messages, list):
         return messages
     if len(messages) > MAX_MESSAGES:
@@ -95,13 +97,12 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
 
 
 TextAlone = BeforeValidator(_checked)
-"""Beside a list of messages: one sentence for a picture, instead of what is wrong with it as a text."""
+"""Annotates a list of messages: one sentence about an image, instead of errors about it as a text."""
 Messages = Annotated[list[Message], FIRST_ERROR, TextAlone]
 
 
 def answer_start(generation_prompt: bool, goes_on: bool) -> pb.AnswerStart.ValueType:
-    """What stands between a conversation and its answer: vLLM's ``add_generation_prompt``, and
-    ``continue_final_message`` for an answer that goes on with the last message. Raises InvalidRequest."""
+    """Map vLLM's ``add_generation_prompt`` and ``continue_final_message`` to the protocol. Raises InvalidRequest."""
     if not goes_on:
         return pb.ANSWER_START_UNSPECIFIED if generation_prompt else pb.ANSWER_START_NOTHING
     if generation_prompt:

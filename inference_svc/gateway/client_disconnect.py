@@ -1,4 +1,4 @@
-"""Work for a client who may go: what nobody hears any more is ended."""
+"""Cancels a request's work when its HTTP client disconnects."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-_LOOK_SECONDS = 0.25
+_POLL_SECONDS = 0.25
 T = TypeVar("T")
 
 
-class ClientGone(Exception):
-    """Nobody is there to answer."""
+class ClientDisconnected(Exception):
+    """The HTTP client closed its connection."""
 
 
 async def _nothing(_: object) -> None:
-    """What needs no closing."""
+    """Close nothing."""
 
 
-async def while_there(
+async def cancel_on_disconnect(
     request: Request, work: Coroutine[Any, Any, T], close: Callable[[T], Awaitable[None]] = _nothing
 ) -> T:
-    """What comes of ``work``, or ClientGone: it is cancelled as soon as the client has gone. Starlette tells a handler
-    nothing of that by itself. What came of it in the very moment in which nobody wanted it any more is closed."""
+    """Return the result of ``work``; cancel it and raise ClientDisconnected when the client disconnects.
+
+    Starlette does not notify handlers of disconnects. A result that completes at the same moment is closed.
+    """
     task = asyncio.create_task(work)
     try:
         while not task.done():
-            await asyncio.wait({task}, timeout=_LOOK_SECONDS)
+            await asyncio.wait({task}, timeout=_POLL_SECONDS)
             if not task.done() and await request.is_disconnected():
-                raise ClientGone
+                raise ClientDisconnected
     except BaseException:
         task.cancel()
         if task.done() and not task.cancelled() and task.exception() is None:

@@ -1,7 +1,7 @@
-"""Connections to clients: HTTP/1.1 to the letter, with deadlines for receiving and for sending.
+"""Client connections: strict HTTP/1.1, with deadlines for receiving and sending.
 
-uvicorn bounds how long a connection waits for its next request while not a byte of that has come. A client that never
-sends its first one, sends a head byte by byte, or never reads what it asked for, would keep a descriptor for ever.
+uvicorn only bounds the idle time before a request's first byte. A client that never sends its first request, sends a
+head byte by byte, or never reads its answer would keep a file descriptor forever.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from prometheus_client import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RESERVED = "reserved"
-"""In a request's state: its connection is one of those that are kept for health checks."""
-# Connections of the reserve, and descriptors for all else that the process opens.
+"""Key in a request's state: its connection is of the reserve for health checks."""
+# Connections of the reserve, and file descriptors for everything else that the process opens.
 _RESERVE, _OTHERS = 32, 64
 _RESERVED_SECONDS = 5.0
-# A client that sends so many requests without waiting for an answer is not a browser, nor any library we know of.
+# No browser and no known library sends this many requests without waiting for an answer.
 MAX_PIPELINED = 16
 _PROGRESS_BYTES = 64 << 10
-_CHECKS = 4  # within the time that a client has for so many
+_CHECKS = 4  # per deadline
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 log = structlog.get_logger("gateway")
@@ -34,8 +34,10 @@ log = structlog.get_logger("gateway")
 
 @dataclass
 class ConnectionLimits:
-    """Limits of one gateway's connections. ``refused`` counts those that are closed for one, by the limit's name; a
-    log line of each name is written once a second at most."""
+    """Limits of one gateway's connections.
+
+    ``refused`` counts connections closed for a limit, by the limit's name; each name is logged at most once a second.
+    """
 
     receive_seconds: float
     send_seconds: float
@@ -44,23 +46,25 @@ class ConnectionLimits:
     _logged: dict[str, float] = field(default_factory=dict)
 
     def refuse(self, limit: str, unread_bytes: int) -> None:
-        """Counts and logs a connection that is closed for a limit."""
+        """Count and log a connection that is closed for a limit."""
         self.refused.labels(limit).inc()
         now = time.monotonic()
         if now - self._logged.get(limit, -1.0) >= 1:
             self._logged[limit] = now
-            log.warning("a connection was closed for its client's doing", limit=limit, unread_bytes=unread_bytes)
+            log.warning("closed a connection because of a limit", limit=limit, unread_bytes=unread_bytes)
 
 
 def max_connections(descriptors_each: int) -> int:
-    """How many connections the descriptor limit holds beside the reserve, where each needs so many descriptors."""
+    """Return the connections that the descriptor limit allows beside the reserve."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (soft - _RESERVE - _OTHERS) // descriptors_each)
 
 
 class _StrictConnection(h11.Connection):
-    """h11's parser, without what it takes and RFC 9112 lets a server refuse: line ends of LF alone, and a length
-    beside a transfer coding. A proxy in front may read either in another way, and one request as two."""
+    """h11's parser that also refuses bare LF line ends, and Content-Length with a transfer coding (RFC 9112).
+
+    A proxy in front may parse either differently, and read one request as two (request smuggling).
+    """
 
     def next_event(self) -> Any:
         if self.their_state is not h11.IDLE:
@@ -78,7 +82,7 @@ class _StrictConnection(h11.Connection):
 
 
 class _CountingTransport:
-    """A transport that knows how many bytes it was given."""
+    """A transport that counts the bytes written to it."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -97,11 +101,11 @@ class _CountingTransport:
 
 
 class _Bounded(H11Protocol):
-    """uvicorn's protocol with ``limits``.
+    """uvicorn's HTTP/1.1 protocol with ``limits``.
 
-    While no request is being answered, a whole head must come within ``receive_seconds``. While bytes wait for the
-    client, it must take ``_PROGRESS_BYTES`` of them, or all, in every ``send_seconds``. The second deadline holds to
-    the end of the connection, also where that is closed and only its last bytes wait.
+    While no request is being answered, a complete head must arrive within ``receive_seconds``. While bytes wait for the
+    client, it must read ``_PROGRESS_BYTES`` of them, or all, in every ``send_seconds``. The second deadline lasts to
+    the end of the connection, also after it is closed and only its last bytes wait.
     """
 
     limits: ClassVar[ConnectionLimits]
@@ -162,7 +166,7 @@ class _Bounded(H11Protocol):
         return min(_RESERVED_SECONDS, self.limits.receive_seconds) if self._reserved else self.limits.receive_seconds
 
     def _look(self) -> None:
-        """While no request is being answered the time runs, from the first moment on."""
+        """Start the receive deadline while no request is being answered, stop it otherwise."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._due is None and not self.transport.is_closing():
@@ -174,7 +178,7 @@ class _Bounded(H11Protocol):
             self._due = None
 
     def _check_progress(self, since: float, sent_then: int, pending_then: int) -> None:
-        """Ends a connection whose client has taken too little since a time, when so many bytes were sent and waited."""
+        """Abort a connection whose client has read too little since ``since``; check again later."""
         now, pending = self.loop.time(), self._watched.pending
         sent = self._watched.num_written - pending
         if sent - sent_then >= min(pending_then, _PROGRESS_BYTES):
@@ -186,11 +190,11 @@ class _Bounded(H11Protocol):
         self._sending = self.loop.call_later(wait, self._check_progress, since, sent_then, pending_then)
 
     def _end(self, limit: str) -> None:
-        """Closes at once, without what still waits."""
+        """Close at once and discard pending bytes."""
         self.limits.refuse(limit, self._watched.pending)
         self.transport.abort()
 
 
 def bounded(limits: ConnectionLimits) -> type[asyncio.Protocol]:
-    """uvicorn's protocol for HTTP/1.1 within ``limits``, whose connections are counted together."""
+    """Return a protocol class with ``limits`` that counts its own connections."""
     return type("Bounded", (_Bounded,), {"limits": limits})

@@ -1,4 +1,4 @@
-"""What a node says to the gateway of a fleet: what it serves, and how much of a prompt it has. And reading ahead."""
+"""A node's API for fleet gateways: serving status, cached-prefix length, warming."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.chat_messages import Messages
 from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.request_schema import CacheTtl
-from inference_svc.gateway.worker_router import Router, Worker
+from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
-SERVING, HELD, WARM = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
-_PATIENCE_SECONDS = 2.0
-MOST_WARMING_SECONDS = 86400.0
+SERVING_PATH, CACHED_PREFIX_PATH, WARM_PATH = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
+_TIMEOUT_SECONDS = 2.0
+MAX_WARM_SECONDS = 86400.0
 
 
 class WarmBody(BodyModel):
-    """A text or a conversation to read before anybody asks about it, and by when that is of no use any more."""
+    """Body of a warm request: a text or a conversation to prefill into the cache, and its deadline."""
 
     model: str = ""
     prompt: str | None = None
@@ -31,7 +31,7 @@ class WarmBody(BodyModel):
     tools: Tools | None = None
     cache_salt: str = ""
     cache_ttl_seconds: CacheTtl = None
-    within_seconds: float = Field(default=600.0, gt=0, le=MOST_WARMING_SECONDS)
+    within_seconds: float = Field(default=600.0, gt=0, le=MAX_WARM_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
         """Raises InvalidRequest."""
@@ -46,8 +46,8 @@ class WarmBody(BodyModel):
         return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache)
 
 
-def serving(router: Router, starting: bool) -> dict[str, Any]:
-    """What is served, and by how many workers; without any, whether one is being started."""
+def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:
+    """Return the served models and the number of workers; without workers, whether one is starting."""
     alive = [worker for worker in router.workers if worker.alive]
     models = {
         name: openai_format.model(worker.model, name, router.started) for worker in alive for name in worker.names
@@ -55,30 +55,32 @@ def serving(router: Router, starting: bool) -> dict[str, Any]:
     return {"models": list(models.values()), "workers": len(alive), "starting": starting and not alive}
 
 
-def busy(router: Router) -> int:
-    """How many requests the workers have."""
+def num_requests(router: WorkerRouter) -> int:
+    """Return the number of requests that the workers have."""
     return sum(worker.in_flight for worker in router.workers)
 
 
-async def held(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
-    """How many tokens a prompt has for a model or an adapter, and how many of them the daemon has keys and values of.
-    Leases nothing and counts as no use. Raises KVSidecarError."""
+async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prompt, salt: bytes) -> dict[str, Any]:
+    """Return a prompt's tokens, and the length of its cached prefix.
+
+    Takes no lease and does not count as a use. Raises KVSidecarError.
+    """
     try:
         tokens = prompt.token_ids.ids
         if prompt.WhichOneof("kind") != "token_ids":
             asked = pb.TokenizeRequest(prompt=prompt)
-            tokens = (await worker.client.stub.Tokenize(asked, timeout=_PATIENCE_SECONDS)).token_ids
+            tokens = (await worker.client.stub.Tokenize(asked, timeout=_TIMEOUT_SECONDS)).token_ids
         found, namespace = 0, worker.namespace(model)
         if daemon is not None and namespace and tokens:
             match = cache_pb2.MatchRequest(namespace=namespace, tenant_salt=salt, token_ids=tokens)
-            found = (await daemon.Match(match, timeout=_PATIENCE_SECONDS)).matched_tokens
+            found = (await daemon.Match(match, timeout=_TIMEOUT_SECONDS)).matched_tokens
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     return {"prompt_tokens": len(tokens), "held_tokens": found}
 
 
-async def warm(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
-    """Reads a prompt into the cache. Raises KVSidecarError, DeadlineExceeded when it was not read in time."""
+async def warm_prompt(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
+    """Prefill a prompt into the cache. Raises KVSidecarError; DeadlineExceeded after ``within_seconds``."""
     worker.in_flight += 1
     try:
         found = await worker.client.stub.Warm(request, timeout=within_seconds)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from kvsidecar.process.runtime_dir import default_runtime_dir
-from kvsidecar.telemetry.otlp_export import checked_endpoint
+from kvsidecar.telemetry.otlp_export import validate_endpoint
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from inference_svc.gateway.fleet.node_addresses import Place, parse_places
+from inference_svc.gateway.fleet.node_addresses import NodeAddress, parse_node_addresses
 
 _HOST = re.compile(r"[\w.-]+", re.ASCII)
 _ORIGIN = re.compile(r"https?://[^\s/?#@,]+", re.ASCII)
@@ -24,75 +24,73 @@ class GatewayConfig(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_GATEWAY_", extra="forbid", frozen=True)
 
     host: str = "127.0.0.1"
-    """Address to listen on. Set an API key before you choose one that others can reach."""
+    """Address to listen on. Set an API key before you choose one that other machines can reach."""
     port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on."""
     workers: str = Field(default_factory=lambda: str(default_runtime_dir() / "worker-0.sock"))
     """Sockets or host:port of the workers, separated by commas."""
     nodes: str = ""
-    """In the place of workers, gateways of nodes: http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all
-    addresses that a name has, separated by commas. Each request goes to the node that has read most of it."""
+    """Gateways of nodes, instead of workers: http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all
+    addresses of a name, separated by commas. Each request goes to the node with the longest cached prefix."""
     node_key: SecretStr = SecretStr("")
-    """API key of the nodes. Better given by environment than by flag."""
+    """API key of the nodes. Prefer the environment variable over the flag."""
     node_ca: Path | None = None
-    """PEM file of the authority that vouches for nodes with https; the system's when left out."""
+    """PEM file of the authority that signs the certificates of https nodes; default: the system's authorities."""
     node_cert: Path | None = None
-    """PEM file of the certificate that nodes know this gateway by."""
+    """PEM file of this gateway's client certificate for nodes."""
     node_cert_key: Path | None = Field(default=None, validate_default=True)
-    """PEM file of its key."""
+    """PEM file of the client certificate's key."""
     node_seconds: float = Field(default=2.0, gt=0, le=60)
-    """A node that does not say within this time that it serves gets no requests until it does; after the third time
-    those that wait for it go elsewhere."""
+    """Timeout of a health poll. A node that misses it gets no requests until it answers; after the third miss its
+    waiting requests go to other nodes."""
     tls_cert: Path | None = None
     """PEM file of the certificate to listen with; plain HTTP when left out."""
     tls_key: Path | None = Field(default=None, validate_default=True)
-    """PEM file of its key."""
+    """PEM file of the certificate's key."""
     tls_client_ca: Path | None = None
-    """PEM file of an authority: only clients with a certificate of it are let in, probes among them."""
+    """PEM file of an authority: clients, also probes, need a certificate signed by it."""
     api_key: SecretStr = SecretStr("")
-    """Clients must send it as a bearer token; empty for none. Better given by environment than by flag."""
+    """Bearer token that clients must send; empty for none. Prefer the environment variable over the flag."""
     tenants: Path | None = None
-    """The daemon's tenants file: its tokens are API keys, each for the salts of its tenant alone. Read again at
-    SIGHUP."""
+    """The daemon's tenants file: its tokens are API keys, each for its tenant's salts only. Reloaded at SIGHUP."""
     operator_key: SecretStr = SecretStr("")
-    """Who sends this one also sees what all tenants use. Behind any proxy an operator needs one."""
+    """Operator's bearer token, which also shows the usage of all tenants. Operators behind a proxy need one."""
     local_operator: bool = True
-    """Without keys, and on a loopback address: requests of this process's own user are an operator's."""
+    """Treat requests of this process's own user as an operator's, without keys and on a loopback address."""
     page: bool = True
-    """Serve the page at /."""
+    """Serve the web page at /."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
-    """Private socket of the cache daemon, of which the page tells; none to tell nothing of it."""
+    """Private socket of the cache daemon, for the page's cache status; none to leave that out."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
-    """Most tokens of a chat's answer or a response that names none; 0 for all that the context still holds."""
+    """max_tokens of chat answers and responses that name none; 0 for the rest of the context."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
-    """Larger requests are refused."""
+    """Maximum size of a request body."""
     receive_seconds: float = Field(default=60.0, gt=0)
-    """A request's head, and then its body, must have come within this time; connections without are closed."""
+    """Deadline for receiving a request's head, and then its body; then the connection is closed."""
     send_seconds: float = Field(default=60.0, gt=0)
-    """A client must take 64 KiB of what waits for it, or all of that, in each such time; connections without are
+    """In each such time a client must read 64 KiB of its pending bytes, or all of them; else the connection is
     closed."""
     allow_origins: str = ""
-    """Origins of pages that may use the API from a browser, such as https://chat.example.com, separated by commas; *
-    for all. Without, a browser lets only this server's own page do that, and without keys pages of other origins are
-    not served at all."""
+    """Origins whose pages may use the API from a browser, such as https://chat.example.com, separated by commas; * for
+    all. Without it, only this server's own page may, and without keys pages of other origins are not served at all."""
     allow_hosts: str = ""
-    """Without keys: names that requests may ask for in Host beside localhost, addresses and --host, such as
-    models.example.com, separated by commas; * for all, which lets pages of any site in that lead their name here."""
+    """Without keys: Host names that are allowed beside localhost, addresses and --host, such as models.example.com,
+    separated by commas; * for all, which admits pages of any site whose DNS name points here."""
     request_seconds: float = Field(default=600.0, gt=0)
-    """A request ends after this time."""
+    """Deadline of a request."""
     worker_wait_seconds: float = Field(default=15.0, ge=0)
-    """A request waits so long for a worker to come back, when none is up; one that is loaded for the first time is not
-    waited for."""
+    """How long a request waits for a worker to come back when none is up. The first load of a model is not waited
+    for."""
     worker_start_seconds: float = Field(default=600.0, ge=0)
-    """A request waits so long while the supervisor of kvsidecar serve says that it is starting a worker again; before a
-    fleet, while no node is up and some node says that it is starting a worker."""
+    """How long a request waits while the supervisor of kvsidecar serve reports that it is restarting a worker; with
+    --nodes, while no node is up and some node reports that it is starting a worker."""
     supervisor_dir: Path | None = None
     """Runtime folder of the kvsidecar serve that runs this gateway, which sets it."""
     otlp_endpoint: str = ""
-    """OpenTelemetry collector (OTLP over gRPC) that gets spans, such as http://localhost:4317. When empty, the standard
-    variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
+    """OpenTelemetry collector (OTLP over gRPC) for spans, such as http://localhost:4317. When empty, the standard
+    variables OTEL_EXPORTER_OTLP_... apply; off without those. Needs kvsidecar[otel]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message to log."""
+    """Minimum severity of log messages."""
 
     @field_validator("workers")
     @classmethod
@@ -120,15 +118,15 @@ class GatewayConfig(BaseSettings):
     @field_validator("otlp_endpoint")
     @classmethod
     def _url(cls, value: str) -> str:
-        return checked_endpoint(value)
+        return validate_endpoint(value)
 
-    # What several settings say together is checked at the last one: an error of all would show all of them, keys too.
+    # Combinations are checked at their last field: an error of the whole model would print all values, keys included.
 
     @field_validator("nodes")
     @classmethod
     def _places(cls, value: str, info: ValidationInfo) -> str:
         if value:
-            parse_places(value)
+            parse_node_addresses(value)
             own = cls.model_fields["workers"].get_default(call_default_factory=True)
             if info.data.get("workers", own) != own:
                 raise ValueError("a gateway has workers or nodes; leave out one of the two")
@@ -164,13 +162,13 @@ class GatewayConfig(BaseSettings):
         return value
 
     @property
-    def places(self) -> list[Place]:
-        """Where the nodes are; empty for the gateway of one node."""
-        return parse_places(self.nodes) if self.nodes else []
+    def node_addresses(self) -> list[NodeAddress]:
+        """Addresses of the nodes; empty for the gateway of one node."""
+        return parse_node_addresses(self.nodes) if self.nodes else []
 
     @property
     def for_this_machine(self) -> bool:
-        """It listens where nobody else reaches it."""
+        """Return whether it listens on a loopback address."""
         try:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:  # a name

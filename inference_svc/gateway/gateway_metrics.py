@@ -1,8 +1,8 @@
-"""The gateway's Prometheus metrics: vLLM's by their names where they mean the same, and a few of its own.
+"""Prometheus metrics of a node's gateway, under vLLM's names where the meaning is the same.
 
-So dashboards, autoscalers and routers that know vLLM read a node of ours. What vLLM calls an engine is a worker here;
-``prefix_cache`` is what a worker's own pool had of prompts, ``external_prefix_cache`` what came from the cache daemon.
-Histograms are of what this gateway answered, counters of all that its workers did; both of these have further ones.
+Dashboards, autoscalers and routers for vLLM therefore work with a node. vLLM's "engine" is a worker here;
+``prefix_cache`` counts hits in a worker's own pool, ``external_prefix_cache`` those in the cache daemon. Histograms
+cover the answers of this gateway, counters all work of its workers; workers and daemon have further metrics.
 https://docs.vllm.ai/en/latest/usage/metrics/
 """
 
@@ -20,23 +20,23 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from inference_svc.gateway.openai_format import finish_reason
-from inference_svc.gateway.request_counters import Counted
-from inference_svc.gateway.request_log import line
-from inference_svc.gateway.worker_router import Router
+from inference_svc.gateway.request_counters import RequestCounters
+from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.worker_router import WorkerRouter
 
 # vLLM's.
-_FIRST = (
+_TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
-_EACH = (
+_INTER_TOKEN_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
-_WHOLE = (
+_LATENCY_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
     1920.0, 7680.0,
 )  # fmt: skip
-_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_TOKEN_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _Reading = Callable[[pb.GetStatsResponse], float]
 _GAUGES: dict[str, tuple[str, _Reading]] = {
     "num_requests_running": ("Requests in the batch", lambda s: s.running),
@@ -70,10 +70,10 @@ _COUNTERS: dict[str, tuple[str, _Reading]] = {
 _LABELS = ("model_name", "engine")
 
 
-class Metrics(Counted):
-    """All that ``/metrics`` shows."""
+class GatewayMetrics(RequestCounters):
+    """All metrics at ``/metrics``."""
 
-    def __init__(self, router: Router, supervisor_dir: Path | None = None) -> None:
+    def __init__(self, router: WorkerRouter, supervisor_dir: Path | None = None) -> None:
         super().__init__()
         registry = self.registry
 
@@ -86,60 +86,70 @@ class Metrics(Counted):
         up = Gauge("kvsidecar_gateway_workers_up", "Workers that answer", registry=registry)
         up.set_function(lambda: sum(w.alive for w in router.workers))
         self.success = counter("vllm:request_success", "Answers by how they ended", ("model_name", "finished_reason"))
-        self.first = histogram("time_to_first_token_seconds", "From a request's arrival to its first token", _FIRST)
-        self.between = histogram("inter_token_latency_seconds", "From one token to the next", _EACH)
-        self.whole = histogram("e2e_request_latency_seconds", "From a request's arrival to its last token", _WHOLE)
-        self.queue = histogram("request_queue_time_seconds", "Waiting for a place in the batch", _WHOLE)
-        self.prefill = histogram("request_prefill_time_seconds", "Computing up to the first token", _WHOLE)
-        self.decode = histogram("request_decode_time_seconds", "From the first token to the last", _WHOLE)
-        self.asked = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
-        self.answered = histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
-        registry.register(_Workers(router))
+        self.ttft = histogram(
+            "time_to_first_token_seconds", "From a request's arrival to its first token", _TTFT_BUCKETS
+        )
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "From one token to the next", _INTER_TOKEN_BUCKETS
+        )
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to its last token", _LATENCY_BUCKETS
+        )
+        self.queue_time = histogram("request_queue_time_seconds", "Waiting for a place in the batch", _LATENCY_BUCKETS)
+        self.prefill_time = histogram(
+            "request_prefill_time_seconds", "Computing up to the first token", _LATENCY_BUCKETS
+        )
+        self.decode_time = histogram(
+            "request_decode_time_seconds", "From the first token to the last", _LATENCY_BUCKETS
+        )
+        self.prompt_tokens = histogram("request_prompt_tokens", "Tokens of a prompt", _TOKEN_BUCKETS)
+        self.generation_tokens = histogram("request_generation_tokens", "Tokens of an answer", _TOKEN_BUCKETS)
+        registry.register(_WorkerCollector(router))
         if supervisor_dir is not None:
-            registry.register(_Restarts(supervisor_dir))
+            registry.register(_RestartCollector(supervisor_dir))
 
-    def answer(self) -> Answer:
-        """An answer begins."""
-        return Answer(self, time.perf_counter())
+    def answer(self) -> AnswerTimer:
+        """Start the timer of an answer."""
+        return AnswerTimer(self, time.perf_counter())
 
 
 @dataclass
-class Answer:
-    """One answer as its parts come."""
+class AnswerTimer:
+    """Times one answer, from its arrival over its parts to its end."""
 
-    metrics: Metrics
+    metrics: GatewayMetrics
     began: float
     last: float = 0.0
 
     @property
     def started(self) -> bool:
-        """Something has come."""
+        """Return whether the first part has come."""
         return self.last > 0
 
     def add(self, model: str, part: pb.GenerateStreamResponse) -> None:
-        """The next part has come, from a worker with this model."""
+        """Record the next part, from a worker with this model."""
         m, now = self.metrics, time.perf_counter()
         if not self.started:
-            m.first.labels(model).observe(now - self.began)
-            line().first_token()
+            m.ttft.labels(model).observe(now - self.began)
+            log_line().first_token()
         elif part.token_ids:
-            m.between.labels(model).observe(now - self.last)
+            m.inter_token_latency.labels(model).observe(now - self.last)
         self.last = now
         if part.finish_reason:
             m.success.labels(model, finish_reason(part.finish_reason) or "").inc()
-            m.whole.labels(model).observe(now - self.began)
-            m.queue.labels(model).observe(part.timings.queue_ms / 1e3)
-            m.prefill.labels(model).observe(part.timings.prefill_ms / 1e3)
-            m.decode.labels(model).observe(part.timings.decode_ms / 1e3)
-            m.asked.labels(model).observe(part.usage.prompt_tokens)
-            m.answered.labels(model).observe(part.usage.generated_tokens)
-            line().answered(model, part.usage)
+            m.e2e_latency.labels(model).observe(now - self.began)
+            m.queue_time.labels(model).observe(part.timings.queue_ms / 1e3)
+            m.prefill_time.labels(model).observe(part.timings.prefill_ms / 1e3)
+            m.decode_time.labels(model).observe(part.timings.decode_ms / 1e3)
+            m.prompt_tokens.labels(model).observe(part.usage.prompt_tokens)
+            m.generation_tokens.labels(model).observe(part.usage.generated_tokens)
+            log_line().answered(model, part.usage)
 
 
-class _Workers:
-    """What the workers said last."""
+class _WorkerCollector:
+    """Collector of the workers' last reported statistics."""
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: WorkerRouter) -> None:
         self._router = router
 
     def collect(self) -> Iterable[Metric]:
@@ -158,8 +168,8 @@ class _Workers:
                 yield metric
 
 
-class _Restarts:
-    """How often the supervisor, this process's parent, had to start processes of the node again."""
+class _RestartCollector:
+    """Collector of the restarts that the supervisor, this process's parent, reports."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

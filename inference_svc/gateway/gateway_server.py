@@ -1,4 +1,4 @@
-"""Runs the gateway on uvicorn."""
+"""Runs the gateway on uvicorn: listening socket, TLS, signals."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir
-from kvsidecar.telemetry.otlp_export import sending
-from kvsidecar.telemetry.tracing import NO_TRACER
+from kvsidecar.telemetry.otlp_export import otlp_providers
+from kvsidecar.telemetry.tracing import NOOP_TRACER
 
 from inference_svc.gateway.connections import ConnectionLimits, bounded, max_connections
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.http_tracing import SERVICE_NAME
 from inference_svc.gateway.routes import create_app
 
-# The thread that decodes large bodies keeps the event loop waiting so long, each time that the loop wakes up.
+# GIL switch interval: the event loop waits at most this long for the thread that decodes large bodies.
 _SWITCH_SECONDS = 0.001
 
 log = structlog.get_logger("gateway")
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serves until SIGTERM or SIGINT; SIGHUP reads the tenants again. Raises ConfigurationError when it cannot
-    listen."""
+    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants. Raises ConfigurationError when it cannot listen."""
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -52,14 +51,14 @@ async def serve(config: GatewayConfig) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     _tell_of_uvicorn()
     url = f"{'http' if config.tls_cert is None else 'https'}://{TcpAddress(config.host, listener.getsockname()[1])}/v1"
-    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
-        tracer = NO_TRACER if providers is None else providers.tracer("inference_svc.gateway")
+    async with otlp_providers(SERVICE_NAME, config.otlp_endpoint) as providers:
+        tracer = NOOP_TRACER if providers is None else providers.tracer("inference_svc.gateway")
         app = _fleet(config) if config.nodes else create_app(config, tracer)
         server = _Server(configured(app, config))
         server.hear_signals()
         if config.tenants is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
-        await asyncio.sleep(0)  # a signal that came until now cancels here, where nothing has begun
+        await asyncio.sleep(0)  # an earlier signal cancels here, before anything has started
         if config.nodes:
             log.info("listening; it answers as soon as a node is ready", url=url, nodes=config.nodes)
         else:
@@ -68,21 +67,24 @@ async def serve(config: GatewayConfig) -> None:
 
 
 def _refuse_foreign(config: GatewayConfig) -> None:
-    """Whoever could put a socket into the runtime folder would be sent all prompts. Raises ConfigurationError."""
+    """Refuse a runtime folder of another user, who could replace its sockets and receive all prompts.
+
+    Raises ConfigurationError.
+    """
     sockets = {Path(target).parent for target in config.targets} | {(config.cache_socket or Path("-")).parent}
     if default_runtime_dir() in sockets:
         own_runtime_dir()
 
 
 def _fleet(config: GatewayConfig) -> FastAPI:
-    # Here: it brings an HTTP client, which a node's own gateway starts sooner without.
+    # Imported here: it imports an HTTP client, which would delay the start of a node's own gateway.
     from inference_svc.gateway.fleet.fleet_app import create_app
 
     return create_app(config)
 
 
 class _Structured(logging.Handler):
-    """Lines of uvicorn's own, such as that a request is no HTTP, in the form of all others."""
+    """Logs uvicorn's own messages (such as invalid requests) in the format of all others."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log.log(record.levelno, record.getMessage().rstrip("."), exc_info=record.exc_info)
@@ -94,8 +96,10 @@ def _tell_of_uvicorn() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Hears signals through the loop, from before it starts: uvicorn's own way hears them only while it runs, and one
-    that comes before would end it with a traceback."""
+    """Handles signals through the event loop, from before uvicorn starts.
+
+    uvicorn itself handles them only while it runs; an earlier one would end the process with a traceback.
+    """
 
     def hear_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -108,10 +112,10 @@ class _Server(uvicorn.Server):
 
 
 def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
-    """Raises ConfigurationError for certificates that cannot be used."""
-    # A fleet's request has a connection to its client and one to a node.
+    """Return uvicorn's configuration. Raises ConfigurationError for unusable certificates."""
+    # A fleet gateway's request needs two descriptors: one to the client and one to a node.
     most = max_connections(descriptors_each=2 if config.nodes else 1)
-    limits = ConnectionLimits(config.receive_seconds, config.send_seconds, app.state.counted.refused, most)
+    limits = ConnectionLimits(config.receive_seconds, config.send_seconds, app.state.counters.refused, most)
     found = uvicorn.Config(
         app,
         http=bounded(limits),

@@ -1,4 +1,4 @@
-"""How much of the prompts of the last minutes had been read before, from the workers' counters."""
+"""Hit ratio of the last ten minutes, from the workers' counters."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ STEP_SECONDS, _STEPS = 5, 120
 
 @dataclass
 class _Step:
-    """Tokens of prompts that ended in one step of time, and how many of them had been read before. Prompts that were
-    not to read the cache are left out."""
+    """Prompt tokens and cached tokens of one time step; excludes requests that skip the cache."""
 
     number: int
     prompt_tokens: int = 0
     cached_tokens: int = 0
 
 
-class History:
-    """Adds up what counters rose by. Knows the last ten minutes."""
+class HitRatioHistory:
+    """Sums counter increments per time step, over the last ten minutes."""
 
     def __init__(self) -> None:
         self._steps: deque[_Step] = deque(maxlen=_STEPS)
         self._seen: dict[str, tuple[int, int]] = {}
 
     def observe(self, worker: str, stats: pb.GetStatsResponse, now: float) -> None:
-        """Takes a worker's counters in; ``now`` is in seconds and never goes back. A worker that was started again
-        counts from 0; what one had counted before it was first seen is not of these minutes."""
+        """Record a worker's counters; ``now`` is in monotonic seconds.
+
+        Counters of a restarted worker begin at 0. Counts from before a worker was first observed are not included.
+        """
         prompt, cached = stats.prompt_tokens - stats.skipping_tokens, stats.cached_tokens
         old = self._seen.get(worker, (prompt, cached))
         if prompt < old[0]:
@@ -44,7 +45,7 @@ class History:
         self._steps[-1].cached_tokens += cached - old[1]
 
     def as_dict(self) -> dict[str, Any]:
-        """Oldest first."""
+        """Return the steps, oldest first."""
         return {
             "step_seconds": STEP_SECONDS,
             "prompt_tokens": [s.prompt_tokens for s in self._steps],

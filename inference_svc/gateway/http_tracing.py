@@ -1,4 +1,4 @@
-"""Spans of HTTP requests, by OpenTelemetry's conventions for them; what is called meanwhile are spans within.
+"""Tracing spans of HTTP requests, by OpenTelemetry's conventions, with calls to workers as child spans.
 
 https://opentelemetry.io/docs/specs/semconv/http/http-spans/
 """
@@ -8,23 +8,26 @@ from __future__ import annotations
 from contextvars import ContextVar
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.telemetry.tracing import NOT_TRACED, Span, Tracer
+from kvsidecar.telemetry.tracing import NOOP_SPAN, Span, Tracer
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SERVICE_NAME = "kvsidecar-gateway"
 FIRST_TOKEN = "first token"
 GENERATE_STREAM = f"{pb.DESCRIPTOR.services_by_name['InferenceService'].full_name}/GenerateStream"
 _TRACED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_current: ContextVar[Span] = ContextVar("span", default=NOT_TRACED)
+_current: ContextVar[Span] = ContextVar("span", default=NOOP_SPAN)
 
 
-def current() -> Span:
-    """Of the HTTP request that this is done for."""
+def current_span() -> Span:
+    """Return the span of the current HTTP request."""
     return _current.get()
 
 
-class Traced:
-    """A span around every request that generates, until the last byte of its answer. Plain ASGI, as ``Guard`` is."""
+class TracingMiddleware:
+    """Opens a span around every generating request, until the last byte of its answer.
+
+    Plain ASGI, as ``RequestGuard`` is.
+    """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app, self._tracer = app, tracer

@@ -1,4 +1,4 @@
-"""Counts the values and levels of JSON text from its raw bytes, before it is decoded."""
+"""Counts values and nesting of JSON text from its raw bytes, before decoding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class JsonScanner:
         self._in_string = self._escaped = False
 
     def feed(self, part: bytes) -> None:
-        """Counts the next part. Raises InvalidRequest with the limit that the text is beyond."""
+        """Count the next part. Raises InvalidRequest with the limit that the text is beyond."""
         outside = self._outside_strings(part)
         brackets = outside.translate(None, b",:")
         if brackets:
@@ -50,7 +50,7 @@ class JsonScanner:
             raise InvalidRequest(f"the body has more than {MAX_VALUES} values")
 
     def _outside_strings(self, part: bytes) -> bytes:
-        """Returns the brackets, commas and colons of a part that stand in no string."""
+        """Return the brackets, commas and colons of a part that stand in no string."""
         if self._escaped and part:
             part, self._escaped = part[1:], False
         if b"\\" in part:  # in JSON only strings have it; pairs of it first, so that what is left escapes a quote

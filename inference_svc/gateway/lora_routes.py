@@ -1,8 +1,7 @@
-"""``/v1/load_lora_adapter`` and ``/v1/unload_lora_adapter``, as vLLM has them: an adapter comes to all workers, or to
-none.
+"""LoRA adapter endpoints, as in vLLM: ``/v1/load_lora_adapter``, ``/v1/unload_lora_adapter``.
 
-A worker that comes back is made to have what was loaded and not to have what was unloaded, before it gets a request.
-A gateway that is started anew has forgotten that; workers have not, as long as they run.
+An adapter is loaded on all workers, or on none. A worker that comes back gets all loads and unloads that it missed,
+before it gets requests. A restarted gateway has lost this list; running workers keep their adapters.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from kvsidecar.errors import KVSidecarError, PermissionDenied, UnknownModel, fro
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.unsupported_options import B, parse
-from inference_svc.gateway.worker_router import Router, Worker, retryable
+from inference_svc.gateway.worker_router import Worker, WorkerRouter, is_retryable
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-# Reading and packing a large one; what is queued for the daemon is waited for when one goes.
+# Loading includes reading and packing a large adapter; unloading waits for stores that are queued for the daemon.
 _SECONDS = 300.0
 _LONGEST_NAME, _LONGEST_PATH = 96, 4096
 _FIELDS = {"name": "lora_name", "path": "lora_path"}
@@ -46,35 +45,35 @@ class UnloadBody(BodyModel):
     lora_name: str = Field(min_length=1, max_length=_LONGEST_NAME)
 
 
-class Adapters:
-    """What workers were told, one thing after another."""
+class LoraRoutes:
+    """Handlers that load and unload adapters on all workers, one change at a time."""
 
-    def __init__(self, router: Router, keys: Keys, bodies: BodyReader) -> None:
+    def __init__(self, router: WorkerRouter, keys: ApiKeys, bodies: BodyReader) -> None:
         self._router, self._keys, self._bodies = router, keys, bodies
         self._loaded: dict[str, pb.LoadAdapterRequest] = {}
         self._unloaded: set[str] = set()
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         router.prepare = self._prepare
 
     async def load(self, request: Request) -> Response:
-        return PlainTextResponse(await self._load_on_all(await self._orders(LoadBody, request)))
+        return PlainTextResponse(await self._load_on_all(await self._parse(LoadBody, request)))
 
     async def unload(self, request: Request) -> Response:
-        return PlainTextResponse(await self._unload_on_all(await self._orders(UnloadBody, request)))
+        return PlainTextResponse(await self._unload_on_all(await self._parse(UnloadBody, request)))
 
-    async def _orders(self, kind: type[B], request: Request) -> B:
-        if not self._keys.of_operator(request.scope):
+    async def _parse(self, kind: type[B], request: Request) -> B:
+        if not self._keys.is_operator(request.scope):
             raise PermissionDenied("adapters are loaded and unloaded by operators; send the operator's key")
         return await self._bodies.read(request, partial(parse, kind))
 
     async def _load_on_all(self, body: LoadBody) -> str:
-        """Loads an adapter on every worker that is up. Raises KVSidecarError; no worker has more than before then."""
+        """Load an adapter on every worker that is up. Raises KVSidecarError, and leaves no worker changed then."""
         request = pb.LoadAdapterRequest(name=body.lora_name, path=body.lora_path)
-        async with self._turn:
+        async with self._lock:
             workers = self._router.alive
             new = [worker for worker in workers if body.lora_name not in worker.names]
             try:
-                # The first says what it is, so that it is the same on all.
+                # The first worker determines the namespace, so that it is the same on all.
                 request.namespace = (await _load(workers[0], request)).namespace
                 found = await asyncio.gather(*(_load(w, request) for w in workers[1:]), return_exceptions=True)
                 for error in found:
@@ -91,9 +90,9 @@ class Adapters:
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     async def _unload_on_all(self, body: UnloadBody) -> str:
-        """Unloads it from every worker that is up. Raises KVSidecarError, UnknownModel where none has it."""
+        """Unload an adapter from every worker that is up. Raises KVSidecarError; UnknownModel where none has it."""
         name = body.lora_name
-        async with self._turn:
+        async with self._lock:
             workers = self._router.alive
             found = await asyncio.gather(*(_unload(worker, name) for worker in workers), return_exceptions=True)
             if None in found or name in self._loaded:
@@ -109,25 +108,25 @@ class Adapters:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _prepare(self, worker: Worker, model: pb.GetModelResponse) -> bool:
-        """Makes a worker have what all have; False when there was nothing to do."""
-        if not self._owed(worker, model):
+        """Apply missed loads and unloads to a worker; return False when there were none."""
+        if not self._missing_changes(worker, model):
             return False
-        async with self._turn:
-            for request in self._owed(worker, model):
+        async with self._lock:
+            for request in self._missing_changes(worker, model):
                 try:
                     if isinstance(request, str):
                         await _unload(worker, request)
                     else:
                         await _load(worker, request)
                 except KVSidecarError as error:
-                    if not retryable(error):
+                    if not is_retryable(error):
                         name = request if isinstance(request, str) else request.name
                         worker.refused.add(name)
-                        log.warning("a worker is without the others' adapters", worker=worker.target, error=str(error))
+                        log.warning("a worker refused an adapter change", worker=worker.target, error=str(error))
         return True
 
-    def _owed(self, worker: Worker, model: pb.GetModelResponse) -> list[pb.LoadAdapterRequest | str]:
-        """What it is to load, and the names of what it is to unload; without what it has refused since it came up."""
+    def _missing_changes(self, worker: Worker, model: pb.GetModelResponse) -> list[pb.LoadAdapterRequest | str]:
+        """Return adapters to load and names to unload, without those that the worker refused since it came up."""
         there = {adapter.name for adapter in model.adapters}
         lacks = [request for name, request in self._loaded.items() if name not in there | worker.refused]
         return [*sorted(self._unloaded & there - worker.refused), *lacks]
@@ -138,18 +137,18 @@ async def _load(worker: Worker, request: pb.LoadAdapterRequest) -> pb.Adapter:
         found: pb.LoadAdapterResponse = await worker.client.stub.LoadAdapter(request, timeout=_SECONDS)
         return found.adapter
     except grpc.RpcError as error:
-        raise _told(error) from error
+        raise _error_of(error) from error
 
 
 async def _unload(worker: Worker, name: str) -> None:
     try:
         await worker.client.stub.UnloadAdapter(pb.UnloadAdapterRequest(name=name), timeout=_SECONDS)
     except grpc.RpcError as error:
-        raise _told(error) from error
+        raise _error_of(error) from error
 
 
-def _told(error: grpc.RpcError) -> KVSidecarError:
-    """What a worker refused, about the fields of a body."""
+def _error_of(error: grpc.RpcError) -> KVSidecarError:
+    """Return a worker's error, with the parameter name of the HTTP body."""
     found = from_rpc(error)
     found.param = _FIELDS.get(found.param, found.param)
     return found

@@ -1,4 +1,4 @@
-"""What the page shows of the node: workers, tiers, calls, and what of the cache is whose."""
+"""Node status for the web page: workers, tiers, RPC statistics, cache usage per tenant."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from kvsidecar.errors import from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.net.channel import aio_channel
 
-from inference_svc.gateway.hit_ratio_history import STEP_SECONDS, History
-from inference_svc.gateway.tenant_usage import Counts, Holdings, holding
-from inference_svc.gateway.worker_router import RECONNECT, Router, Worker
+from inference_svc.gateway.hit_ratio_history import STEP_SECONDS, HitRatioHistory
+from inference_svc.gateway.tenant_usage import TenantCounts, TenantUsage, usage_entry
+from inference_svc.gateway.worker_router import RECONNECT, Worker, WorkerRouter
 
-_PATIENCE_SECONDS = 2.0
+_TIMEOUT_SECONDS = 2.0
 _FRESH_SECONDS = 0.5
 _SHOWN_CALLS = 6
 
 
 class NodeView:
-    """Asks workers and daemon. Nothing that it shows has a prompt, a token or a salt."""
+    """Collects status from workers and daemon. It never contains a prompt, a token or a salt."""
 
-    def __init__(self, router: Router, cache_socket: Path | None) -> None:
+    def __init__(self, router: WorkerRouter, cache_socket: Path | None) -> None:
         self._router, self._socket = router, cache_socket
-        self._history = History()
+        self._history = HitRatioHistory()
         self._channel: grpc.aio.Channel | None = None
         self._daemon: Any = None
-        self._holdings, self._counts = Holdings(), Counts()
+        self._usage, self._counts = TenantUsage(), TenantCounts()
         self._sampler: asyncio.Task[None] | None = None
         self._asked_at = 0.0
 
     @property
     def daemon(self) -> Any:
-        """A stub of the daemon; None where there is none."""
+        """The daemon's stub; None without a daemon."""
         return self._daemon
 
     async def start(self) -> None:
@@ -60,12 +60,12 @@ class NodeView:
             await asyncio.sleep(STEP_SECONDS)
 
     async def refresh(self) -> None:
-        """Asks the workers again, unless they just were."""
+        """Query the workers, unless that was done a moment ago."""
         if time.monotonic() - self._asked_at > _FRESH_SECONDS:
             await self.stats()
 
     async def stats(self) -> list[pb.GetStatsResponse | None]:
-        """Asks each worker; None for those that do not answer."""
+        """Query each worker; None for those that do not answer."""
         self._asked_at = time.monotonic()
         found = await asyncio.gather(*(_stats_of(worker) for worker in self._router.workers))
         for worker, stats in zip(self._router.workers, found, strict=True):
@@ -75,7 +75,7 @@ class NodeView:
         return found
 
     async def show(self, salt: bytes, operator: bool) -> dict[str, Any]:
-        """The node as an operator sees it, or as one does who knows this ``salt``."""
+        """Return the status for an operator, or for a caller that knows only this ``salt``."""
         stats, cache = await asyncio.gather(self.stats(), self._cache(salt, operator))
         workers = zip(self._router.workers, stats, strict=True)
         return {
@@ -95,7 +95,7 @@ class NodeView:
             return {"failing": f"the cache daemon does not answer ({from_rpc(error)})"}
 
     async def _whole_cache(self, salt: bytes) -> dict[str, Any]:
-        stats = await self._daemon.Stats(cache_pb2.StatsRequest(), timeout=_PATIENCE_SECONDS)
+        stats = await self._daemon.Stats(cache_pb2.StatsRequest(), timeout=_TIMEOUT_SECONDS)
         used = {s.namespace: "" for s in stats.session_details} | self._namespaces()
         names = {keys.tenant_root(namespace, b""): _tenant(b"", who) for namespace, who in used.items()}
         if salt:
@@ -112,28 +112,28 @@ class NodeView:
                 {"method": c.method, "count": c.count, "errors": c.errors, "p50_ms": c.p50_ms, "p99_ms": c.p99_ms}
                 for c in stats.calls[:_SHOWN_CALLS]
             ],
-            **await self._holdings.of_all(self._daemon, names),
+            **await self._usage.of_all(self._daemon, names),
         }
 
     async def _own(self, salt: bytes) -> dict[str, Any]:
-        """What one salt opens, in the namespaces of the models that are served."""
+        """Return the usage of one salt, in the namespaces of the served models."""
         found = []
         for namespace, who in self._namespaces().items():
-            stats = await self._counts.of(self._daemon, namespace, salt)
+            stats = await self._counts.count(self._daemon, namespace, salt)
             root, name = keys.tenant_root(namespace, salt), _tenant(salt, who)
             used = stats.arena_used_bytes, stats.durable_bytes
-            found.append(holding(root, name, stats.chunks, stats.tokens, *used))
+            found.append(usage_entry(root, name, stats.chunks, stats.tokens, *used))
         return {"failing": "", "tenants": found, "complete": True}
 
     def _namespaces(self) -> dict[bytes, str]:
-        """Those of the models that are served, and of adapters by their names."""
+        """Return the namespaces of the served models, and of adapters with their names."""
         models = [w.model for w in self._router.workers if w.model.namespace]
         found = {m.namespace: "" for m in models}
         return found | {a.namespace: a.name for m in models for a in m.adapters}
 
 
 def _tenant(salt: bytes, adapter: str) -> str:
-    """What a tenant is called."""
+    """Return a tenant's display name."""
     whose = "yours" if salt else "without a salt"
     return f"{whose}, {adapter}" if adapter else whose
 
@@ -142,7 +142,7 @@ async def _stats_of(worker: Worker) -> pb.GetStatsResponse | None:
     if worker.alive:
         with suppress(grpc.RpcError):
             stats: pb.GetStatsResponse = await worker.client.stub.GetStats(
-                pb.GetStatsRequest(), timeout=_PATIENCE_SECONDS
+                pb.GetStatsRequest(), timeout=_TIMEOUT_SECONDS
             )
             return stats
     return None
@@ -150,7 +150,7 @@ async def _stats_of(worker: Worker) -> pb.GetStatsResponse | None:
 
 def _worker(i: int, worker: Worker, stats: pb.GetStatsResponse | None, operator: bool) -> dict[str, Any]:
     up = stats is not None and worker.alive
-    state = "ready" if up else "down" if worker.seen else "starting"
+    state = "ready" if up else "down" if worker.was_up else "starting"
     shown: dict[str, Any] = {"name": f"worker-{i}", "state": state, "model": worker.model.model_id}
     if stats is None:
         return shown

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format."""
+"""Converts answers of workers to the parts of OpenAI's response format."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def finish_reason(value: pb.FinishReason.ValueType) -> str | None:
 
 
 def model(found: pb.GetModelResponse, name: str, created: int) -> dict[str, Any]:
-    """A model, or an adapter of it by its name, as lists of them have it. ``created`` is when the gateway started, in
-    seconds since 1970: when a model was made, its files do not say. The lengths are extensions, ``max_model_len``
-    and ``parent``, the model that an adapter is of, are vLLM's."""
+    """Return the entry of a model, or of one of its adapters, for model lists.
+
+    ``created`` is the gateway's start in seconds since 1970: a model's files do not record when it was made. The
+    lengths are extensions; ``max_model_len`` and ``parent`` (an adapter's model) are vLLM's.
+    """
     return {
         "id": name,
         "object": "model",
@@ -37,7 +39,7 @@ def model(found: pb.GetModelResponse, name: str, created: int) -> dict[str, Any]
 
 
 def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
-    """Usage of all choices; a prompt counts once, however many choices it has."""
+    """Return the usage of all choices; a prompt counts once, however many choices it has."""
     prompts = parts[::choices_per_prompt]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     generated = sum(u.generated_tokens for u in parts)
@@ -57,7 +59,7 @@ def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
 
 
 def timings(value: pb.Timings) -> dict[str, float]:
-    """An extension: where the time went, in milliseconds."""
+    """Return the times of a request's phases in milliseconds (an extension)."""
     return {k: round(v, 3) for k, v in timings_dict(value).items()}
 
 
@@ -69,15 +71,15 @@ _READING = {
 }
 
 
-def explained(part: pb.GenerateStreamResponse) -> dict[str, Any]:
-    """An extension: which parts of the prompt had been read before, and which bits the worker computes."""
+def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
+    """Return which parts of the prompt were cached, and the worker's numerics (an extension)."""
     parts = [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in part.prompt_parts]
     numerics = {"id": part.numerics.id, "shared_across_machines": part.numerics.shared_across_machines}
     return {"prompt_parts": parts, "numerics": numerics}
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-    """vLLM's, of each token of a prompt: None for the first, for the others what else might have stood there."""
+    """Return vLLM's ``prompt_logprobs``: None for the first token, the token and its alternatives for the others."""
 
     def one(p: pb.TokenLogprob, rank: int) -> dict[str, Any]:
         return {"logprob": p.logprob, "rank": rank, "decoded_token": p.text}
@@ -90,14 +92,14 @@ def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | N
 
 
 def stop_reason(part: pb.GenerateStreamResponse) -> str | int | None:
-    """vLLM's: the stop string or token of the request's that ended an answer."""
+    """Return vLLM's ``stop_reason``: the request's stop string or token that ended the answer."""
     kind = part.WhichOneof("stopped_by")
     return None if kind is None else getattr(part, kind)
 
 
 def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
     def one(p: pb.TokenLogprob) -> dict[str, Any]:
-        # Part of a character has no text, and what its bytes are is not known here.
+        # A token that is part of a character has no text, and its bytes are unknown here.
         bytes_ = None if "\ufffd" in p.text else list(p.text.encode())
         return {"token": p.text, "logprob": p.logprob, "bytes": bytes_}
 
@@ -105,8 +107,11 @@ def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
 
 
 def completion_logprobs(parts: list[pb.TokenLogprob], most: int, at: int, from_prompt: bool) -> dict[str, Any]:
-    """``most`` alternatives of each. ``at``: where in the answer's text the parts begin, in characters. With
-    ``from_prompt`` they begin with the prompt's, before whose first there is nothing that it could follow."""
+    """Return ``logprobs`` of a completion, with ``most`` alternatives for each token.
+
+    ``at`` is the offset of the parts in the answer's text, in characters. With ``from_prompt`` they begin with the
+    prompt, whose first token has no log probability.
+    """
     offsets = []
     for p in parts:
         offsets.append(at)
@@ -120,19 +125,19 @@ def completion_logprobs(parts: list[pb.TokenLogprob], most: int, at: int, from_p
 
 
 def _top(p: pb.TokenLogprob, most: int) -> dict[str, float]:
-    """Of several tokens with one text, such as parts of characters, the likeliest."""
+    """Return log probabilities by text; of several tokens with one text (parts of characters) the likeliest."""
     found: dict[str, float] = {}
     for t in p.top[:most]:
         found.setdefault(t.text, t.logprob)
     return found
 
 
-def written(value: Any) -> bytes:
-    """JSON, written piece by piece: in a thread, a large value does not hold the interpreter's lock all the while."""
+def json_bytes(value: Any) -> bytes:
+    """Encode JSON piece by piece: in a thread, a large value then does not hold the GIL throughout."""
     return "".join(_ENCODER.iterencode(value)).encode()
 
 
 def event(data: dict[str, Any] | str) -> bytes:
-    """One server-sent event."""
+    """Encode one server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
     return f"data: {text}\n\n".encode()

@@ -1,4 +1,4 @@
-"""Tools as OpenAI has them (https://platform.openai.com/docs/guides/function-calling)."""
+"""Tool schemas in OpenAI's format (https://platform.openai.com/docs/guides/function-calling)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from inference_svc.gateway.chat_messages import Message
 
 
 class Function(BodyModel):
-    """A function. A call that is demanded (``tool_choice``) always has arguments as ``parameters`` has them; one that
-    the model makes by itself has them where the function is ``strict``, and otherwise what the model wrote."""
+    """A function.
+
+    Arguments of a required call (``tool_choice``) always follow ``parameters``. Those of a call that the model makes by
+    itself do so if the function is ``strict``; otherwise they are what the model wrote.
+    """
 
     name: str
     description: str | None = None
@@ -23,7 +26,7 @@ class Function(BodyModel):
 
 
 class Tool(BodyModel):
-    """A tool; functions are the only kind."""
+    """A tool; only functions are supported."""
 
     type: Literal["function"]
     function: Function
@@ -42,7 +45,7 @@ Tools = Annotated[list[Tool], FIRST_ERROR]
 
 
 class FunctionName(BodyModel):
-    """The function that is to be called."""
+    """The name of the function to call."""
 
     name: str
 
@@ -60,7 +63,7 @@ def to_chat(
     template_arguments: dict[str, Any] | None,
     start: pb.AnswerStart.ValueType,
 ) -> pb.Chat:
-    """A conversation for a worker. Raises InvalidRequest."""
+    """Convert a conversation for a worker. Raises InvalidRequest."""
     return pb.Chat(
         messages=[m.to_grpc(i) for i, m in enumerate(messages)],
         tools=[tool.to_grpc() for tool in tools or ()],
@@ -77,7 +80,7 @@ def _json(name: str, value: dict[str, Any]) -> str:
 
 
 def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
-    """How tools are used; None for the default. Raises InvalidRequest."""
+    """Convert ``tool_choice``; None is the default. Raises InvalidRequest."""
     if not any_tools:
         if choice in (None, "none", "auto"):
             return None
@@ -89,12 +92,12 @@ def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: b
 
 
 def whole_calls(calls: list[pb.ToolCall]) -> list[dict[str, Any]]:
-    """``tool_calls`` of a message."""
+    """Return ``tool_calls`` of a message."""
     return [{"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
 
 
 def call_deltas(deltas: list[pb.ToolCallDelta]) -> list[dict[str, Any]]:
-    """``tool_calls`` of a chunk: the first of a call has its id and name."""
+    """Return ``tool_calls`` of a stream chunk: a call's first delta has its id and name."""
     out: list[dict[str, Any]] = []
     for d in deltas:
         if d.name:

@@ -1,5 +1,7 @@
-"""``/openapi.json``: what this server takes, from the very classes that check it, and what it answers in outline
-(https://spec.openapis.org/oas/v3.1.0)."""
+"""OpenAPI document at ``/openapi.json`` (https://spec.openapis.org/oas/v3.1.0).
+
+Request schemas are generated from the classes that validate bodies; answers are described in outline.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
 from inference_svc.gateway.unsupported_options import IGNORED
 
 _COMPONENTS = "#/components/schemas/"
-# Path, body, what it is for, whether it may be streamed, and what a whole answer has.
+# Path, body, summary, whether it may be streamed, and the fields of a complete answer.
 _POSTS: list[tuple[str, type[BaseModel], str, bool, tuple[str, ...]]] = [
     ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
     ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
@@ -53,12 +55,12 @@ _ERRORS = {
 
 @functools.cache
 def document() -> dict[str, Any]:
-    """The whole document."""
+    """Return the OpenAPI document."""
     bodies = [body for _, body, *_ in _POSTS] + [body for _, body, _ in _ORDERS]
     _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS + "{model}")
     schemas: dict[str, Any] = found.get("$defs", {})
     for body in bodies:
-        # Meant for the service around the model, of whatever value.
+        # Options for the service around the model: any value is accepted.
         properties = schemas[body.__name__]["properties"]
         properties |= {name: {"description": "Without effect."} for name in IGNORED if name not in properties}
     schemas["Error"] = _object("error") | {"properties": {"error": _error()}}
@@ -103,7 +105,7 @@ def _object(*fields: str) -> dict[str, Any]:
 
 
 def _error() -> dict[str, Any]:
-    """OpenAI's form."""
+    """Return the schema of OpenAI's error object."""
     text, perhaps = {"type": "string"}, {"type": ["string", "null"]}
     properties = {"message": text, "type": text, "param": perhaps, "code": perhaps}
     return _object("message", "type", "param", "code") | {"properties": properties}

@@ -1,9 +1,8 @@
-"""Which requests a gateway without API keys takes: not those that a page of another site has a browser send.
+"""Protects a gateway without API keys from cross-site requests and DNS rebinding.
 
-Without a key a gateway trusts whoever reaches its address. A browser lends that reach to every page that it shows, so
-its requests are told apart by headers that a page cannot forge: ``Origin`` and ``Sec-Fetch-Site``
-(https://www.w3.org/TR/fetch-metadata/), and ``Host``, which names the attacker where its DNS name leads here (DNS
-rebinding).
+Without a key, a gateway trusts everyone who can reach its address, and a browser gives that reach to every page that it
+shows. The policy recognizes such requests by headers that a page cannot forge: ``Origin`` and ``Sec-Fetch-Site``
+(https://www.w3.org/TR/fetch-metadata/), and ``Host``, which contains the attacker's name after DNS rebinding.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from starlette.types import Scope
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 
-# Headers that browsers send and scripts cannot set; programs have none of them.
+# Headers that browsers send and scripts cannot set; other programs send none of them.
 _FETCH_SITE, _FETCH_MODE, _FETCH_DEST = "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"
 _JSON = "application/json"
 _LONGEST_SHOWN = 80
@@ -25,7 +24,7 @@ _LONGEST_SHOWN = 80
 
 @dataclass(frozen=True)
 class Refusal:
-    """A request that is not served. ``reason`` labels a metric, ``message`` is for whoever sent it."""
+    """A refused request: ``reason`` labels a metric, ``message`` is for the sender."""
 
     reason: str
     message: str
@@ -33,7 +32,7 @@ class Refusal:
 
 
 class OriginPolicy:
-    """The rules for one gateway's address, and for the hosts and origins that its operator allows."""
+    """Rules for one gateway's address and the hosts and origins that its operator allows."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._hosts = {"localhost", config.host.lower(), *config.hosts}
@@ -44,7 +43,7 @@ class OriginPolicy:
         self._single_labels = not config.for_this_machine
 
     def refusal(self, scope: Scope) -> Refusal | None:
-        """The reason not to serve an HTTP request, or None."""
+        """Return why an HTTP request is refused, or None."""
         headers = Headers(scope=scope)
         host = headers.get("host", "").lower()
         if host and not self._is_own(_name(host)):
@@ -69,8 +68,10 @@ class OriginPolicy:
         return None
 
     def _is_own(self, name: str) -> bool:
-        """Whether a host name leads here by no other site's doing: an attacker's DNS has neither addresses, nor, in a
-        network, names without a dot."""
+        """Return whether a host name is not under an attacker's control.
+
+        An attacker's DNS cannot serve IP addresses, nor single-label names of a local network.
+        """
         if self._any_host or name in self._hosts or name.endswith(".localhost"):
             return True
         try:
@@ -86,14 +87,14 @@ class OriginPolicy:
 
 
 def _name(host: str) -> str:
-    """A Host without its port, and an IPv6 address without brackets."""
+    """Return a Host without its port, and an IPv6 address without brackets."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0].rstrip(".")
 
 
 def _opens_page(scope: Scope, headers: Headers) -> bool:
-    """Whether somebody follows a link to this server's own page, which then is shown in a window of its own."""
+    """Return whether a user follows a link to this server's own page, as a top-level navigation."""
     asked = headers.get(_FETCH_MODE), headers.get(_FETCH_DEST)
     return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and asked == ("navigate", "document")
 

@@ -1,4 +1,4 @@
-"""Whose process is at the other end of a connection on this machine: the kernel's word (sock_diag(7))."""
+"""User id of a loopback connection's peer process, from the kernel (sock_diag(7))."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _ESTABLISHED = 1
 
 
 def user_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """The user of the process whose TCP socket has the address ``peer`` and is connected to ``here``, both loopback.
-    None when there is no such socket (any more), or the kernel cannot be asked."""
+    """Return the user of the process whose TCP socket has the address ``peer`` and is connected to ``here``.
+
+    Both are loopback addresses. None when there is no such socket (any more), or the kernel refuses the query.
+    """
     try:
         ends = [ipaddress.ip_address(address) for address, _ in (peer, here)]
         family = socket.AF_INET if ends[0].version == 4 else socket.AF_INET6
@@ -30,6 +32,6 @@ def user_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
         return None
     if _HEADER.unpack_from(answer)[1] != _BY_FAMILY:
         return None
-    # A socket that its process has left is root's, and a listener may have the port by now.
+    # A socket without a process belongs to root, and a listener may have taken the port meanwhile.
     state, user = (_FOUND.unpack_from(answer, _HEADER.size)[i] for i in (1, 8))
     return int(user) if state == _ESTABLISHED else None

@@ -1,12 +1,12 @@
-"""What every gateway counts of its requests, a node's and a fleet's; workers and daemon have metrics of their own."""
+"""Request counters of node and fleet gateways; workers and daemon have metrics of their own."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter
 
 
-class Counted:
-    """HTTP requests, what of them was refused or broke off, and what was asked again."""
+class RequestCounters:
+    """Counters of HTTP requests: answered, refused, aborted, retried."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -1,19 +1,19 @@
-"""What every request passes: the origin policy or the API key, and the count of answers."""
+"""Middleware for every request: origin policy or API key, and the count of answers."""
 
 from __future__ import annotations
 
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.connections import RESERVED
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
-from inference_svc.gateway.request_counters import Counted
-from inference_svc.gateway.request_log import line
+from inference_svc.gateway.request_counters import RequestCounters
+from inference_svc.gateway.request_log import log_line
 
 NODE, FLEET, HEALTH = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet", "/health"
-# Open to everybody: probes and scrapers have no key, and the page asks for it.
+# Open without a key: probes and scrapers have none, and the page prompts for it.
 _OPEN, _OPEN_FILES = frozenset({"/", HEALTH, "/metrics", "/openapi.json", "/version"}), "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {LOAD, UNLOAD, "/tokenize", "/detokenize"}
@@ -21,11 +21,13 @@ _CODES = {401: ("authentication_error", "invalid_api_key"), 403: ("invalid_reque
 _CODES |= {415: ("invalid_request_error", "unsupported_media_type"), 503: ("server_error", "unavailable")}
 
 
-class Guard:
-    """Checks who asks and counts answers. Plain ASGI: Starlette's own base class would hide from the handlers that a
-    client has gone."""
+class RequestGuard:
+    """Authorizes requests and counts answers.
 
-    def __init__(self, app: ASGIApp, keys: Keys, policy: OriginPolicy, metrics: Counted) -> None:
+    Plain ASGI: Starlette's base class for middleware would hide a client's disconnect from the handlers.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, policy: OriginPolicy, metrics: RequestCounters) -> None:
         self._app, self._keys, self._policy, self._metrics = app, keys, policy, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -43,24 +45,24 @@ class Guard:
         try:
             await (self._refusal(scope) or self._app)(scope, receive, counted)
         finally:
-            if reason := line().told.get("aborted"):
+            if reason := log_line().fields.get("aborted"):
                 self._metrics.aborted.labels(str(reason)).inc()
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        """The answer to a request that goes no further, or None."""
+        """Return the answer to a refused request, or None."""
         path = scope["path"]
         if path != HEALTH and scope.get("state", {}).get(RESERVED):
             return self._refused("connections", "as many connections are open as may be; try again in a moment", 503)
         if self._keys.open:
             found = self._policy.refusal(scope)
             return None if found is None else self._refused(found.reason, found.message, found.status)
-        if path in _OPEN or path.startswith(_OPEN_FILES) or self._keys.lets_in(scope):
+        if path in _OPEN or path.startswith(_OPEN_FILES) or self._keys.is_authorized(scope):
             return None
         return self._refused("key", "the API key is missing or wrong", 401)
 
     def _refused(self, reason: str, message: str, status: int) -> JSONResponse:
         self._metrics.refused.labels(reason).inc()
-        line().note(refused=reason)
+        log_line().add(refused=reason)
         kind, code = _CODES[status]
         body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         return JSONResponse(body, status_code=status)

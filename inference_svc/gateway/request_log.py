@@ -1,4 +1,4 @@
-"""A line in the log for every request: what came of it, never what it said, nor a key."""
+"""Request log: one line per request, with its outcome but never its content or a key."""
 
 from __future__ import annotations
 
@@ -13,52 +13,57 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = structlog.get_logger("gateway")
 
-# Asked every few seconds by probes, scrapers and the page: lines of these are for debugging.
-_QUIET, _QUIET_BELOW = frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}), ("/page/", "/kvsidecar/")
+# Requested every few seconds by probes, scrapers and the page: logged at debug level.
+_DEBUG_PATHS, _DEBUG_PREFIXES = (
+    frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}),
+    ("/page/", "/kvsidecar/"),
+)
 _LONGEST_PATH = 120
-# What a client may call its request; anything else could be text of its own.
+# Allowed request ids; anything else could inject text.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
 _RESPONSE = "/v1/responses/"
-_GONE, _FAILED, _NOT_NOW = 499, 500, 503
+_CLIENT_CLOSED, _FAILED, _UNAVAILABLE = 499, 500, 503
 
 
 @dataclass
-class Line:
-    """What is known of a request so far."""
+class LogLine:
+    """Fields of a request's log line, collected while it runs."""
 
     began: float = field(default_factory=time.perf_counter)
-    told: dict[str, str | int | float] = field(default_factory=dict)
+    fields: dict[str, str | int | float] = field(default_factory=dict)
 
-    def note(self, **told: str | int | float) -> None:
-        """Adds to the line; empty text adds nothing."""
-        self.told |= {name: value for name, value in told.items() if value != ""}
+    def add(self, **fields: str | int | float) -> None:
+        """Add fields; empty texts are left out."""
+        self.fields |= {name: value for name, value in fields.items() if value != ""}
 
     def first_token(self) -> None:
-        """Of whichever answer comes first."""
-        self.told.setdefault("ttft_ms", _since(self.began))
+        """Record the time to the first token of the first answer."""
+        self.fields.setdefault("ttft_ms", _since(self.began))
 
     def abort(self, reason: str) -> None:
-        """The answer broke off with an error, after its status was sent."""
-        self.note(aborted=reason)
+        """Record an error after the answer's status was sent."""
+        self.add(aborted=reason)
 
     def answered(self, model: str, usage: pb.Usage) -> None:
-        """One answer has ended. Of several to a prompt each counts the prompt's tokens, as each had it read."""
+        """Record a completed answer. Each choice counts its prompt's tokens, because each has processed them."""
         counts = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         counts |= {"generated_tokens": usage.generated_tokens, "answers": 1}
-        self.note(model=model, **{name: int(self.told.get(name, 0)) + count for name, count in counts.items()})
+        self.add(model=model, **{name: int(self.fields.get(name, 0)) + count for name, count in counts.items()})
 
 
-_current: ContextVar[Line] = ContextVar("line")
+_current: ContextVar[LogLine] = ContextVar("line")
 
 
-def line() -> Line:
-    """Of the HTTP request that this is done for; one that nobody writes where there is none."""
-    return _current.get(None) or Line()
+def log_line() -> LogLine:
+    """Return the line of the current HTTP request; an unused one outside of requests."""
+    return _current.get(None) or LogLine()
 
 
-class Logged:
-    """Writes the line when the last byte of an answer is sent, or when nobody waits for it any more. Plain ASGI, as
-    ``Guard`` is."""
+class RequestLogMiddleware:
+    """Writes the line when an answer's last byte is sent, or when the client disconnects.
+
+    Plain ASGI, as ``RequestGuard`` is.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -67,7 +72,7 @@ class Logged:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        known, status, whole = Line(), _GONE, False
+        known, status, whole = LogLine(), _CLIENT_CLOSED, False
 
         async def noted(message: Message) -> None:
             nonlocal status, whole
@@ -87,27 +92,27 @@ class Logged:
             _write(scope, known, status, whole)
 
 
-def _write(scope: Scope, known: Line, status: int, whole: bool) -> None:
+def _write(scope: Scope, known: LogLine, status: int, whole: bool) -> None:
     path = scope["path"]
     named = dict(scope["headers"]).get(b"x-request-id", b"")
     if _REQUEST_ID.fullmatch(named):
-        known.note(request_id=named.decode())
+        known.add(request_id=named.decode())
     if not whole and status < _FAILED:
-        known.note(broken_off="the client has gone")
-    # As it was sent: what was escaped there could do things to a terminal.
+        known.add(broken_off="the client has gone")
+    # The raw path: decoded, it could contain terminal control sequences.
     sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
-    if path.startswith(_RESPONSE):  # whoever has the id of a response may go on from it
+    if path.startswith(_RESPONSE):  # anyone who reads a response's id could continue it
         sent = f"{_RESPONSE}ID"
-    told = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
-    if (status < _FAILED or status == _NOT_NOW) and (path in _QUIET or path.startswith(_QUIET_BELOW)):
-        say = log.debug  # also while a node starts or drains, when its probes ask again and again
-    elif status == _NOT_NOW:
+    fields = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
+    if (status < _FAILED or status == _UNAVAILABLE) and (path in _DEBUG_PATHS or path.startswith(_DEBUG_PREFIXES)):
+        say = log.debug  # also while a node starts or drains, when its probes repeat
+    elif status == _UNAVAILABLE:
         say = log.warning
-    elif status >= _FAILED or "aborted" in known.told:
+    elif status >= _FAILED or "aborted" in known.fields:
         say = log.error
     else:
         say = log.info
-    say("request", **told, **known.told)
+    say("request", **fields, **known.fields)
 
 
 def _since(began: float) -> float:

@@ -1,4 +1,4 @@
-"""OpenAI's requests, and what the worker is asked for."""
+"""Schemas of ``/v1/chat/completions`` and ``/v1/completions``, and their worker requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inference_svc.gateway.openai_tools import NamedTool, Tools, to_chat, tool_u
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
 
 MAX_CHOICES = 8
-# Answers of one request in all: prompts times choices.
+# Answers of one request: prompts times choices.
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -30,7 +30,7 @@ CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
 
 def _few(biased: Any) -> Any:
-    """The same, otherwise unchecked. Raises InvalidRequest for more tokens than a worker takes."""
+    """Check the number of biased tokens, and nothing else. Raises InvalidRequest."""
     if isinstance(biased, dict) and len(biased) > MAX_BIASED:
         raise InvalidRequest(
             f"logit_bias has {len(biased)} tokens; at most {MAX_BIASED} are allowed", param="logit_bias"
@@ -48,8 +48,8 @@ class StreamOptions(BodyModel):
     include_obfuscation: bool = False
 
 
-class Common(BodyModel):
-    """What chats and completions have alike."""
+class GenerationOptions(BodyModel):
+    """Generation options that chats and completions share."""
 
     model: str = ""
     stream: bool = False
@@ -75,28 +75,28 @@ class Common(BodyModel):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST)
-    """Reads the prompt's last tokens only; -1 for as many as there is room for."""
+    """Keeps only the prompt's last tokens; -1 for as many as fit into the context."""
     truncate: Literal["left", "middle"] | None = None
-    """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, those that there is no room for."""
+    """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, it loses those that do not fit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     cache_salt: str = ""
     """Separates tenants: requests with different salts never share cached text."""
     cache_ttl_seconds: CacheTtl = None
-    """For how long what is used and stored is to be kept; without it, as long as there is room."""
+    """TTL of the chunks that the request uses and stores; without it they do not expire."""
     document_separator: str | None = Field(default=None, max_length=64)
-    """Text before which the prompt's documents begin; each is found again wherever it stands."""
+    """Text that precedes each document of the prompt; a document is reused at any position."""
     segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
-    """Reuse nothing that was read in another context."""
+    """Reuse no chunks that were computed in another context."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
-    """Who guesses tokens that the model then verifies; answers stay the same. As the worker is set to when left out."""
+    """Proposer of draft tokens that the model then verifies; answers stay the same. Default: the worker's setting."""
     speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
-    """How many ways of going on are guessed at once at most; 0, and never more: as the worker is set to."""
+    """Most branches of a draft tree; 0 for the worker's setting, which is also the maximum."""
     skip_cache: bool = False
     """Reuse nothing and store nothing."""
     explain: bool = False
-    """Say which parts of the prompt had been read before."""
+    """Report which parts of the prompt were cached."""
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     """vLLM's, like the older names behind it."""
@@ -108,7 +108,7 @@ class Common(BodyModel):
 
     @cached_property
     def grammar(self) -> tuple[str, pb.Grammar | None]:
-        """What the answer must be, and the option that says so. Raises InvalidRequest when several do."""
+        """The option that constrains the answer, and its grammar. Raises InvalidRequest for several options."""
         return one_grammar(
             self.response_format,
             self.structured_outputs,
@@ -117,15 +117,14 @@ class Common(BodyModel):
         )
 
     @property
-    def choices(self) -> int:
+    def num_choices(self) -> int:
         return self.n or 1
 
-    def top_logprobs_wanted(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         raise NotImplementedError
 
-    def tokens_kept(self) -> int | None:
-        """How many of the prompt's tokens are read at most; 0 for as many as there is room for, None for all. Raises
-        InvalidRequest."""
+    def truncation_limit(self) -> int | None:
+        """Return the most prompt tokens to keep; 0 for as many as fit, None for all. Raises InvalidRequest."""
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
                 "truncate_prompt_tokens is 0; allowed are 1 and more, and -1 for as many as there is room for",
@@ -150,10 +149,10 @@ class Common(BodyModel):
             ignore_eos=self.ignore_eos,
             include_stop=self.include_stop_str_in_output,
             show_special_tokens=not self.skip_special_tokens,
-            truncate_prompt_tokens=self.tokens_kept(),
+            truncate_prompt_tokens=self.truncation_limit(),
             truncation=truncation_of(self.truncate),
             prompt_logprobs=self.prompt_logprobs,
-            logprobs=self.top_logprobs_wanted(),
+            logprobs=self.num_top_logprobs(),
             sampling=pb.Sampling(
                 temperature=self.temperature,
                 top_p=self.top_p,
@@ -183,7 +182,7 @@ class Common(BodyModel):
         )
 
 
-class ChatRequest(Common):
+class ChatRequest(GenerationOptions):
     """Body of ``/v1/chat/completions``."""
 
     messages: Messages = Field(min_length=1)
@@ -197,7 +196,7 @@ class ChatRequest(Common):
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    """vLLM's, like the next two: what else the template is told, such as ``enable_thinking``."""
+    """vLLM's, like the next two: further arguments of the template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -205,7 +204,7 @@ class ChatRequest(Common):
         start = answer_start(self.add_generation_prompt, self.continue_final_message)
         return [pb.Prompt(chat=to_chat(self.messages, self.tools, self.chat_template_kwargs, start))]
 
-    def top_logprobs_wanted(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
@@ -218,19 +217,19 @@ class ChatRequest(Common):
         if use is not None:
             request.tool_use.CopyFrom(use)
         if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":
-            request.ClearField("grammar")  # it is about the text, of which there is none
+            request.ClearField("grammar")  # it constrains the text, and a required call has none
         return request
 
 
-class CompletionRequest(Common):
+class CompletionRequest(GenerationOptions):
     """Body of ``/v1/completions``."""
 
     prompt: str | _Ints | Annotated[list[str], FIRST_ERROR] | Annotated[list[_Ints], FIRST_ERROR]
     max_tokens: int | None = Field(default=None, ge=0, le=_LARGEST, description="Without a value: 256.")
-    """0, with ``echo``, for nothing but the prompt."""
+    """0, with ``echo``, returns the prompt only."""
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """OpenAI has 5 at most."""
+    """OpenAI allows at most 5."""
     add_special_tokens: bool = True
     """vLLM's: False tokenizes text without the beginning-of-sequence token."""
 
@@ -241,22 +240,22 @@ class CompletionRequest(Common):
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
-        if len(self.prompt) * self.choices > MAX_ANSWERS:  # before they are made: each is many times its text
+        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # before they are made: each is many times its text
             raise InvalidRequest(
-                f"prompt has {len(self.prompt)} prompts with n = {self.choices} answers each; at most {MAX_ANSWERS} "
-                f"answers are allowed"
+                f"prompt has {len(self.prompt)} prompts with n = {self.num_choices} answers each; "
+                f"at most {MAX_ANSWERS} answers are allowed"
             )
         return [self._text(p) if isinstance(p, str) else _ids(p) for p in self.prompt]
 
     def _text(self, text: str) -> pb.Prompt:
         return pb.Prompt(text=text, without_special_tokens=not self.add_special_tokens)
 
-    def top_logprobs_wanted(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def only_prompt(self) -> bool:
-        """Nothing is to be generated. Raises InvalidRequest where that would leave nothing at all."""
+    def is_prompt_only(self) -> bool:
+        """Return whether only the prompt is returned. Raises InvalidRequest for ``max_tokens`` 0 without ``echo``."""
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
         return self.max_tokens == 0
@@ -266,7 +265,7 @@ class CompletionRequest(Common):
         request.echo = self.echo
         if self.echo and self.logprobs is not None:
             request.prompt_logprobs = max(self.logprobs, self.prompt_logprobs or 0)
-        if self.only_prompt:  # a worker generates a token; it is not shown
+        if self.is_prompt_only:  # the worker must generate one token, which the answer omits
             request.max_tokens = 1
         return request
 

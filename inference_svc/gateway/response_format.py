@@ -1,4 +1,4 @@
-"""What an answer must be, in OpenAI's words (``response_format``) and vLLM's (``structured_outputs``, ``guided_*``)."""
+"""Structured output options: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ _ANY_OBJECT = {"type": "object"}
 
 
 class JsonSchema(BodyModel):
-    """``response_format.json_schema``. The schema is always kept to, ``strict`` or not; ``name`` and ``description``
-    are for models that are told."""
+    """``response_format.json_schema``.
+
+    Answers always follow the schema, ``strict`` or not. ``name`` and ``description`` have no effect.
+    """
 
     name: str = ""
     description: str | None = None
@@ -57,7 +59,7 @@ class StructuredOutputs(BodyModel):
     structural_tag: Any = None
 
     def kinds(self) -> dict[str, Any]:
-        """The kinds that are set, by the names of ``guided_*``. Raises UnsupportedOption."""
+        """Return the kinds that are set, by the names of ``guided_*``. Raises UnsupportedOption."""
         for name in ("structural_tag", "disable_additional_properties"):
             if getattr(self, name):
                 where = f"structured_outputs.{name}"
@@ -77,7 +79,7 @@ def one_grammar(
     guided: dict[str, Any],
     guided_whitespace: str | None,
 ) -> tuple[str, pb.Grammar | None]:
-    """The one grammar that a request names, and the option that does. Raises InvalidRequest when there are several."""
+    """Return the option that sets the request's grammar, and the grammar. Raises InvalidRequest for several."""
     found: list[tuple[str, pb.Grammar]] = []
     wanted = response_format.grammar() if response_format is not None else None
     if wanted is not None:
@@ -98,7 +100,7 @@ def one_grammar(
 
 
 def json_grammar(schema: dict[str, Any] | bool | str, whitespace: str | None = None) -> pb.Grammar:
-    """JSON that a schema describes."""
+    """Return the grammar of JSON that follows a schema."""
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema)
     except RecursionError as error:

@@ -1,4 +1,4 @@
-"""A node's HTTP application: its paths, and what surrounds them."""
+"""Routes of a node's gateway: maps paths to handlers, adds the middleware."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
-from kvsidecar.telemetry.tracing import NO_TRACER, Tracer
+from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 
-from inference_svc.gateway.app_factory import new_application, surround
-from inference_svc.gateway.fleet_api import HELD, SERVING, WARM
+from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
+from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, SERVING_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.gateway.handlers import Gateway
-from inference_svc.gateway.http_tracing import Traced
+from inference_svc.gateway.handlers import GatewayHandlers
+from inference_svc.gateway.http_tracing import TracingMiddleware
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
-from inference_svc.gateway.request_guard import NODE, Guard
-from inference_svc.gateway.static_files import Page
+from inference_svc.gateway.request_guard import NODE, RequestGuard
+from inference_svc.gateway.static_files import StaticFiles
 
 
-def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
-    """The application; its workers are polled from startup to shutdown. Its ``state.keys`` can be read again."""
-    gateway = Gateway(config)
+def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
+    """Create the application; it polls the workers from startup to shutdown.
+
+    ``state.keys`` has the API keys, for a reload.
+    """
+    gateway = GatewayHandlers(config)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -32,13 +35,13 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
         await gateway.node.close()
         await gateway.router.close()
 
-    app = new_application(lifespan)
+    app = create_base_app(lifespan)
     app.state.gateway = gateway
-    app.state.keys, app.state.counted = gateway.keys, gateway.metrics
-    app.add_middleware(Traced, tracer=tracer)
-    # Before all else it asks for the key.
-    app.add_middleware(Guard, keys=gateway.keys, policy=OriginPolicy(config), metrics=gateway.metrics)
-    surround(app, config.origins)
+    app.state.keys, app.state.counters = gateway.keys, gateway.metrics
+    app.add_middleware(TracingMiddleware, tracer=tracer)
+    # Outside of the tracing: a request without a key gets no span.
+    app.add_middleware(RequestGuard, keys=gateway.keys, policy=OriginPolicy(config), metrics=gateway.metrics)
+    add_outer_middleware(app, config.origins)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
@@ -56,14 +59,14 @@ def create_app(config: GatewayConfig, tracer: Tracer = NO_TRACER) -> FastAPI:
     app.add_api_route("/health", gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     app.add_api_route(NODE, gateway.show_node, methods=["GET"])
-    app.add_api_route(SERVING, gateway.serving, methods=["GET"])
-    app.add_api_route(HELD + "/v1/chat/completions", gateway.held_of_chat, methods=["POST"])
-    app.add_api_route(HELD + "/v1/completions", gateway.held_of_completion, methods=["POST"])
-    app.add_api_route(HELD + "/v1/responses", gateway.held_of_response, methods=["POST"])
-    app.add_api_route(HELD + WARM, gateway.held_of_warming, methods=["POST"])
-    app.add_api_route(WARM, gateway.warm, methods=["POST"])
+    app.add_api_route(SERVING_PATH, gateway.serving_status, methods=["GET"])
+    app.add_api_route(CACHED_PREFIX_PATH + "/v1/chat/completions", gateway.cached_prefix_of_chat, methods=["POST"])
+    app.add_api_route(CACHED_PREFIX_PATH + "/v1/completions", gateway.cached_prefix_of_completion, methods=["POST"])
+    app.add_api_route(CACHED_PREFIX_PATH + "/v1/responses", gateway.cached_prefix_of_response, methods=["POST"])
+    app.add_api_route(CACHED_PREFIX_PATH + WARM_PATH, gateway.cached_prefix_of_warm_request, methods=["POST"])
+    app.add_api_route(WARM_PATH, gateway.warm_prompt, methods=["POST"])
     if config.page:
-        page = Page()
+        page = StaticFiles()
         app.add_api_route("/", page.index, methods=["GET", "HEAD"])
         app.add_api_route("/page/{name}", page.file, methods=["GET", "HEAD"])
     return app

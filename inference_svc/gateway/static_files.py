@@ -1,4 +1,4 @@
-"""The page's files: read once, served from memory, so that no path of a request ever reaches the file system."""
+"""Serves the web page's files from memory: request paths never reach the file system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = {
     ".svg": "image/svg+xml",
     ".txt": "text/plain; charset=utf-8",
 }
-# Nothing from elsewhere, nothing inline, and no other site around it (CSP 3, www.w3.org/TR/CSP3).
+# No external resources, no inline scripts, no framing by other sites (CSP 3, www.w3.org/TR/CSP3).
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "object-src 'none'",
@@ -34,8 +34,8 @@ class _File:
     tag: str
 
 
-class Page:
-    """The files of the page by name."""
+class StaticFiles:
+    """The page's files by name, read once at startup."""
 
     def __init__(self, folder: Path = _FOLDER) -> None:
         self._files = {path.name: _read(path) for path in sorted(folder.iterdir()) if path.suffix in _TYPES}
@@ -47,7 +47,7 @@ class Page:
         return self._answer(request, request.path_params["name"])
 
     def _answer(self, request: Request, name: str) -> Response:
-        """Raises HTTPException for a name that is none of the files'."""
+        """Return a file. Raises HTTPException for an unknown name."""
         found = self._files.get(name)
         if found is None:
             raise HTTPException(404)

@@ -1,6 +1,7 @@
-"""API keys that name a tenant: the tokens of the daemon's tenants file (``docs/security.md``), each for its salts.
+"""Tenant API keys: tokens of the daemon's tenants file, each for its tenant's salts.
 
-Quotas and times to live of these salts are the daemon's to keep; here is only who may use which.
+``docs/security.md`` describes the file. The daemon enforces quotas and TTLs of the salts; this module only decides
+which key may use which salt.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError, InvalidRequest, PermissionDenied
-from kvsidecar.tenants_file import digest_of, read_tables, salt_of
+from kvsidecar.tenants_file import parse_token_digest, read_tables, salt_of_table
 
 
 @dataclass(frozen=True)
-class Tenant:
-    """Whom a key names: the salts of all tables that have it, or any salt for an operator."""
+class TenantKey:
+    """The salts of all tables that list a key; an operator's key may use any salt."""
 
     salts: tuple[str, ...]
     operator: bool = False
 
     def salt(self, asked: str) -> str:
-        """The salt of a request that names this one, or none. Raises PermissionDenied, InvalidRequest."""
+        """Return the salt for a request that asks for ``asked``. Raises PermissionDenied, InvalidRequest."""
         if self.operator or asked in self.salts:
             return asked
         if asked:
@@ -34,33 +35,33 @@ class Tenant:
         return self.salts[0]
 
 
-def load_tenants(path: Path) -> Mapping[bytes, Tenant]:
-    """Tenants by the SHA-256 of their keys. Raises ConfigurationError with one sentence, without a salt or a token."""
+def load_tenants(path: Path) -> Mapping[bytes, TenantKey]:
+    """Read the keys, by their SHA-256. Raises ConfigurationError, whose text contains no salt and no token."""
     tables = read_tables(path).get("tenant", {})
-    tenants: dict[bytes, Tenant] = {}
+    tenants: dict[bytes, TenantKey] = {}
     for name, table in tables.items() if isinstance(tables, dict) else ():
         for token, one in _of_table(f"the table tenant.{name} of {path}", table):
-            before = tenants.get(token, Tenant(()))
-            tenants[token] = Tenant((*before.salts, *one.salts), before.operator or one.operator)
+            before = tenants.get(token, TenantKey(()))
+            tenants[token] = TenantKey((*before.salts, *one.salts), before.operator or one.operator)
     if not tenants:
         raise ConfigurationError(f"the tenants file {path} has no tokens; nobody could use the gateway")
     return tenants
 
 
-def _of_table(where: str, table: Any) -> list[tuple[bytes, Tenant]]:
+def _of_table(where: str, table: Any) -> list[tuple[bytes, TenantKey]]:
     entries = table.get("tokens", []) if isinstance(table, dict) else None
-    digests = [digest_of(entry) for entry in entries] if isinstance(entries, list) else [None]
+    digests = [parse_token_digest(entry) for entry in entries] if isinstance(entries, list) else [None]
     known = [digest for digest in digests if digest is not None]
     if len(known) < len(digests):
         raise ConfigurationError(f"{where} has tokens that are no list of sha256:HASH")
     if not known:
         return []
     if table.get("operator") is True:
-        return [(digest, Tenant((), operator=True)) for digest in known]
+        return [(digest, TenantKey((), operator=True)) for digest in known]
     try:
-        salt = salt_of(table).decode()
+        salt = salt_of_table(table).decode()
     except ValueError:
         salt = ""
     if not salt:
         raise ConfigurationError(f"{where} has no salt that is text, which its API keys are for")
-    return [(digest, Tenant((salt,))) for digest in known]
+    return [(digest, TenantKey((salt,))) for digest in known]

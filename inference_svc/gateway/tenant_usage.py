@@ -1,4 +1,4 @@
-"""What of the cache is whose: chunks and bytes by tenant root, which is a hash of namespace and salt."""
+"""Cache usage per tenant (chunks, bytes), keyed by tenant root = hash(namespace, salt)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import grpc
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-_PAGE, _MOST_PAGES = 1000, 20
-_FRESH_SECONDS, _PATIENCE_SECONDS = 5.0, 5.0
-_COUNT_SECONDS, _ROOTS = 2.0, 256
-# The daemon counts a tenant's chunks one by one, among all else that it does; so at most for this share of its time.
-_SHARE = 0.05
+_PAGE, _MAX_PAGES = 1000, 20
+_FRESH_SECONDS, _TIMEOUT_SECONDS = 5.0, 5.0
+_COUNT_SECONDS, _MAX_ROOTS = 2.0, 256
+# The daemon counts a tenant's chunks one by one on its event loop: use at most this share of its time.
+_MAX_DAEMON_SHARE = 0.05
 _SHORT = 8
 
 
 @dataclass
-class _Sum:
-    """What one tenant has in a namespace."""
+class _Usage:
+    """Usage of one tenant in a namespace."""
 
     chunks: int = 0
     tokens: int = 0
@@ -36,35 +36,38 @@ class _Sum:
         self.disk_bytes += chunk.stored_bytes if chunk.durable else 0
 
 
-class Holdings:
-    """All tenants' sums, from a walk over the daemon's list that is repeated when it is old and somebody looks."""
+class TenantUsage:
+    """Usage of all tenants, from a cached scan of the daemon's chunk list; rescanned on demand."""
 
     def __init__(self) -> None:
-        self._sums: dict[bytes, _Sum] = {}
+        self._sums: dict[bytes, _Usage] = {}
         self._complete = True
         self._walked = 0.0
         self._lock = asyncio.Lock()
 
     async def of_all(self, daemon: Any, names: dict[bytes, str]) -> dict[str, Any]:
-        """Largest first; ``complete`` unless there were more chunks than are walked over. ``names`` are those of known
-        roots. Raises grpc.RpcError."""
+        """Return all tenants, the largest first.
+
+        ``complete`` is False when there were more chunks than one scan covers. ``names`` are display names by root.
+        Raises grpc.RpcError.
+        """
         async with self._lock:
             if time.monotonic() - self._walked > _FRESH_SECONDS:
                 await self._walk(daemon)
         found = [
-            holding(root, names.get(root, ""), s.chunks, s.tokens, s.arena_bytes, s.disk_bytes)
+            usage_entry(root, names.get(root, ""), s.chunks, s.tokens, s.arena_bytes, s.disk_bytes)
             for root, s in self._sums.items()
         ]
         found.sort(key=lambda one: -max(one["arena_bytes"], one["disk_bytes"]))
         return {"tenants": found, "complete": self._complete}
 
     async def _walk(self, daemon: Any) -> None:
-        sums: dict[bytes, _Sum] = {}
+        sums: dict[bytes, _Usage] = {}
         token = b""
-        for _ in range(_MOST_PAGES):
-            page = await daemon.List(pb.ListRequest(page_size=_PAGE, page_token=token), timeout=_PATIENCE_SECONDS)
+        for _ in range(_MAX_PAGES):
+            page = await daemon.List(pb.ListRequest(page_size=_PAGE, page_token=token), timeout=_TIMEOUT_SECONDS)
             for chunk in page.chunks:
-                sums.setdefault(chunk.root, _Sum()).add(chunk)
+                sums.setdefault(chunk.root, _Usage()).add(chunk)
             token = page.next_page_token
             if not token:
                 break
@@ -73,7 +76,7 @@ class Holdings:
 
 @dataclass(eq=False)
 class _Count:
-    """What the daemon said, or says in a moment, of one root."""
+    """The daemon's count for one root, finished or in progress."""
 
     task: asyncio.Task[pb.StatsResponse | grpc.RpcError]
     began: float = field(default_factory=time.monotonic)
@@ -82,12 +85,14 @@ class _Count:
     def ended(self, task: asyncio.Task[pb.StatsResponse | grpc.RpcError]) -> None:
         now = time.monotonic()
         counted = not task.cancelled() and isinstance(task.result(), pb.StatsResponse)
-        self.fresh_until = now + max(_FRESH_SECONDS, (now - self.began) / _SHARE if counted else 0)
+        self.fresh_until = now + max(_FRESH_SECONDS, (now - self.began) / _MAX_DAEMON_SHARE if counted else 0)
 
 
-class Counts:
-    """What single tenants have. Who asks while the daemon counts gets the same answer, and so does who asks soon
-    after; the roots asked for last are remembered."""
+class TenantCounts:
+    """Usage of single tenants.
+
+    Callers share a count that is in progress or fresh. Remembers the most recently used roots.
+    """
 
     def __init__(self) -> None:
         self._counts: OrderedDict[bytes, _Count] = OrderedDict()
@@ -95,8 +100,8 @@ class Counts:
     def __len__(self) -> int:
         return len(self._counts)
 
-    async def of(self, daemon: Any, namespace: bytes, salt: bytes) -> pb.StatsResponse:
-        """Raises grpc.RpcError."""
+    async def count(self, daemon: Any, namespace: bytes, salt: bytes) -> pb.StatsResponse:
+        """Return one tenant's statistics. Raises grpc.RpcError."""
         root = keys.tenant_root(namespace, salt)
         count = self._counts.get(root)
         if count is None or time.monotonic() > count.fresh_until:
@@ -104,9 +109,9 @@ class Counts:
             count = self._counts[root] = _Count(asyncio.create_task(_counted(daemon, request)))
             count.task.add_done_callback(count.ended)
         self._counts.move_to_end(root)
-        while len(self._counts) > _ROOTS:
+        while len(self._counts) > _MAX_ROOTS:
             self._counts.popitem(last=False)
-        found = await asyncio.shield(count.task)  # others may wait for it
+        found = await asyncio.shield(count.task)  # other callers may wait for it
         if isinstance(found, grpc.RpcError):
             raise found
         return found
@@ -120,8 +125,8 @@ async def _counted(daemon: Any, request: pb.StatsRequest) -> pb.StatsResponse | 
         return error
 
 
-def holding(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
-    """One tenant in the answer: by the beginning of its root's hash, never by its salt."""
+def usage_entry(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
+    """Return one tenant's entry, identified by the first digits of its root and never by its salt."""
     return {
         "tenant": root.hex()[:_SHORT],
         "name": name,

@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, as vLLM has them."""
+"""``/tokenize`` and ``/detokenize``, as in vLLM."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.unsupported_options import parse
 from inference_svc.gateway.worker_router import Worker
 
-_PATIENCE_SECONDS = 60.0
+_TIMEOUT_SECONDS = 60.0
 
 
 class TokenizeBody(BodyModel):
-    """A text, or a conversation as the model's template writes it."""
+    """Body of ``/tokenize``: a text, or a conversation for the model's chat template."""
 
     model: str = ""
     prompt: str | None = None
@@ -48,28 +48,28 @@ class TokenizeBody(BodyModel):
 
 
 class DetokenizeBody(BodyModel):
-    """Token ids."""
+    """Body of ``/detokenize``."""
 
     model: str = ""
     tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], FIRST_ERROR]
 
 
 def to_tokenize(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
-    """The model that a body of ``/tokenize`` names, and what its worker is asked. Raises KVSidecarError."""
+    """Return a body's model and its worker request. Raises KVSidecarError."""
     parsed = parse(TokenizeBody, raw, body)
     return parsed.model, pb.TokenizeRequest(prompt=parsed.to_grpc())
 
 
 def to_detokenize(raw: bytes, body: Any) -> tuple[str, pb.DetokenizeRequest]:
-    """As ``to_tokenize``, of a body of ``/detokenize``."""
+    """Do as ``to_tokenize``, for ``/detokenize``."""
     parsed = parse(DetokenizeBody, raw, body)
     return parsed.model, pb.DetokenizeRequest(token_ids=parsed.tokens)
 
 
 async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any]:
-    """The answer of ``/tokenize``. Raises KVSidecarError."""
+    """Answer ``/tokenize``. Raises KVSidecarError."""
     try:
-        found = await worker.client.stub.Tokenize(request, timeout=_PATIENCE_SECONDS)
+        found = await worker.client.stub.Tokenize(request, timeout=_TIMEOUT_SECONDS)
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     tokens = list(found.token_ids)
@@ -78,9 +78,9 @@ async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any
 
 
 async def detokenize(worker: Worker, request: pb.DetokenizeRequest) -> dict[str, Any]:
-    """The answer of ``/detokenize``. Raises KVSidecarError."""
+    """Answer ``/detokenize``. Raises KVSidecarError."""
     try:
-        found = await worker.client.stub.Detokenize(request, timeout=_PATIENCE_SECONDS)
+        found = await worker.client.stub.Detokenize(request, timeout=_TIMEOUT_SECONDS)
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     return {"prompt": found.text}

@@ -1,4 +1,4 @@
-"""Bodies of requests, checked: what is supported, what changes nothing, and the rest refused by name."""
+"""Validates request bodies; refuses unsupported options by name, ignores ones without effect."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import reprlib
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, get_args
 
-from kvsidecar.cli.flags import meant
+from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ValidationError
 
 B = TypeVar("B", bound=BaseModel)
 
-# Part of OpenAI's API, but not of this server: refused unless they have the value that changes nothing.
+# Options of OpenAI's or vLLM's API that this server does not have: refused unless they have a neutral value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-# Meant for the service around the model; accepted and without effect there too.
+# Options for the service around the model; accepted without effect.
 IGNORED = (
     "user",
     "metadata",
@@ -46,22 +46,22 @@ IGNORED = (
     "guided_decoding_backend",
     "prompt_cache_key",
     "prompt_cache_retention",
-    # Vllm's, of what its fast tokenizers, like ours, do not do.
+    # vLLM's; fast tokenizers, which are used here, ignore it.
     "spaces_between_special_tokens",
 )
-# UTF-8 has no surrogates: one can only come as an escape.
+# UTF-8 cannot encode surrogates: one can only come as an escape.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_LONGEST_NAME = 200  # of what a client calls a field, in what it is told
-# Parts of a place in a body that name no field but an alternative of a union, by its type.
+_MAX_NAME_CHARS = 200  # of a client's field name in an error message
+# Parts of an error's location that name an alternative of a union (by its type) and no field.
 _ALTERNATIVE = re.compile(r"(str|int|bool|dict|list|literal|function-\w+)(\[|$)|[A-Z]")
-# As repr, to the length that is shown.
+# repr() with the length limits of error messages.
 _SHORTENED = reprlib.Repr()
 _SHORTENED.maxlevel, _SHORTENED.maxlist, _SHORTENED.maxdict = 3, 27, 27
 _SHORTENED.maxstring = _SHORTENED.maxlong = 200
 
 
 def _refuse_surrogates(body: dict[str, Any]) -> None:
-    """Raises InvalidRequest for text in a body that could be read and not be written: half of a surrogate pair."""
+    """Raise InvalidRequest for a lone surrogate, which JSON can contain and UTF-8 cannot encode."""
     left: list[tuple[str, Any]] = [("", body)]
     while left:
         where, value = left.pop()
@@ -69,7 +69,7 @@ def _refuse_surrogates(body: dict[str, Any]) -> None:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                name = where[:_LONGEST_NAME].encode("ascii", "backslashreplace").decode()
+                name = where[:_MAX_NAME_CHARS].encode("ascii", "backslashreplace").decode()
                 raise InvalidRequest(
                     f"{name} has the lone surrogate U+{ord(value[error.start]):04X} at character {error.start}; send "
                     f"whole characters",
@@ -83,7 +83,7 @@ def _refuse_surrogates(body: dict[str, Any]) -> None:
 
 
 def parse(kind: type[B], raw: bytes, body: Any) -> B:
-    """Checks a body, of which ``raw`` are the bytes. Raises UnsupportedOption, InvalidRequest; both name the field."""
+    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest; both name the field."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     if _SURROGATE.search(raw):
@@ -105,17 +105,19 @@ def parse(kind: type[B], raw: bytes, body: Any) -> B:
 
 
 def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
-    """What is wrong with the first field that something is wrong with. Of a value that may be of several kinds each
-    kind complains: what lies deepest was written for the kind that the client meant."""
+    """Return the error of the first wrong field.
+
+    For a union, each alternative reports errors: the deepest location belongs to the alternative that the client meant.
+    """
     errors = error.errors(include_url=False, include_context=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
     found = max(of_field, key=lambda one: len(one["loc"]))
     name, *inside = found["loc"] or ("the body",)
     where = ".".join([str(name), *(str(part) for part in inside if not _ALTERNATIVE.match(str(part)))])
-    where = where.removesuffix(".[key]")[:_LONGEST_NAME]
+    where = where.removesuffix(".[key]")[:_MAX_NAME_CHARS]
     if found["type"] == "extra_forbidden":
         known = _options(kind, found["loc"][:-1])
-        asked = meant(str(found["loc"][-1]), known)
+        asked = did_you_mean(str(found["loc"][-1]), known)
         return UnsupportedOption(f"{where} is not an option of this server{asked}; leave it out", param=where)
     if found["type"] == "missing":
         return InvalidRequest(f"{where} is missing", param=where)
@@ -123,19 +125,19 @@ def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
 
 
 def _options(kind: type[BaseModel], place: Sequence[int | str]) -> set[str]:
-    """What may be set at a place in a body of this kind: all of them where there are several kinds."""
+    """Return the options at a location in a body; those of all alternatives for a union."""
     kinds = [kind]
     for step in place:
         inner = [f for k in kinds for name, f in k.model_fields.items() if step in (name, f.alias)]
         if inner:
             kinds = [k for field in inner for k in _models(field.annotation)]
-        else:  # which of several it is, perhaps
+        else:  # perhaps the name of an alternative
             kinds = [k for k in kinds if k.__name__ == step] or kinds
     return {field.alias or name for k in kinds for name, field in k.model_fields.items()}
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The kinds of objects in an annotation."""
+    """Yield the model classes in an annotation."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

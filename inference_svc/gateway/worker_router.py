@@ -1,6 +1,8 @@
-"""Which worker gets a request: the one that read most of its beginning, unless it is busy; then the least busy.
+"""Routes requests to workers by prompt prefix and load.
 
-Workers of a node share the cache, so a wrong guess costs a restore and never a prefill.
+The worker that last processed the longest prefix of the prompt gets it, unless its load is too high; then the least
+busy one does. Workers of a node share the cache daemon, so a wrong choice costs a load of chunks and never a prefill.
+``fleet.fleet_router`` does the same for the nodes of a fleet.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 log = structlog.get_logger("gateway")
 
 _BLOCK_BYTES, _MAX_HASHED_BYTES = 256, 256 << 10
-_REMEMBERED = 100_000
-# A worker may have this many more requests than the least busy one before its prefix stops counting.
-_TOLERANCE = 4
+_MAX_PREFIXES = 100_000
+# A worker may have this many more requests than the least busy one before load outweighs its prefix.
+_MAX_LOAD_DIFFERENCE = 4
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
-# A worker that comes up is to be seen at once: gRPC alone would wait longer after every failed try, 9 s for a model
-# that loads for 20.
+# Notice a worker at once when it comes up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
+# loads for 20 s.
 RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
@@ -44,28 +46,28 @@ class Worker:
     target: str
     client: AsyncClient
     alive: bool = False
-    seen: bool = False  # it was alive once
+    was_up: bool = False  # it was alive once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
-    stats: pb.GetStatsResponse | None = None  # what it said last
+    stats: pb.GetStatsResponse | None = None  # as last reported
     in_flight: int = 0
     refused: set[str] = field(default_factory=set)  # adapters that it did not load, or unload, since it came up
 
     @property
     def names(self) -> list[str]:
-        """What it can be asked for: its model, and adapters of that."""
+        """Names that requests may use: its model and that model's adapters."""
         return [self.model.model_id, *(adapter.name for adapter in self.model.adapters)]
 
     def serves(self, name: str) -> bool:
-        """Whether it has the model or the adapter of this name; anything has the empty one."""
+        """Return whether it serves the model or adapter of this name; every worker serves the empty name."""
         return not name or name in self.names
 
     def namespace(self, name: str) -> bytes:
-        """Where keys and values of the model or the adapter of this name are; empty where none are kept."""
+        """Return the cache namespace of a model or adapter; empty without a cache."""
         found = {adapter.name: adapter.namespace for adapter in self.model.adapters}
         return found.get(name, self.model.namespace)
 
     async def poll(self, prepare: Prepare | None = None) -> None:
-        """Asks what it has, once it was prepared to be asked for that."""
+        """Query the worker's models, after ``prepare`` has applied missed adapter changes."""
         try:
             model = await self._model()
             if prepare is not None and await prepare(self, model):
@@ -73,7 +75,7 @@ class Worker:
             self.model = model
             if not self.alive:
                 log.info("worker is up", worker=self.target, model=self.model.model_id)
-            self.alive = self.seen = True
+            self.alive = self.was_up = True
         except grpc.RpcError as error:
             self.down(error.code().name)
 
@@ -82,7 +84,7 @@ class Worker:
         return found
 
     def error_of(self, error: grpc.RpcError) -> KVSidecarError:
-        """The error of a failed call for a client: a worker's own sentence, or one for gRPC's words, which it logs."""
+        """Return a failed call's error for the client: the worker's own text, or a sentence for a gRPC status."""
         found, code = from_rpc(error), error.code().name
         if not str(found).startswith(code):
             return found
@@ -101,16 +103,16 @@ class Worker:
 
 
 Prepare = Callable[[Worker, pb.GetModelResponse], Awaitable[bool]]
-"""Makes a worker ready that says to have this; whether that changed something."""
+"""Prepares a worker that reports these models for requests; returns whether it changed something."""
 
 
-class Router:
-    """Keeps track of the workers and of what each has read."""
+class WorkerRouter:
+    """Polls the workers, and remembers which worker processed which prompt prefix."""
 
     def __init__(self, targets: list[str]) -> None:
         self.started = int(time.time())
         self.workers = [Worker(t, AsyncClient(t, RECONNECT)) for t in targets]
-        self._read_by: OrderedDict[bytes, Worker] = OrderedDict()
+        self._worker_by_prefix: OrderedDict[bytes, Worker] = OrderedDict()
         self._pollers: list[asyncio.Task[None]] = []
         self.prepare: Prepare | None = None
 
@@ -130,51 +132,50 @@ class Router:
 
     @property
     def alive(self) -> list[Worker]:
-        """The workers that answer. Raises Unavailable when there are none, with what may be the cause."""
+        """The workers that answer. Raises Unavailable when there are none, with the likely cause."""
         found = [w for w in self.workers if w.alive]
         if not found:
-            raise Unavailable(self._why())
+            raise Unavailable(self._unavailable_reason())
         return found
 
     @property
-    def may_return(self) -> bool:
-        """Some worker was up once."""
-        return any(w.seen for w in self.workers)
+    def was_up(self) -> bool:
+        """Return whether any worker was up once, and may come back."""
+        return any(w.was_up for w in self.workers)
 
-    def _why(self) -> str:
-        if self.may_return:
+    def _unavailable_reason(self) -> str:
+        if self.was_up:
             return "no inference worker is up; try again in a moment"
         return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 
     def pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
-        """The worker for a request. Raises Unavailable when none is up that serves its model."""
+        """Choose a worker for a request. Raises Unavailable when none that serves its model is up."""
         able = [w for w in self.workers if w.alive and w.target not in excluded and w.serves(request.model)]
         if not able:
-            raise Unavailable(self._why())
+            raise Unavailable(self._unavailable_reason())
         least = min(w.in_flight for w in able)
-        blocks = _blocks(request)
+        blocks = _prompt_prefix_hashes(request)
         for block in reversed(blocks):
-            worker = self._read_by.get(block)
-            if worker is not None and worker in able and worker.in_flight <= least + _TOLERANCE:
+            worker = self._worker_by_prefix.get(block)
+            if worker is not None and worker in able and worker.in_flight <= least + _MAX_LOAD_DIFFERENCE:
                 break
         else:
             worker = min(able, key=lambda w: w.in_flight)
         for block in blocks:
-            self._read_by[block] = worker
-            self._read_by.move_to_end(block)
-        while len(self._read_by) > _REMEMBERED:
-            self._read_by.popitem(last=False)
+            self._worker_by_prefix[block] = worker
+            self._worker_by_prefix.move_to_end(block)
+        while len(self._worker_by_prefix) > _MAX_PREFIXES:
+            self._worker_by_prefix.popitem(last=False)
         return worker
 
 
-def _blocks(request: pb.GenerateRequest) -> list[bytes]:
-    """A chain of hashes over the prompt, one per block of bytes, so that equal beginnings give equal hashes.
+def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
+    """Return chained hashes over the prompt, one per block of bytes: equal prefixes have equal hashes.
 
-    Prompts that are equal for ``_MAX_HASHED_BYTES`` lead to the same worker whatever follows: this runs on the event
-    loop.
+    Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
     """
-    data = b"".join(_beginning(request.prompt))[:_MAX_HASHED_BYTES]
-    realm = request.model.encode(), request.cache.tenant_salt  # beyond which nothing is reused
+    data = b"".join(_prompt_bytes(request.prompt))[:_MAX_HASHED_BYTES]
+    realm = request.model.encode(), request.cache.tenant_salt  # nothing is reused across these
     digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in realm))
     found = []
     for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
@@ -183,8 +184,8 @@ def _blocks(request: pb.GenerateRequest) -> list[bytes]:
     return found or [digest.digest()[:12]]
 
 
-def _beginning(prompt: Any) -> Iterator[bytes]:
-    """The prompt in parts, at least as much of it as is hashed."""
+def _prompt_bytes(prompt: Any) -> Iterator[bytes]:
+    """Yield the prompt in parts, at least as much of it as is hashed."""
     kind, size = prompt.WhichOneof("kind"), 0
     if kind == "text":
         yield prompt.text[:_MAX_HASHED_BYTES].encode()
@@ -199,6 +200,6 @@ def _beginning(prompt: Any) -> Iterator[bytes]:
         yield array("I", prompt.token_ids.ids[: _MAX_HASHED_BYTES // 4]).tobytes()
 
 
-def retryable(error: KVSidecarError) -> bool:
-    """Another worker may succeed."""
+def is_retryable(error: KVSidecarError) -> bool:
+    """Return whether another worker may succeed."""
     return isinstance(error, Unavailable)

@@ -1,4 +1,4 @@
-"""Waiting for a worker to come back when none is up."""
+"""Lets requests wait for a worker to come back when none is up."""
 
 from __future__ import annotations
 
@@ -13,55 +13,56 @@ from kvsidecar.process.node_report import STARTING, read_reports
 from starlette.datastructures import Headers
 
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.gateway.http_tracing import current
-from inference_svc.gateway.worker_router import Router, Worker
+from inference_svc.gateway.http_tracing import current_span
+from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
-_MAX_WAITING, _LOOK_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
+_MAX_WAITING, _POLL_SECONDS, _READ_SECONDS = 1024, 0.05, 0.5
 
 
 class WorkerWait:
-    """Picks workers; where none is up that was before, waits for whoever runs them to start one again.
+    """Picks workers; when all are down that were up before, waits for a restart.
 
-    That takes ``worker_wait_seconds`` at most; while the supervisor says that it is starting one, they have not begun,
-    for ``worker_start_seconds`` at most. Runs on the event loop.
+    Waits at most ``worker_wait_seconds``. While the supervisor reports that it is starting a worker, that time does not
+    begin to run, for at most ``worker_start_seconds``. Runs on the event loop.
     """
 
-    def __init__(self, router: Router, config: GatewayConfig) -> None:
+    def __init__(self, router: WorkerRouter, config: GatewayConfig) -> None:
         self._router, self._config = router, config
         self._num_waiting = 0
         self._starting, self._read_at = False, float("-inf")
 
     async def pick(self, request: pb.GenerateRequest, excluded: set[str], max_seconds: float | None) -> Worker:
-        """The router's choice. A worker that failed and is up after a wait has come back, so it is not excluded then.
+        """Return the router's choice, after a wait if necessary.
 
-        ``max_seconds`` is the client's own limit. Raises Unavailable.
+        After a wait, no worker is excluded: a failed one that is up again was restarted. ``max_seconds`` is the
+        client's own limit. Raises Unavailable.
         """
         try:
             return self._router.pick(request, excluded)
         except Unavailable:
-            if not self._router.may_return or self._num_waiting >= _MAX_WAITING or max_seconds == 0:
+            if not self._router.was_up or self._num_waiting >= _MAX_WAITING or max_seconds == 0:
                 raise
         began, waiting_since = time.perf_counter(), time.monotonic()
         starting_until = waiting_since
         self._num_waiting += 1
         try:
             while True:
-                await asyncio.sleep(_LOOK_SECONDS)
+                await asyncio.sleep(_POLL_SECONDS)
                 try:
                     return self._router.pick(request, set())
                 except Unavailable:
                     now = time.monotonic()
                     if self.is_starting() and now - waiting_since < self._config.worker_start_seconds:
-                        starting_until = now  # the gateway sees a worker a little after the supervisor
+                        starting_until = now  # the gateway notices a worker slightly later than the supervisor
                     waited = now - waiting_since
                     if now - starting_until >= self._config.worker_wait_seconds or waited >= (max_seconds or inf):
                         raise
         finally:
             self._num_waiting -= 1
-            current().phase("wait for a worker", began, time.perf_counter())
+            current_span().phase("wait for a worker", began, time.perf_counter())
 
     def is_starting(self) -> bool:
-        """Whether this process's supervisor says that it is starting a worker; as it said half a second ago."""
+        """Return whether this process's supervisor reports that it is starting a worker; cached for half a second."""
         folder, now = self._config.supervisor_dir, time.monotonic()
         if folder is None:
             return False
@@ -75,7 +76,7 @@ class WorkerWait:
 
 
 def preferred_wait_seconds(headers: Headers) -> float | None:
-    """How long a client wants to wait at most, by its ``Prefer: wait=N`` (RFC 7240); None where it does not say."""
+    """Return the client's own limit from ``Prefer: wait=N`` (RFC 7240); None without one."""
     for preference in ",".join(headers.getlist("prefer")).split(","):
         name, _, value = preference.partition(";")[0].partition("=")
         if name.strip().lower() == "wait" and value.strip().strip('"').isdecimal():

@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 import torch
-from kvkernels import Piece
+from kvkernels import ChunkPlacement
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CUTS, SINK_TOKENS
 from kvsidecar.kv_transfer.prefix_lookup import header_of
@@ -224,7 +224,7 @@ class ChunkLoader:
 
     def _pieces(
         self, session: Session, lease_id: bytes, parts: tuple[ChunkCopy, ...], max_seconds: float
-    ) -> Generator[tuple[list[Piece], list[Piece]], None, None]:
+    ) -> Generator[tuple[list[ChunkPlacement], list[ChunkPlacement]], None, None]:
         """Yield pieces for all layers, and pieces for global layers only.
 
         Payloads in shared memory come all at once, so that layers can be copied in order; others one by one as they
@@ -235,7 +235,7 @@ class ChunkLoader:
             pieces = (
                 (
                     part.global_layers_only,
-                    Piece(header_of(part.match, self._geometry), payload, part.slots, part.rotation),
+                    ChunkPlacement(header_of(part.match, self._geometry), payload, part.slots, part.rotation),
                 )
                 for part, payload in zip(parts, payloads, strict=True)
             )

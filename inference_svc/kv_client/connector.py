@@ -31,7 +31,7 @@ from kvsidecar.errors import KVSidecarError, Unavailable, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
@@ -330,7 +330,7 @@ def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.Reu
 
     Raises Unavailable, and what the daemon refuses.
     """
-    link = DaemonConnection(Address(socket), "verify", descriptor)
+    link = DaemonConnection(ServiceAddress(socket), "verify", descriptor)
     try:
         session = link.session if link.wait(_VERDICT_SECONDS) else None
         if session is None:

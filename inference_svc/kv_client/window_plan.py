@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvkernels import Piece, unpack_chunks
+from kvkernels import ChunkPlacement, unpack_chunks
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.disk_overflow import runs_of
@@ -54,7 +54,7 @@ def plan_window(
 
 
 def load_layers(
-    pool: KVPool, pieces: Sequence[Piece], far: Sequence[Piece], groups: Sequence[range]
+    pool: KVPool, pieces: Sequence[ChunkPlacement], far: Sequence[ChunkPlacement], groups: Sequence[range]
 ) -> Iterator[range]:
     """Write pieces of chunks into the pool and yield each group of layers when it is complete.
 

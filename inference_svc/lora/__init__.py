@@ -1,5 +1,5 @@
-"""LoRA adapters: PEFT's folders, read and checked, and their weights as a forward adds them to the model's.
+"""LoRA adapters: PEFT folders, checked weights, and the low-rank products beside the model's.
 
-``peft`` and ``folder`` say what a folder may have, ``weights`` reads it for a model, ``adapter`` is what runs. May
-import a model's linear layers and its skeleton, and nothing of the engine.
+Imports ``models.linear`` and ``models.meta_model``, and nothing of the engine; ``adapter_dir`` and ``peft_config``
+import no torch.
 """

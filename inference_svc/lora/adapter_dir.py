@@ -1,6 +1,6 @@
-"""An adapter's folder: which files it must have, and what is known of it before its weights are read.
+"""Adapter folder: required files, configuration and tensor shapes.
 
-Imports no torch: commands may ask first.
+Imports no torch, so that commands can check adapters before it is loaded.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from inference_svc.lora.peft_config import CONFIG, PeftConfig, read_peft_config
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 MAX_HEADER_BYTES = 100 << 20
-# Each element takes at most so many bytes when it is placed: float32, in layers that are computed three at once.
+# Most bytes per element once the adapter is placed: float32, in layers of which three are joined.
 _ELEMENT_BYTES = 4 * 3
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.(?P<which>lora_A|lora_B)\.weight")
 
 
 @dataclass(frozen=True)
 class AdapterDir:
-    """A folder that may be an adapter's. ``shapes`` are those of its tensors by their names in the file."""
+    """A checked adapter folder. ``shapes`` maps tensor names in the file to their shapes."""
 
     name: str
     path: Path
@@ -36,12 +36,14 @@ class AdapterDir:
 
     @property
     def max_bytes(self) -> int:
-        """What its weights may take in memory."""
+        """Upper bound of the memory of its weights."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * _ELEMENT_BYTES
 
     def pairs(self) -> dict[str, tuple[str, str]]:
-        """The names in the file of the two matrices of each layer, by the layer's path in the model. Raises
-        ConfigurationError for anything else in it."""
+        """Tensor names of the two matrices of each layer, by the layer's path in the model.
+
+        Raises ConfigurationError for any other tensor in the file.
+        """
         found: dict[str, dict[str, str]] = {}
         for key in self.shapes:
             match = _KEY.fullmatch(key)
@@ -54,12 +56,12 @@ class AdapterDir:
         return {path: (keys["lora_A"], keys["lora_B"]) for path, keys in found.items()}
 
     def refusal(self, why: str) -> ConfigurationError:
-        """That the weights cannot be used, in one sentence."""
+        """Build the error for unusable weights, in one sentence."""
         return ConfigurationError(f"LoRA adapter {self.name}: {self.path / WEIGHTS} {why}")
 
 
 def open_adapter_dir(name: str, path: Path) -> AdapterDir:
-    """Reads what is quickly read. Raises ConfigurationError."""
+    """Read configuration and tensor shapes, but no weights. Raises ConfigurationError."""
     try:
         if not path.is_dir():
             raise ConfigurationError(f"there is no folder {path}")
@@ -81,7 +83,7 @@ def open_adapter_dir(name: str, path: Path) -> AdapterDir:
 
 
 def _shapes(name: str, file: Path) -> dict[str, tuple[int, ...]]:
-    """Of each tensor, from the header of a safetensors file."""
+    """Shapes of all tensors, from the header of a safetensors file."""
     try:
         with file.open("rb") as data:
             length = int.from_bytes(data.read(8), "little")

@@ -1,4 +1,4 @@
-"""An adapter's weights, read for a model and checked against its layers."""
+"""Adapter weights, read for a model and checked against its layers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from inference_svc.lora.adapter_dir import MAX_HEADER_BYTES, WEIGHTS, AdapterDir
 from inference_svc.lora.peft_config import CONFIG, PatternRefused
 from inference_svc.models.meta_model import build_meta_model
 
-# Raise it when what is added to a row gets other bits: chunks of before are not mixed with those of after.
+# Part of fingerprints. Raise it when an adapter's contribution to a row gets other bits, so that older chunks are not
+# reused.
 _PURPOSE = b"kvsidecar/lora/1"
 _LAYERS = "model.layers."
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 Linears = Mapping[str, tuple[int, int]]
-"""Outputs and inputs of the linear layers of a model, by their paths."""
+"""Output and input sizes of a model's linear layers, by path."""
 
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What is added to a layer's weight, as it is stored: ``scale * up [outputs, rank] @ down [rank, inputs]``."""
+    """Low-rank addition to a layer's weight: ``scale * up [outputs, rank] @ down [rank, inputs]``."""
 
     down: Tensor
     up: Tensor
@@ -39,8 +40,10 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """An adapter before it is placed beside a model with these ``linears``. ``fingerprint`` names what it computes,
-    whatever it is called and wherever it lies."""
+    """An adapter's weights for a model with these ``linears``.
+
+    ``fingerprint`` depends on the weights alone, not on the adapter's name or folder.
+    """
 
     name: str
     layers: Mapping[str, LowRank]
@@ -49,7 +52,7 @@ class AdapterWeights:
 
 
 def linears_of(config: Any, dtype: torch.dtype, attention: str) -> Linears:
-    """The linear layers of a model of this configuration, whatever computes them; without its weights."""
+    """Linear layers of a model with this configuration, without loading its weights."""
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -62,8 +65,11 @@ def linears_of(config: Any, dtype: torch.dtype, attention: str) -> Linears:
 
 
 def read_weights(folder: AdapterDir, linears: Linears, model: str) -> AdapterWeights:
-    """Reads an adapter of the model of this name. Raises ConfigurationError for one of another model, and for a file
-    that is damaged or not what its settings say."""
+    """Read an adapter for ``model``.
+
+    Raises ConfigurationError for an adapter of another model, and for a file that is damaged or contradicts its
+    configuration.
+    """
     try:
         return _read(folder, linears, model)
     except PatternRefused as error:
@@ -86,7 +92,7 @@ def _read(folder: AdapterDir, linears: Linears, model: str) -> AdapterWeights:
         size = (folder.path / WEIGHTS).stat().st_size
         if size > folder.max_bytes + MAX_HEADER_BYTES:
             raise folder.refusal(f"cannot be read: it has {size} bytes, more than its tensors take")
-        # Not mapped: a file that is cut while it is read would end the process.
+        # Not mapped: a file that is truncated while it is read would kill the process (SIGBUS).
         tensors = load((folder.path / WEIGHTS).read_bytes())
         for path in sorted(pairs):
             down, up = (tensors[key] for key in pairs[path])
@@ -115,7 +121,7 @@ def _check(folder: AdapterDir, path: str, down: Tensor, up: Tensor, shape: tuple
 
 
 def _fingerprint(layers: Mapping[str, LowRank]) -> bytes:
-    """SHA-256 over paths, scales and every weight; each part says how long it is."""
+    """SHA-256 over paths, scales and every weight, with lengths."""
     digest = hashlib.sha256(_PURPOSE)
     for path, one in layers.items():
         name = path.encode()

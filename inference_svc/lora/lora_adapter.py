@@ -1,8 +1,8 @@
-"""An adapter beside a model: for each product of a layer, two small products whose result is added to it.
+"""A placed adapter: two low-rank products for each linear layer that it changes.
 
-A layer's weight stays as it is, at whatever bits and wherever it lies, so that rows of the model and of any adapters
-are computed together (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023): the model's product for all
-rows, then an adapter's for its own.
+The layer's own weight stays as it is, at any width and in any place, so that rows of the model and of any adapters are
+computed together (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023): the model's product for all rows,
+then an adapter's for its own rows.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from inference_svc.models.linear.dense_linear import DenseLinear, linear_for
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import PlainLinear
 
-# Ranks are filled up with zeros: matrix kernels have whole vectors then.
+# Ranks are padded with zeros to whole vectors of the matrix kernels.
 _RANK_MULTIPLE = 16
 _PLACE = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 Place = tuple[int, str]
-"""A layer's number, and the name of one of its products."""
+"""Layer number, and name of one of its linear products."""
 
 
 class LoraPair:
-    """``x [rows, inputs]`` to what is added to a product, ``[rows, outputs]``, in x's dtype."""
+    """Maps ``x [rows, inputs]`` to the addition to a product, ``[rows, outputs]``, in x's dtype."""
 
     def __init__(self, down: Tensor, up: Tensor) -> None:
         self._down, self._up = linear_for(down, None), linear_for(up, None)
@@ -45,7 +45,7 @@ class LoraPair:
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """Frozen: any number of sequences may use it. ``fingerprint`` is part of what names its keys and values."""
+    """An adapter that any number of sequences may use. ``fingerprint`` is part of its namespace."""
 
     name: str
     fingerprint: bytes
@@ -59,8 +59,11 @@ class LoraAdapter:
 def place_adapter(
     weights: AdapterWeights, together: Mapping[str, Sequence[str]], dtype: torch.dtype, device: torch.device
 ) -> LoraAdapter:
-    """An adapter for a model that computes the layers that ``together`` lists, by their paths within a layer, in one
-    product of that name; others are products of their own, named by their paths."""
+    """Place an adapter beside a model.
+
+    ``together`` maps names of fused products to the paths (within a layer) of the linears that they join; other linears
+    are products of their own, named by their paths.
+    """
     named = {path: name for name, paths in together.items() for path in paths}
     wanted: set[Place] = set()
     for path in weights.layers:
@@ -76,8 +79,11 @@ def place_adapter(
 
 
 def _joined(weights: AdapterWeights, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """``down [ranks, inputs]`` and ``up [outputs, ranks]``, float32 and scaled, for layers over the same input whose
-    outputs follow each other: the matrices of each fill a block; layers that stay as they are have zeros there."""
+    """Join the matrices of linears over the same input whose outputs are concatenated.
+
+    Returns ``down [ranks, inputs]`` and ``up [outputs, ranks]``, float32 and scaled, block-diagonal in ``up``; linears
+    that the adapter does not change have zeros.
+    """
     outputs, inputs = sum(weights.linears[part][0] for part in parts), weights.linears[parts[0]][1]
     found = [weights.layers.get(part) for part in parts]
     ranks = sum(one.down.shape[0] for one in found if one is not None)

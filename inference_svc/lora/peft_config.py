@@ -1,6 +1,6 @@
-"""``adapter_config.json`` as PEFT writes it (peft 0.21): which layers an adapter changes, and by how much.
+"""``adapter_config.json`` of PEFT (peft 0.21): changed layers, ranks and scales.
 
-Imports no torch: what is refused is refused before a model is loaded.
+Imports no torch: an adapter is refused before a model is loaded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 CONFIG = "adapter_config.json"
 _ALL_LINEAR = "all-linear"
 _MAX_RANK, _MAX_FILE_BYTES = 1024, 1 << 20
-# Patterns may backtrack for ever: so long may all of an adapter's take, which otherwise take milliseconds.
+# Patterns may backtrack forever. All patterns of an adapter together may take this long; usual ones take milliseconds.
 _MAX_MATCH_SECONDS, _MAX_PATTERNS, _MAX_PATTERN_LENGTH = 5.0, 1024, 1024
-# The first number in a module's path is its layer's.
+# The first number in a module's path is its layer number.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-# What these set is more than pairs of matrices beside linear layers.
+# Settings that need more than two matrices beside each linear layer.
 _REFUSED = {
     "alora_invocation_tokens": "it changes only what follows certain tokens (activated LoRA)",
     "arrow_config": "it routes between adapters",
@@ -39,25 +39,25 @@ _REFUSED = {
     "use_dora": "it is a DoRA adapter, whose layers are scaled anew",
     "use_qalora": "it fits a quantized model alone (QA-LoRA)",
 }
-# They say how it was trained.
+# Settings of the training only.
 _WITHOUT_EFFECT = {
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "unsloth_fixed", "velora_config",
 }  # fmt: skip
-# Other beginnings (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the model's own weights too.
+# Other initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the model's own weights, too.
 _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class PatternRefused(Exception):
-    """A pattern of an adapter takes too long to match, or is none where it stands."""
+    """A pattern of an adapter takes too long to match, or is no regular expression."""
 
 
 class PeftConfig(BaseModel):
-    """The fields that decide what an adapter computes. Paths are those of the model: ``model.layers.0.mlp.up_proj``.
+    """Fields that decide the result of an adapter.
 
-    Patterns are matched without the GIL, and within ``_MATCH_SECONDS`` in all; methods raise PatternRefused when that
-    is not enough.
+    Paths are those of the model, such as ``model.layers.0.mlp.up_proj``. Patterns are matched without the GIL, and
+    within ``_MAX_MATCH_SECONDS`` in all; methods raise PatternRefused after that.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -84,7 +84,7 @@ class PeftConfig(BaseModel):
         return {} if value is None else value
 
     def targets(self, path: str) -> bool:
-        """Whether a linear layer of the model's is changed."""
+        """True if the adapter changes a linear layer of the model."""
         if self.exclude_modules and self._matches(self.exclude_modules, path):
             return False
         if isinstance(self.target_modules, str):
@@ -95,7 +95,7 @@ class PeftConfig(BaseModel):
         return self.rank_pattern.get(self._key(self.rank_pattern, path), self.r)
 
     def scale(self, path: str) -> float:
-        """What the product of a layer's two matrices is multiplied by."""
+        """Factor of the product of a layer's two matrices."""
         alpha, rank = self.alpha_pattern.get(self._key(self.alpha_pattern, path), self.lora_alpha), self.rank(path)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -109,17 +109,17 @@ class PeftConfig(BaseModel):
         return number == wanted if isinstance(wanted, int) else number in wanted
 
     def _matches(self, wanted: list[str] | str, path: str) -> bool:
-        """A regular expression matches a whole path, a name one that it is or that ends with it."""
+        """Match a path: a regular expression completely, a list of names by equality or as a suffix."""
         if isinstance(wanted, str):
             return self._match(wanted, path) is not None
         return any(path == name or path.endswith(f".{name}") for name in wanted)
 
     def _key(self, patterns: dict[str, Any], path: str) -> str:
-        """The first pattern that a path ends with."""
+        """First pattern that a path ends with; empty for none."""
         return next((pattern for pattern in patterns if self._match(rf"(.*\.)?({pattern})", path)), "")
 
     def _match(self, expression: str, path: str) -> Any:
-        """The match of a whole path, or None."""
+        """Match a whole path within the time that is left; None for no match."""
         began = time.monotonic()
         try:
             return regex.fullmatch(expression, path, timeout=max(self._left_seconds, 1e-3), concurrent=True)
@@ -135,7 +135,7 @@ class PeftConfig(BaseModel):
 
 
 def read_peft_config(file: Path) -> PeftConfig:
-    """Reads an ``adapter_config.json``. Raises ConfigurationError with one sentence for what is not served."""
+    """Read an ``adapter_config.json``. Raises ConfigurationError in one sentence for unsupported settings."""
     try:
         if file.stat().st_size > _MAX_FILE_BYTES:
             raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")

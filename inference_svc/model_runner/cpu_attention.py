@@ -18,7 +18,7 @@ assert PAGE_TOKENS == cpu_attention.PAGE
 def prepare_attention(batch: ForwardBatch, heads: int, softcap: float | None = None) -> Attention:
     """The attention of a batch's layers, its pages looked up once."""
     beyond = batch.pool.padding_slot
-    rows = [cpu_attention.Rows(s.first_row, s.rows, _pages(s, beyond)) for s in batch.segments]
+    rows = [cpu_attention.SequenceRows(s.first_row, s.rows, _pages(s, beyond)) for s in batch.segments]
     pool = batch.pool
     observed = batch.observer is not None
     return Attention(batch.positions.numpy(), rows, heads, (pool.keys, pool.values), softcap, observed)
@@ -28,7 +28,7 @@ def attend_in_place(attention: Attention, batch: ForwardBatch, layer: int, scale
     """A layer's attention between the tensors that ``attention`` is bound to, shown to the batch's observer."""
     attention(layer, scale, window)
     if batch.observer is not None:
-        batch.observer.see(torch.from_numpy(attention.strongest()))
+        batch.observer.see(torch.from_numpy(attention.max_probs()))
 
 
 def attend(
@@ -48,7 +48,7 @@ def attend(
 def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
     """First slots of the pages of a segment's keys; up to the end of a block of keys, padding from ``beyond`` on: what
     another sequence has there may be NaN, which times zero is NaN."""
-    tokens = cpu_attention.pages_for(segment.keys) * PAGE_TOKENS
+    tokens = cpu_attention.num_pages(segment.keys) * PAGE_TOKENS
     if segment.first_slot is not None:
         pages = np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)
         pages[-(-segment.keys // PAGE_TOKENS) :] = beyond

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from kvkernels.cpu import norm_rope_silu as cpu_rows
-from kvkernels.cpu.cpu_attention import Standing
-from kvkernels.cpu.cpu_graph import Chain
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.cpu_attention import PreparedAttention
+from kvkernels.cpu.cpu_graph import KernelGraph
+from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor
 
 from inference_svc.kv_pool.block_table import MAX_BRANCHES, UNMAPPED
@@ -45,7 +45,7 @@ class CpuGraph:
         self,
         layers: Sequence[FusedLayerWeights],
         widths: LayerWidths,
-        last_norm: Callable[[int, Tensor, Tensor, Tensor], Call],
+        last_norm: Callable[[int, Tensor, Tensor, Tensor], KernelCall],
         pool: KVPool,
         capacity: int,
         like: Tensor,
@@ -64,17 +64,17 @@ class CpuGraph:
         self._angles = torch.zeros(capacity, widths.dim), torch.zeros(capacity, widths.dim)
         self._slots = torch.zeros(capacity, dtype=torch.int64)
         self._again, self._copied = torch.full((MAX_COPIES, capacity), UNMAPPED), False
-        self._attention = Standing((pool.keys, pool.values), self._queries, self._attended)
+        self._attention = PreparedAttention((pool.keys, pool.values), self._queries, self._attended)
         every = [call for i, layer in enumerate(layers) for call in self._calls(i, layer, pool.layers[i], capacity)]
         norm = last_norm(capacity, self._hidden, self._delta, self._normed)
-        self._chain = Chain([*every, norm])
+        self._chain = KernelGraph([*every, norm])
 
-    def _calls(self, i: int, layer: FusedLayerWeights, kept: tuple[Tensor, Tensor], rows: int) -> Iterator[Call]:
-        yield cpu_rows.norm(
+    def _calls(self, i: int, layer: FusedLayerWeights, kept: tuple[Tensor, Tensor], rows: int) -> Iterator[KernelCall]:
+        yield cpu_rows.rms_norm(
             rows, self._hidden, self._delta if i else None, layer.input_norm, layer.epsilon, self._normed
         )
         yield _product(layer.qkv, self._normed, self._qkv)
-        yield cpu_rows.rotate(
+        yield cpu_rows.rope(
             rows,
             self._qkv,
             self._kv_heads,
@@ -88,9 +88,9 @@ class CpuGraph:
         )
         yield self._attention.call(i, layer.scale, layer.window)
         yield _product(layer.o, self._attended.flatten(1), self._delta)
-        yield cpu_rows.norm(rows, self._hidden, self._delta, layer.post_norm, layer.epsilon, self._normed)
+        yield cpu_rows.rms_norm(rows, self._hidden, self._delta, layer.post_norm, layer.epsilon, self._normed)
         yield _product(layer.gate_up, self._normed, self._gate_up)
-        yield cpu_rows.gate(rows, self._gate_up, self._gated)
+        yield cpu_rows.silu_and_mul(rows, self._gate_up, self._gated)
         yield _product(layer.down, self._gated, self._delta)
 
     def run(self, hidden: Tensor, batch: ForwardBatch, angles: tuple[Tensor, Tensor]) -> Tensor:
@@ -107,7 +107,7 @@ class CpuGraph:
             self._again[: len(lines), :count] = lines
         for kept, new in zip(self._angles, angles, strict=True):
             kept[:count] = new
-        self._attention.give(cpu_attention.prepare_attention(batch, self._heads))
+        self._attention.set_batch(cpu_attention.prepare_attention(batch, self._heads))
         self._chain.run(batch.real, torch.get_num_threads())
         return self._normed
 
@@ -116,7 +116,7 @@ class NotCapturable(Exception):
     """A layer's products are not all kernels of ours."""
 
 
-def _product(of: LinearFn, x: Tensor, y: Tensor) -> Call:
+def _product(of: LinearFn, x: Tensor, y: Tensor) -> KernelCall:
     call = of.call(x, y) if isinstance(of, (DenseLinear, PackedLinear, QuantizedLinear)) else None
     if call is None:
         raise NotCapturable

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvkernels.cuda.cuda_attention import HEAD_DIMS, InPool, Rows, attend
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend
 from kvkernels.cuda.cuda_library import Kernels
-from kvkernels.cuda.kernel_select import kernels_for, takes
+from kvkernels.cuda.kernel_select import kernels_for, supports
 from torch import Tensor
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
@@ -46,7 +46,7 @@ class CudaAttention:
         if batch.index is None:
             batch.index = build_index(batch)
         index = batch.index
-        source = InPool(batch.pool.keys[layer], batch.pool.values[layer], index.first_slot, index.pages)
+        source = PagedKV(batch.pool.keys[layer], batch.pool.values[layer], index.first_slot, index.pages)
         # zeros: padding rows belong to no sequence, and what they hold must be finite
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         real = query[: batch.real].contiguous()
@@ -65,7 +65,7 @@ def kind_of(batch: ForwardBatch) -> str:
 
 def find_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
     """Our kernels for a model's device, when they attend heads of its type and size."""
-    if device.type != "cuda" or head_dim not in HEAD_DIMS or not takes(device, dtype):
+    if device.type != "cuda" or head_dim not in HEAD_DIMS or not supports(device, dtype):
         return None
     return kernels_for(device).kernels
 
@@ -77,17 +77,17 @@ def build_index(batch: ForwardBatch) -> CudaIndex:
     def int32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    at = Rows(
-        row_start=int32([*(s.first_row for s in segments), batch.real]),
-        key_count=int32([s.keys for s in segments]),
+    at = AttentionRows(
+        qo_indptr=int32([*(s.first_row for s in segments), batch.real]),
+        kv_lens=int32([s.keys for s in segments]),
         positions=batch.positions[: batch.real].to(torch.int32),
-        longest=max(s.rows for s in segments),
-        most_keys=max(s.keys for s in segments),
+        max_q_len=max(s.rows for s in segments),
+        max_kv_len=max(s.keys for s in segments),
     )
     first = [s.first_slot for s in segments]
     if None not in first:
         return CudaIndex(at, int32([f for f in first if f is not None]), None)
-    pages = torch.zeros(len(segments), at.most_keys, dtype=torch.int32, device=device)
+    pages = torch.zeros(len(segments), at.max_kv_len, dtype=torch.int32, device=device)
     for line, segment in zip(pages, segments, strict=True):
         if segment.slots is not None:
             line[: segment.keys] = segment.slots[: segment.keys]

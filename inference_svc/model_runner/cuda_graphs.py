@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import structlog
 import torch
-from kvkernels.cuda.cuda_attention import Rows
+from kvkernels.cuda.cuda_attention import AttentionRows
 from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -86,7 +86,7 @@ class _CapturedStep:
             real=sequences,
             pool=pool,
             contiguous_slots=None,
-            index=CudaIndex(Rows(starts, key_count, at, longest=1, most_keys=most_keys), first_slot, None),
+            index=CudaIndex(AttentionRows(starts, key_count, at, max_q_len=1, max_kv_len=most_keys), first_slot, None),
         )
         self._replay: Step | None = None
 

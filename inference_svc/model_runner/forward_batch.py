@@ -26,7 +26,7 @@ from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
 if TYPE_CHECKING:
     from kvkernels.cpu.cpu_attention import Attention
-    from kvkernels.cuda.cuda_attention import Rows
+    from kvkernels.cuda.cuda_attention import AttentionRows
 
 # Rows that attend in one call: fewer calls against fewer keys that are read only to be masked.
 SEGMENT_ROWS = 128
@@ -136,7 +136,7 @@ class Segment:
 class CudaIndex:
     """Rows and key locations of a batch on a CUDA device; the same for all layers."""
 
-    rows: Rows
+    rows: AttentionRows
     first_slot: Tensor | None
     pages: Tensor | None
 

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from kvkernels.cpu import norm_rope_silu as cpu_rows
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -63,7 +63,7 @@ class _LayerPass:
             self.see(out)
         return out
 
-    def run(self, call: Call, *outputs: Tensor) -> None:
+    def run(self, call: KernelCall, *outputs: Tensor) -> None:
         """Runs a kernel over all rows, which writes to ``outputs``."""
         cpu_rows.run(call, self.real)
         if self.see is not None:
@@ -141,10 +141,10 @@ class FusedLayers:
                 work.attend(i, layer)
                 delta = work.product(i, "o", layer.o, work.flat)
                 rows, norm = work.real, layer.post_norm
-                normed = cpu_rows.norm(rows, work.hidden, delta, norm, layer.epsilon, work.normed)
+                normed = cpu_rows.rms_norm(rows, work.hidden, delta, norm, layer.epsilon, work.normed)
                 work.run(normed, work.hidden, work.normed)
                 gate_up = work.product(i, "gate_up", layer.gate_up, work.normed)
-                work.run(cpu_rows.gate(rows, gate_up, work.gated), work.gated)
+                work.run(cpu_rows.silu_and_mul(rows, gate_up, work.gated), work.gated)
                 delta = work.product(i, "down", layer.down, work.gated)
         return delta
 
@@ -158,7 +158,7 @@ class FusedLayers:
         keys and values that it writes to the pool."""
         self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
 
-    def form_of(self, i: int) -> tuple[object, ...]:
+    def linear_form(self, i: int) -> tuple[object, ...]:
         """Describes how layer ``i`` is computed; equal for layers that differ in their weights only."""
         layer = self._layers[i]
         return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))
@@ -179,18 +179,18 @@ class FusedLayers:
             last = self.last_norm(batch.real, hidden, delta, torch.empty_like(hidden))
             cpu_rows.run(last, batch.real)
 
-    def last_norm(self, rows: int, hidden: Tensor, delta: Tensor | None, out: Tensor) -> Call:
+    def last_norm(self, rows: int, hidden: Tensor, delta: Tensor | None, out: Tensor) -> KernelCall:
         """After the last layer, as ``kvkernels.cpu.norm_rope_silu.norm``."""
-        return cpu_rows.norm(rows, hidden, delta, self._final_norm, self._final_epsilon, out)
+        return cpu_rows.rms_norm(rows, hidden, delta, self._final_norm, self._final_epsilon, out)
 
     def _project(self, work: _LayerPass, i: int, delta: Tensor | None) -> None:
         """Up to the rotated queries of layer ``i``, with its keys and values in the pool: after what is being loaded of
         it, which a repair's rows replace."""
         work.batch.pass_layer(i)
         layer, rows = self._layers[i], work.real
-        norm = cpu_rows.norm(rows, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
+        norm = cpu_rows.rms_norm(rows, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
         work.run(norm, work.normed)
-        rotate = cpu_rows.rotate(
+        rotate = cpu_rows.rope(
             rows,
             work.product(i, "qkv", layer.qkv, work.normed),
             self.widths.kv_heads,

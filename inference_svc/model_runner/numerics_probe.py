@@ -150,7 +150,7 @@ class NumericsProbe:
                     with self._decoder.held(i):
                         for count in _ROWS:
                             x = _values((count, product.in_features), 3, torch.float32)
-                            see(quantized_gemm.product(x, product.quantized, None))
+                            see(quantized_gemm.gemm(x, product.quantized, None))
                 elif isinstance(product, (nn.Linear, PackedLinear, PlainLinear)):
                     shapes[product.out_features, product.in_features, product.bias is not None] = None
         even = True

@@ -1,1 +1,5 @@
-"""Models: which are supported, how they are loaded, what identifies them, and how they run on a CPU."""
+"""Model loading: formats, quantization, linear layers, layer streaming, identity of weights and numerics.
+
+Imports ``kvkernels``, transformers and ``model_runner`` (attention, batches, fused layers); nothing of the server.
+``model_check``, ``model_resolver`` and ``supported_architectures`` import no torch.
+"""

@@ -1,6 +1,6 @@
-"""Which architectures are served, and why others are not.
+"""Checks whether a model's architecture can be served.
 
-An architecture fits when a row's key and value depend only on the row's hidden state and its position: decoder
+An architecture is supported if a row's key and value depend only on the row's hidden state and its position: decoder
 only, rotary positions (or none) applied to queries and keys inside attention, and attention that goes through
 ``transformers.AttentionInterface``.
 """
@@ -13,13 +13,13 @@ from transformers import PretrainedConfig
 from inference_svc.models.longrope import rope_kinds
 from inference_svc.models.supported_architectures import check_name
 
-# A RoPE variant whose angles depend on the sequence's length: a stored key would be wrong in a longer one. (LongRoPE's
-# two sets of angles are chosen once, see rotary.py.)
+# RoPE variants whose angles depend on the sequence length: a stored key would be wrong in a longer sequence.
+# (LongRoPE's two sets of angles are chosen once, see longrope.py.)
 _UNSUPPORTED_ROPE = {"dynamic": "dynamic NTK scaling changes all angles as the sequence grows"}
 
 
 def check_architecture(name: str, config: PretrainedConfig, strict: bool = True) -> None:
-    """Raises ModelUnsupported with the reason. Without ``strict``, architectures nobody has verified may pass."""
+    """Raise ModelUnsupported with the reason. Without ``strict``, unverified architectures pass."""
     check_name(name, strict)
     if getattr(config, "use_bidirectional_attention", False):
         raise ModelUnsupported(f"{name} attends in both directions here, so that no key depends on its prefix alone")

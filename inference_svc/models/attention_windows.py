@@ -9,7 +9,7 @@ from transformers import AttentionInterface
 # Name of the worker's attention in ``transformers.AttentionInterface``; ``model_runner.attention`` implements it.
 ATTENTION_NAME = "kvsidecar_rows"
 
-# Their attention reads the window from the configuration, all others' from the module.
+# These read the window from the configuration, all others from the module.
 _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention", "Phi3Attention")
 
 
@@ -27,14 +27,14 @@ def _attend_without_decoder(*_: Any, **__: Any) -> Any:
 
 
 def window_of(attention: Any) -> int | None:
-    """Returns a layer's window in keys, the row's own included; None for all keys."""
+    """Number of last keys that a row of a layer sees, its own included; None for all."""
     by_configuration = type(attention).__name__ in _WINDOW_IN_CONFIG
     found: int | None = getattr(attention.config if by_configuration else attention, "sliding_window", None)
     return found
 
 
 def windows_of(model: Any) -> tuple[int | None, ...]:
-    """Returns the windows of all layers; empty for a model of unknown structure."""
+    """Windows of all layers; empty for a model whose attention modules are not found, which is taken to see all."""
     layers = list(getattr(getattr(model, "model", None), "layers", ()))
     known = all(hasattr(layer, "self_attn") for layer in layers)
     return tuple(window_of(layer.self_attn) for layer in layers) if known else ()

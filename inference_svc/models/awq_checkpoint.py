@@ -1,8 +1,8 @@
-"""Models with AutoAWQ's 4-bit weights (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978), in its GEMM format, and those of
-compressed-tensors, which are read as if they were such (``compressed``).
+"""Loads checkpoints with 4-bit weights of AutoAWQ or compressed-tensors.
 
-A layer keeps its 4 bits, repacked once for our kernels on a CUDA device or a CPU. Layers that they do not take are
-written out, and so is everything where there are none, or where 16 bits are asked for.
+AutoAWQ's GEMM format (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978) is read directly; compressed-tensors is translated
+into its parts (``compressed_tensors``). A layer keeps its 4 bits, repacked once for the CUDA or CPU kernels. Layers
+that the kernels do not take are dequantized, and so are all layers without kernels or with 16 bits requested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from inference_svc.models.meta_model import build_meta_model
 
 METHODS = ("awq", compressed_tensors.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
-# Of a layer's parts and its bias, the layer that keeps its 4 bits; None for a shape that the kernels do not take.
+# Builds a 4-bit layer from its parts and bias; None for a shape that the kernels do not take.
 LinearFactory = Callable[[list[Tensor], Tensor | None], nn.Module | None]
 
 
@@ -53,12 +53,12 @@ class AwqLinear(nn.Module):
 
 
 def method_of(config: Any) -> str:
-    """The configuration's quantization method, or nothing."""
+    """Quantization method of a configuration; empty for none."""
     return str((getattr(config, "quantization_config", None) or {}).get("quant_method", ""))
 
 
 def check_quantization(config: Any) -> None:
-    """Raises ModelUnsupported unless the weights have 4 bits as AWQ's GEMM format or compressed-tensors pack them."""
+    """Raise ModelUnsupported unless the weights have 4 bits in AWQ's GEMM format or in compressed-tensors' packing."""
     settings = config.quantization_config
     if method_of(config) == compressed_tensors.METHOD:
         compressed_tensors.check(settings)
@@ -77,7 +77,7 @@ def check_quantization(config: Any) -> None:
 
 
 def cuda_linears(dtype: torch.dtype, device: torch.device) -> LinearFactory:
-    """For our CUDA kernels."""
+    """Factory of layers for the CUDA kernels."""
 
     def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
         weights = _repacked(parts, dtype, device)
@@ -87,13 +87,13 @@ def cuda_linears(dtype: torch.dtype, device: torch.device) -> LinearFactory:
 
 
 def cpu_linears(dtype: torch.dtype) -> LinearFactory:
-    """For our CPU kernels."""
+    """Factory of layers for the CPU kernels."""
 
     def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
         codes, zeros = (awq_gemm.unpack_columns(part).t().contiguous() for part in parts[:2])
         scales = parts[2].t()
         if not torch.equal(scales.half().to(scales.dtype), scales):
-            return None  # of a type with a wider range
+            return None  # scales of a dtype with a wider range than float16
         if not quantized_gemm.serves(codes.shape[1], codes.shape[0], codes.shape[1] // scales.shape[1]):
             return None
         return QuantizedLinear(quantized_gemm.pack(codes, scales, zeros, 4), None if bias is None else bias.to(dtype))
@@ -102,9 +102,10 @@ def cpu_linears(dtype: torch.dtype) -> LinearFactory:
 
 
 def load_awq(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: LinearFactory | None) -> Any:
-    """A model of a folder, unquantized parts in ``dtype``. Weights that ``keep`` does not keep are written out.
+    """Load a model from a folder, unquantized parts in ``dtype``.
 
-    Raises ModelUnsupported for another format, and for files that lack a weight of the model.
+    Weights for which ``keep`` builds no layer are dequantized. Raises ModelUnsupported for another format, and for
+    files that lack a weight of the model.
     """
     check_quantization(config)
     del config.quantization_config
@@ -136,7 +137,7 @@ def load_awq(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """The file that holds each tensor of a folder's safetensors."""
+    """Map each tensor of a folder's safetensors to its file."""
     return {name: file for file in sorted(folder.glob("*.safetensors")) for name in _names(file)}
 
 
@@ -149,7 +150,7 @@ def _names(file: Path) -> list[str]:
 
 
 def tensor_in(where: dict[str, Path], name: str) -> Tensor:
-    """One tensor. Raises ModelUnsupported when there is none of this name."""
+    """Load one tensor. Raises ModelUnsupported if it is missing."""
     if name not in where:
         raise ModelUnsupported(f"the model's files have no {name}, which its 4-bit weights need")
     with safe_open(where[name], "pt") as data:
@@ -157,37 +158,37 @@ def tensor_in(where: dict[str, Path], name: str) -> Tensor:
 
 
 def shape_in(where: dict[str, Path], name: str) -> list[int]:
-    """The shape of a tensor that is there."""
+    """Shape of an existing tensor."""
     with safe_open(where[name], "pt") as data:
         return list(data.get_slice(name).get_shape())
 
 
 def dtype_in(where: dict[str, Path], name: str) -> torch.dtype:
-    """The type of a tensor that is there."""
+    """Dtype of an existing tensor."""
     with safe_open(where[name], "pt") as data:
         return data.get_slice(name)[:1].dtype  # type: ignore[no-any-return]
 
 
 def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
-    """Some rows of a tensor that is there."""
+    """Load some rows of an existing tensor."""
     with safe_open(where[name], "pt") as data:
         return data.get_slice(name)[first:end]  # type: ignore[no-any-return]
 
 
 def parts_in(where: dict[str, Path], linear: str) -> list[Tensor]:
-    """The parts of a linear layer's weight. Raises ModelUnsupported when one is missing, or does not fit."""
+    """Load the parts of a linear layer's weight. Raises ModelUnsupported if one is missing or does not fit."""
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         return _of_compressed(where, linear)
     return [tensor_in(where, f"{linear}.{part}") for part in _PARTS]
 
 
 def is_packed(where: dict[str, Path], linear: str) -> bool:
-    """Whether a linear layer's weight has 4 bits."""
+    """True if a linear layer's weight has 4 bits."""
     return f"{linear}.qweight" in where or f"{linear}.{compressed_tensors.PACKED}" in where
 
 
 def group_in(where: dict[str, Path], linear: str) -> int:
-    """Inputs that share a scale in a linear layer for our CPU kernels; 0 for one that they do not take."""
+    """Group size of a linear layer for the CPU kernels; 0 for one that they do not take."""
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         sizes, scales = (
             tensor_in(where, f"{linear}.{compressed_tensors.SHAPE}").tolist(),
@@ -207,7 +208,7 @@ def group_in(where: dict[str, Path], linear: str) -> int:
 
 
 def _linear_of(name: str) -> str:
-    """The linear layer whose codes a tensor holds, or nothing."""
+    """Linear layer whose codes a tensor holds; empty for another tensor."""
     linear, _, part = name.rpartition(".")
     return linear if part in ("qweight", compressed_tensors.PACKED) else ""
 
@@ -229,7 +230,7 @@ def _of_compressed(where: dict[str, Path], linear: str) -> list[Tensor]:
 
 
 def bias_in(where: dict[str, Path], linear: str) -> Tensor | None:
-    """A linear layer's bias, if it has one."""
+    """Bias of a linear layer, if it has one."""
     name = f"{linear}.bias"
     return tensor_in(where, name) if name in where else None
 
@@ -240,12 +241,12 @@ def _quantized(linears: list[str], where: dict[str, Path]) -> Iterator[tuple[str
 
 
 def with_float32_scales(parts: list[Tensor]) -> list[Tensor]:
-    """With scales in float32, so that weights are rounded once."""
+    """Parts with scales in float32, so that dequantized weights are rounded once."""
     return [*parts[:2], parts[2].float()]
 
 
 def _repacked(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> awq_gemm.AwqWeights | None:
-    """For our kernels, or None for a shape that they do not take."""
+    """Repack for the CUDA kernels; None for a shape that they do not take."""
     words, zeros, scales = (part.to(device) for part in parts)
     try:
         return awq_gemm.repack(words, zeros, scales.to(dtype))

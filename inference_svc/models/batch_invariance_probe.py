@@ -1,8 +1,8 @@
-"""Whether this machine gives a row the same bits in every batch: the ground that exact reuse stands on.
+"""Probes whether a row gets the same bits in every batch, which exact reuse relies on.
 
-A worker tries its own model's products when it starts; ``python -m inference_svc.models.batch_invariance_probe`` tries
-some of usual sizes, and prints JSON for ``kvsidecar doctor``. That attention keeps the bits is the
-kernels' own doing, and tested.
+A worker probes its model's linear layers when it starts; ``python -m inference_svc.models.batch_invariance_probe``
+probes common sizes and prints JSON for ``kvsidecar doctor``. Batch invariance of attention is a property of the
+kernels, and tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE, PlainLinear
 from inference_svc.models.mkl_determinism import SETTING, make_mkl_deterministic, wanted_setting
 
-# Inputs and outputs of layers of models of 0.1 to 8 billion parameters, and an odd one.
+# Inputs and outputs of layers in models of 0.1 to 8 billion parameters, and an irregular one.
 COMMON_SHAPES = ((576, 1536), (896, 896), (896, 4864), (4864, 896), (2048, 2048), (320, 328))
 _MANY = (64, 200, 512)
 Product = nn.Linear | PackedLinear | DenseLinear | PlainLinear
@@ -28,8 +28,10 @@ Product = nn.Linear | PackedLinear | DenseLinear | PlainLinear
 
 @torch.inference_mode()
 def batch_variant_shapes(products: Iterable[Product], many: Iterable[int] = _MANY) -> list[str]:
-    """The shapes, as ``INPUTSxOUTPUTS``, of those of which the first rows have other bits among ``many`` rows than by
-    themselves. Of products of one shape only the first is tried."""
+    """Shapes (``INPUTSxOUTPUTS``) of linears whose first rows get other bits in a batch of ``many`` rows than alone.
+
+    Only the first linear of each shape is probed.
+    """
     found = {}
     for product in products:
         shape = f"{product.in_features}x{product.out_features}"
@@ -47,7 +49,7 @@ def _is_uneven(product: Callable[[Tensor], Tensor], inputs: int, many: tuple[int
 
 
 def packed_linears_of(model: nn.Module) -> list[Product]:
-    """The dense linear layers of a model."""
+    """Unquantized linear layers of a model."""
     return [module for module in model.modules() if isinstance(module, get_args(Product))]
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors in the format ``pack-quantized``, with 4 bits in groups, as AutoAWQ's parts.
+"""Translates compressed-tensors' ``pack-quantized`` 4-bit weights into AutoAWQ's parts.
 
 A linear layer has ``weight_packed`` int32 ``[out, in / 8]``, ``weight_scale [out, groups]``, ``weight_shape`` (out,
 in), and ``weight_zero_point`` int32 ``[out / 8, groups]`` where zeros are not all 0. Nibble i of a word holds number i
@@ -17,12 +17,11 @@ from torch import Tensor
 
 METHOD = "compressed-tensors"
 PACKED, SCALE, ZEROS, SHAPE, ORDER = (f"weight_{part}" for part in ("packed", "scale", "zero_point", "shape", "g_idx"))
-_MIDDLE = 8  # what zero is written as
+_MIDDLE = 8  # the code of zero
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Raises ModelUnsupported unless all of a model's quantized weights are 4-bit integers in groups, and nothing else
-    is quantized."""
+    """Raise ModelUnsupported unless all quantized weights are 4-bit integers in groups, and nothing else is."""
     groups = settings.get("config_groups") or {}
     schemes = list(groups.values()) if isinstance(groups, dict) else [groups]
     if not all(isinstance(one, dict) and isinstance(one.get("weights") or {}, dict) for one in schemes):
@@ -50,7 +49,7 @@ def check(settings: dict[str, Any]) -> None:
 
 
 def awq_parts(packed: Tensor, scales: Tensor, zeros: Tensor | None, shape: Tensor) -> list[Tensor]:
-    """``qweight``, ``qzeros`` and ``scales`` of a linear layer. Raises ValueError when parts do not fit."""
+    """Build ``qweight``, ``qzeros`` and ``scales`` of a linear layer. Raises ValueError if the parts do not fit."""
     if shape.shape != (2,) or scales.dim() != 2:
         raise ValueError(f"{SHAPE} has {list(shape.shape)} numbers and {SCALE} {scales.dim()} dimensions; both are 2")
     wrong = [one.dtype for one in (packed, zeros) if one is not None and one.dtype != torch.int32]
@@ -72,5 +71,5 @@ def awq_parts(packed: Tensor, scales: Tensor, zeros: Tensor | None, shape: Tenso
 
 
 def _nibbles(words: Tensor) -> Tensor:
-    """The numbers ``[rows, 8 * words]`` of int32 words, in their order."""
+    """Unpack int32 words into nibbles ``[rows, 8 * words]``, in order."""
     return (words[..., None] >> torch.arange(0, 32, 4) & 15).to(torch.uint8).flatten(-2)

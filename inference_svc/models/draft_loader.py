@@ -1,4 +1,4 @@
-"""The model that guesses for another one."""
+"""Loads the draft model of another model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ COPY_BITS = 4
 
 
 def load_draft(name: str, model: str, loaded: LoadedModel, strict: bool, context_length: int = 0) -> LoadedModel:
-    """Loads the draft ``name`` for ``loaded``, which was loaded as ``model`` with ``context_length``, onto its device.
-    Raises ConfigurationError, ModelUnsupported, when it cannot be one."""
+    """Load the draft ``name`` for ``loaded`` onto its device.
+
+    ``loaded`` is ``model`` with ``context_length``. Raises ConfigurationError or ModelUnsupported for a model that
+    cannot be its draft.
+    """
     device, dtype = str(loaded.device), str(loaded.dtype).removeprefix("torch.")
     if name == SELF:
         if loaded.device.type != "cpu":
             raise ConfigurationError(f"draft_model is {SELF}, and device {device} quantizes no weights; name a model")
-        # Of a model that does not fit, a copy is made layer by layer; all of it stays in memory.
+        # A streamed model is copied layer by layer; the copy stays in memory.
         stream = OFF if loaded.streamed is None else StreamingOptions("partial_resident", keep_first=loaded.layers)
         copy = load(
             model,

@@ -1,4 +1,4 @@
-"""Loads a model: the built-in one, a random one of a known shape, a folder, a GGUF file, or one from a hub."""
+"""Loads models: built-in, random of a known shape, folder, GGUF file, or hub."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _DTYPES: dict[torch.dtype, DataType.ValueType] = {
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, with what others need to know about it."""
+    """A model ready to run, with its tokenizer, shape and identity."""
 
     id: str
     model: nn.Module
@@ -76,8 +76,8 @@ class LoadedModel:
     dtype: torch.dtype
     context_length: int
     stop_tokens: frozenset[int]
-    rope_factors: str = ""  # which of LongRoPE's two sets of frequencies the keys are turned by
-    streamed: StreamedModel | None = None  # how its layers come to a forward, where not all of them are in ``model``
+    rope_factors: str = ""  # the set of LongRoPE frequencies in use: short or long
+    streamed: StreamedModel | None = None  # the source of layers that are not all in ``model``
     numerics: NumericsIdentity = UNKNOWN  # set by who knows how it will be computed with
 
     @property
@@ -98,18 +98,20 @@ class LoadedModel:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer, how many of the last keys its rows see; None for all."""
+        """Sliding window of each layer in keys; None for a layer that sees all."""
         return windows_of(self.model) if self.streamed is None else self.streamed.windows
 
     @property
     def projection_share(self) -> float:
-        """Share of a layer's weights that queries, keys and values take."""
+        """Share of a layer's weights in the query, key and value projections."""
         return _projection_share(self.config)
 
     @property
     def sampling(self) -> dict[str, float | int]:
-        """How it is meant to be sampled, by the names of ``SamplingParams``: the defaults of a request that says
-        nothing. Empty where its generation_config.json says nothing either."""
+        """Default sampling parameters, by the names of ``SamplingParams``.
+
+        They are those of its generation_config.json; empty without any.
+        """
         wanted: Any = getattr(self.model, "generation_config", None)
         if getattr(wanted, "do_sample", None) is None:
             return {}
@@ -128,8 +130,10 @@ class LoadedModel:
         return Geometry(self.layers, self.kv_heads, self.head_dim, _DTYPES[self.dtype], bits)
 
     def descriptor(self, bits: int, adapter: bytes = b"") -> NamespaceDescriptor:
-        """What names this model's chunks at a storage width, or those that it computes with the adapter of this
-        fingerprint."""
+        """Namespace descriptor of this model's chunks at a storage width.
+
+        ``adapter`` is the fingerprint of a LoRA adapter that computes them; empty for the model itself.
+        """
         rope = getattr(self.config, "rope_parameters", None)
         if rope and self.rope_factors:
             rope = dict(rope) | {"factors": self.rope_factors}
@@ -151,7 +155,7 @@ class LoadedModel:
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
-    """Query heads, key-value heads, and their channels; many configurations leave the last two out."""
+    """Query heads, key-value heads, and head dimension; many configurations omit the last two."""
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
     return heads, kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
@@ -165,22 +169,22 @@ def _projection_share(config: Any) -> float:
 
 
 def _ffn_width(config: Any) -> int:
-    """Channels of a layer's feed-forward part that one token passes; of a mixture, those of the experts it gets."""
+    """Inner width of a layer's feed-forward part for one token; in a mixture, that of its chosen experts."""
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What a model's configuration says about costs."""
+    """Cost-relevant numbers of a model's configuration."""
 
     layers: int
-    projection_share: float  # of a layer's weights that queries, keys and values take
-    token_bytes: int  # of a token's keys and values in a float32 pool; half of it in a 16-bit one
+    projection_share: float  # share of a layer's weights in the query, key and value projections
+    token_bytes: int  # keys and values of a token in a float32 pool; half in a 16-bit one
 
 
 def model_shape(name: str) -> ModelShape:
-    """The shape of a model, without loading it."""
+    """Read the shape of a model without loading it."""
     if name.startswith("shape:"):
         config = config_of_shape(name)
     else:
@@ -191,7 +195,7 @@ def model_shape(name: str) -> ModelShape:
 
 
 def pick_device(name: str) -> torch.device:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigurationError."""
+    """Resolve ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigurationError."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_device(name)
@@ -202,7 +206,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """``auto`` is the checkpoint's dtype; on a CPU 16-bit weights run as bfloat16 where it is native, else float32."""
+    """Resolve a dtype; ``auto`` is the checkpoint's.
+
+    On a CPU 16-bit weights run as bfloat16 where it is native, else as float32.
+    """
     if name != "auto":
         chosen = getattr(torch, name, None)
         if chosen not in _DTYPES or (device.type == "cpu" and chosen == torch.float16):
@@ -225,10 +232,12 @@ def load(
     context_length: int = 0,
     stream: StreamingOptions = OFF,
 ) -> LoadedModel:
-    """Loads ``demo``, ``shape:NAME``, or what ``resolve`` makes of a name. ``weights`` are the bits at which its linear
-    weights are kept: 16, 8, 4, or ``auto``, the checkpoint's. ``context_length`` is the longest sequence that will be
-    served, the model's own when 0. ``stream`` says which layers are read ahead from a file instead of being kept.
-    Raises ModelUnsupported, ConfigurationError."""
+    """Load ``demo``, ``shape:NAME``, or the model that ``resolve`` finds for a name.
+
+    ``weights`` is the width of linear weights in memory: 16, 8, 4, or ``auto`` (the checkpoint's). ``context_length``
+    is the longest sequence that will be served (0: the model's own). ``stream`` chooses the layers to read ahead from a
+    file instead of keeping them in memory. Raises ModelUnsupported, ConfigurationError.
+    """
     make_mkl_deterministic()
     reserve_attention_name()
     register_experts()
@@ -271,7 +280,7 @@ def load(
         elif packed:
             model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep)
         else:
-            # Elsewhere than on a CPU no order of rows is kept, and transformers' own way with experts is faster.
+            # Only on a CPU our expert function keeps a row's bits; elsewhere transformers' own one is faster.
             experts = EXPERTS if place.type == "cpu" else None
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=chosen, attn_implementation=ATTENTION_NAME, experts_implementation=experts
@@ -285,7 +294,7 @@ def load(
 
 
 def _streaming_on(device: torch.device, stream: StreamingOptions) -> StreamingOptions:
-    """What is streamed on a device. Raises ConfigurationError for what cannot be."""
+    """Streaming options for a device. Raises ConfigurationError if it cannot stream."""
     if device.type == "cpu" or stream.mode == "off":
         return stream
     if stream.mode == "auto":
@@ -306,7 +315,7 @@ def _recipe(
 
 
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:
-    """With the pool no larger than all sequences can fill."""
+    """Streaming options with the pool limited to what all sequences can fill."""
     tokens = stream.sequences * (context or int(getattr(config, "max_position_embeddings", 2048)))
     _, kv_heads, dim = _heads(config)
     each = KVPool.bytes_per_token(int(config.num_hidden_layers), kv_heads, dim, dtype)
@@ -314,13 +323,13 @@ def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Streami
 
 
 def _is_needed(folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions) -> bool:
-    # No weight gets larger than that: where there is plenty, nothing need be known of the model.
+    # No weight gets larger than this: with plenty of memory the exact sizes need not be computed.
     most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return most + reserved_bytes(stream) > free_bytes(stream.memory_bytes) and streaming_needed(recipe, width, stream)
 
 
 def recipe_of_shape(name: str, dtype: torch.dtype, width: int) -> LayerFileRecipe:
-    """What ``shape:NAME`` is made of, its linear weights at ``width`` bits."""
+    """Recipe of ``shape:NAME`` with linear weights at ``width`` bits."""
     return LayerFileRecipe(
         config_of_shape(name), ATTENTION_NAME, dtype, width, partial(RandomWeights, _SHAPE_SEED, dtype), name, name
     )
@@ -391,6 +400,6 @@ def _as_list(value: Any) -> list[int]:
 
 
 def quiet_transformers() -> None:
-    """Keeps the library's own warnings out of the log; loading progress stays on a terminal."""
+    """Keep the library's own warnings out of the log; loading progress is shown on terminals only."""
     transformers.logging.set_verbosity_error()
     disable_bars_off_terminal()

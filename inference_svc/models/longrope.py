@@ -1,7 +1,7 @@
-"""Rotary embeddings whose angles do not depend on what else is in the batch.
+"""LongRoPE with one fixed set of frequencies.
 
 LongRoPE (Ding et al., arXiv:2402.13753) has two sets of frequencies, for sequences up to the original context and for
-longer ones, and transformers takes the set by the longest sequence of a batch. Stored keys would be wrong as soon as
+longer ones, and transformers chooses the set by the longest sequence of a batch. Stored keys would be wrong as soon as
 their sequence grew out of the first set. So the set is chosen once, by the longest sequence that will be served, as
 other servers do: a context up to the original one gives exactly the answers of the short set, a longer one those of the
 long set for every sequence.
@@ -34,16 +34,16 @@ class FrozenLongRope(nn.Module):
 
 
 def rope_kinds(config: Any) -> set[str]:
-    """The types of rotary embedding that a model's layers have, by their name in the configuration."""
+    """RoPE types of a model's layers, as named in the configuration."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [p for p in rope.values() if isinstance(p, dict)] or [rope]
     return {str(p.get("rope_type", "default")) for p in parts}
 
 
 def freeze_longrope(model: Any, context_length: int) -> str:
-    """Fixes the frequencies of a LongRoPE model for sequences up to ``context_length``, in place.
+    """Fix the frequencies of a LongRoPE model for sequences up to ``context_length``, in place.
 
-    Returns which set they are of, ``short`` or ``long``; empty for a model that needs no such choice.
+    Returns the chosen set, ``short`` or ``long``; empty for a model without LongRoPE.
     """
     config = model.config
     if rope_kinds(config) != {"longrope"}:

@@ -1,4 +1,4 @@
-"""A model before its weights."""
+"""Builds models without weights on the meta device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 def build_meta_model(config: Any, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
-    """A model on the meta device, and its rotary embedding with real frequencies, to be put into it."""
+    """Build a model on the meta device, and its rotary embedding with real frequencies to insert later."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model, type(model.model.rotary_emb)(config=config)

@@ -1,7 +1,8 @@
-"""Mixtures of experts on the CPU: each expert over its own rows, as transformers' eager layers do it.
+"""Batch-invariant mixture of experts on the CPU.
 
-Which rows an expert gets depends on everything in the batch, and a row's bits must not: so an expert's rows are padded
-to the multiple at which matrix kernels give a row the same bits, and its outputs are added in the order of experts.
+As in transformers' eager layers, each expert computes its own rows. The rows of an expert depend on the whole batch,
+and a row's bits must not: so an expert's rows are padded to the multiple at which matrix kernels give a row the same
+bits, and outputs are added in the order of experts.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ EXPERTS = "kvsidecar_experts"
 
 
 def run_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """``hidden [rows, width]`` through the experts ``chosen [rows, k]`` with their ``weights [rows, k]``, to output of
-    hidden's shape. ``module`` holds ``gate_up_proj [experts, 2 inner, width]``, ``down_proj [experts, width, inner]``
-    and the activation."""
+    """Run ``hidden [rows, width]`` through experts ``chosen [rows, k]`` with ``weights [rows, k]``.
+
+    ``module`` holds ``gate_up_proj [experts, 2 inner, width]``, ``down_proj [experts, width, inner]`` and the
+    activation. Returns the shape of ``hidden``.
+    """
     out = torch.zeros_like(hidden)
     for expert in sorted(set(chosen.flatten().tolist())):
         row, place = torch.where(chosen == expert)
         x = F.pad(hidden[row], (0, 0, 0, -len(row) % ROW_MULTIPLE))
         gate, up = F.linear(x, module.gate_up_proj[expert]).chunk(2, dim=-1)
-        # Contiguous: a row must not lie otherwise among many rows than among few.
+        # Contiguous: the layout of a row must not depend on the number of rows.
         x = F.linear(module.act_fn(gate.contiguous()) * up, module.down_proj[expert])
         out.index_add_(0, row, (x[: len(row)] * weights[row, place, None]).to(out.dtype))
     return out
 
 
 def register_experts() -> None:
-    """Makes the function known to transformers. Idempotent."""
+    """Register the function with transformers. Idempotent."""
     ExpertsInterface.register(EXPERTS, run_experts)

@@ -1,8 +1,8 @@
-"""Products that give a row the same bits in every batch, where that has to be asked for.
+"""Sets MKL's strict mode, so that a row gets the same bits in every batch.
 
 MKL multiplies few rows in another order than many, unless it is told to be reproducible ("conditional numerical
-reproducibility", strict mode). It reads that once, at its first product; so it is set before a model is loaded. On CPUs
-that are not Intel's the strict mode does not exist, and rows padded to a multiple of four are enough
+reproducibility", strict mode). It reads the setting at its first product, so it is set before a model is loaded. The
+strict mode exists on Intel's CPUs only; on others, rows padded to a multiple of four are enough
 (docs/adr/004-batch-invariance.md).
 """
 
@@ -15,14 +15,14 @@ SETTING = "MKL_CBWR"
 
 
 def make_mkl_deterministic() -> None:
-    """Asks MKL for reproducible products, unless the environment has a wish of its own."""
+    """Request reproducible products from MKL, unless the environment sets the variable already."""
     wanted = wanted_setting()
     if wanted and SETTING not in os.environ:
         os.environ[SETTING] = wanted
 
 
 def wanted_setting() -> str:
-    """What this machine's CPU needs to be told; empty where there is nothing to tell."""
+    """Value of the variable for this machine's CPU; empty if it needs none."""
     return _wanted(_cpuinfo())
 
 

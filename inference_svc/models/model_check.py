@@ -25,7 +25,7 @@ _NEEDED = ("config.json", "tokenizer_config.json")
 
 
 def check_device(name: str) -> None:
-    """``auto``, ``cpu``, ``cuda`` or ``cuda:N``, where the driver has so many. Raises ConfigurationError."""
+    """Check ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` against the driver's devices. Raises ConfigurationError."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise ConfigurationError(f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N")
     if name.startswith("cuda"):
@@ -40,14 +40,14 @@ def check_device(name: str) -> None:
 
 
 def check_dtype(name: str, device: str) -> None:
-    """Raises ConfigurationError for a type that the device does not compute in."""
+    """Raise ConfigurationError for a dtype that the device does not compute in."""
     on_cpu = device == "cpu" or (device == "auto" and name == "float16" and cuda_devices() == 0)
     if name not in _DTYPES or (name == "float16" and on_cpu):
         raise ConfigurationError(f"dtype is {name!r}; allowed are auto, float32, bfloat16 and, on CUDA, float16")
 
 
 def check_model(name: str, strict: bool) -> None:
-    """Raises ModelUnsupported for a name that stands for nothing, and for files that are not a model that is served."""
+    """Raise ModelUnsupported for an unknown name, and for files that are no supported model."""
     if name.startswith(PREFIX):
         check_shape(name)
         return
@@ -67,7 +67,7 @@ def check_model(name: str, strict: bool) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises ModelUnsupported when it is not a whole model."""
+    """Raise ModelUnsupported for a folder that is not a complete model."""
     for needed in _NEEDED:
         if not (folder / needed).is_file():
             raise ModelUnsupported(f"{folder} has no {needed}; point --model to a complete Hugging Face model folder")
@@ -84,7 +84,7 @@ def _check_gguf(file: Path) -> None:
 
 
 def cuda_devices() -> int:
-    """How many GPUs the driver has; 0 without one. It creates no context and takes no memory of theirs."""
+    """Number of GPUs of the driver; 0 without one. Creates no CUDA context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""What a model's name stands for. Imports no torch: commands may ask before they load anything."""
+"""Resolves model names to files. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 from kvsidecar.errors import ModelUnsupported
 from kvsidecar.models import hub
 from kvsidecar.models.catalogue import CATALOGUE
-from kvsidecar.models.model_library import BUILT_IN, Library
+from kvsidecar.models.model_library import BUILT_IN, ModelLibrary
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 
 
-def resolve(name: str, library: Library | None = None) -> Path:
-    """The folder of safetensors or the GGUF file of a model: ``demo``, a pulled model, a path, or a hub id, which is
-    fetched. Raises ModelUnsupported, which says what would help.
+def resolve(name: str, library: ModelLibrary | None = None) -> Path:
+    """Find a model's folder of safetensors or GGUF file.
 
-    A pulled model is meant before a folder of the same name; ``./NAME`` is always the folder.
+    ``name`` is ``demo``, a pulled model, a path, or a hub id, which is fetched. A pulled model has precedence over a
+    folder of the same name; ``./NAME`` is always the folder. Raises ModelUnsupported with advice.
     """
     if name == BUILT_IN:
         return DEMO_MODEL
-    library = library or Library()
+    library = library or ModelLibrary()
     pulled, path = library.find(name), Path(name)
     if pulled is not None:
         return pulled
@@ -39,7 +39,7 @@ def resolve(name: str, library: Library | None = None) -> Path:
 
 
 def _in_folder(folder: Path) -> Path:
-    """The folder itself when it holds safetensors, else its only GGUF file."""
+    """Return the folder if it holds safetensors, else its only GGUF file."""
     packed = sorted(folder.glob("*.gguf"))
     if not packed or any(folder.glob("*.safetensors")):
         return folder
@@ -50,7 +50,7 @@ def _in_folder(folder: Path) -> Path:
 
 def _from_hub(name: str) -> Path:
     try:
-        return _in_folder(hub.fetch(hub.choose(name)))
+        return _in_folder(hub.fetch(hub.select_files(name)))
     except ModelUnsupported as error:
         cached = hub.fetched_before(name)
         if cached is not None and ":" not in name:

@@ -1,4 +1,4 @@
-"""``python -m inference_svc prepare MODEL``: checks a model and writes it out, so that starting it takes seconds."""
+"""``python -m inference_svc prepare MODEL``: converts a model ahead of its first start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference_svc.models.model_resolver import resolve
 
 
 def main(arguments: list[str]) -> int:
-    """Exit status: 0 ready, 1 the model cannot be served."""
+    """Check and convert a model. Exit status: 0 ready, 1 the model cannot be served."""
     parser = argparse.ArgumentParser(prog="python -m inference_svc prepare", description=__doc__)
     parser.add_argument("model", help="a pulled model, a folder, a GGUF file, or a hub id")
     parser.add_argument("--device", default="auto", help="where it will run: auto, cpu, cuda or cuda:N")

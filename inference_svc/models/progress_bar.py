@@ -1,4 +1,4 @@
-"""How far something that takes long has come: a bar on a terminal, else lines in the log."""
+"""Progress of long work: a bar on a terminal, else log lines."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rich.progress import Progress as Bar
 log = structlog.get_logger("model")
 
 _LOG_INTERVAL_SECONDS = 5.0
-# Told of what is done, and of all there is to do.
+# Called with the work done and the total.
 ProgressCallback = Callable[[int, int], None]
 
 
 @contextmanager
 def progress_bar(what: str) -> Iterator[ProgressCallback]:
-    """Shows what it is told as long as the block lasts."""
+    """Show progress while the block runs."""
     if not sys.stderr.isatty():
         yield _LogProgress(what)
         return
@@ -31,13 +31,13 @@ def progress_bar(what: str) -> Iterator[ProgressCallback]:
 
 
 def disable_bars_off_terminal() -> None:
-    """Ends transformers' own bars elsewhere: they would stand among the log's lines."""
+    """Disable transformers' own bars unless stderr is a terminal: they would mix with log lines."""
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
 
 
 class _LogProgress:
-    """Progress in the log, where nobody watches."""
+    """Progress as log lines."""
 
     def __init__(self, what: str) -> None:
         self._what, self._said = what, time.monotonic()

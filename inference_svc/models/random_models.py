@@ -1,6 +1,6 @@
-"""Shapes of well-known models, filled with random weights, to measure speed where weights cannot be had.
+"""Configurations of well-known models for random weights, to measure speed without checkpoints.
 
-Imports transformers only when a configuration is made: commands may ask for the names first.
+Imports transformers only when a configuration is built.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 from kvsidecar.errors import ModelUnsupported
 
 PREFIX = "shape:"
-# The name of a class of transformers' configurations, and its values.
+# Name of a transformers configuration class, and its values.
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-0.5b": (
         "Qwen2Config",
@@ -79,13 +79,13 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def check_shape(name: str) -> None:
-    """Raises ModelUnsupported when ``shape:NAME`` is none of the known ones."""
+    """Raise ModelUnsupported if ``shape:NAME`` is unknown."""
     if name.removeprefix(PREFIX) not in _SHAPES:
         raise ModelUnsupported(f"the shape {name.removeprefix(PREFIX)!r} is not known; known are {', '.join(_SHAPES)}")
 
 
 def config_of_shape(name: str) -> Any:
-    """The configuration of ``shape:NAME``. Raises ModelUnsupported."""
+    """Build the configuration of ``shape:NAME``. Raises ModelUnsupported."""
     import transformers
 
     check_shape(name)

@@ -1,5 +1,6 @@
-"""Writes a safetensors file piece by piece (https://github.com/huggingface/safetensors#format), its header first, so
-that no more than a piece of a tensor need be in memory.
+"""Writes safetensors files piece by piece (https://github.com/huggingface/safetensors#format).
+
+The header comes first, so that only one piece of a tensor need be in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", t
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that will be written."""
+    """Name, dtype and shape of a tensor to write."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +34,7 @@ class TensorSpec:
 
 
 class SafetensorsWriter:
-    """A file of tensors that are known beforehand, and come in their order, each in any number of pieces. A context."""
+    """Context that writes known tensors in order, each in any number of pieces."""
 
     def __init__(self, path: Path, tensors: Sequence[TensorSpec]) -> None:
         self._coming, self._written = list(reversed(tensors)), 0
@@ -53,7 +54,7 @@ class SafetensorsWriter:
         self._file.write(struct.pack("<Q", len(text)) + text)
 
     def write(self, name: str, piece: Tensor) -> None:
-        """The next piece of a tensor. Raises ValueError for one that is not expected here."""
+        """Write the next piece of a tensor. Raises ValueError for an unexpected one."""
         spec = self._coming[-1] if self._coming else TensorSpec("(nothing)", piece.dtype, (0,))
         size, left = piece.numel() * piece.element_size(), spec.size_bytes - self._written
         if (name, piece.dtype) != (spec.name, spec.dtype) or size > left:

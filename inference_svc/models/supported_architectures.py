@@ -1,4 +1,4 @@
-"""Names of architectures that are served, and why others are not. Imports no torch: commands may ask first."""
+"""Names of supported architectures, and reasons for unsupported ones. Imports no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ UNSUPPORTED: dict[str, str] = {
 
 
 def check_name(name: str, strict: bool = True) -> None:
-    """Raises ModelUnsupported with the reason. Without ``strict``, architectures nobody has verified may pass."""
+    """Raise ModelUnsupported with the reason. Without ``strict``, unverified architectures pass."""
     if name in UNSUPPORTED:
         raise ModelUnsupported(f"{name} is not supported: {UNSUPPORTED[name]}")
     if strict and name not in SUPPORTED:

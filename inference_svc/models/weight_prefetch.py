@@ -1,6 +1,6 @@
-"""Reads a model's weights into the system's page cache while the worker imports what it computes with.
+"""Prefetches a model's weights into the page cache while the worker imports torch.
 
-Importing takes seconds of a processor and leaves the disk alone; after it, loading waits for the disk. No torch here.
+The import takes seconds of a CPU and leaves the disk idle; loading then waits for the disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from kvsidecar.process.free_memory import free_bytes
 
 from inference_svc.models.model_resolver import resolve
 
-# Weights that would push others' pages out, or each other, are read when they are needed.
+# Larger weights would evict pages of other processes, or each other's: they are read when they are needed.
 _SHARE_OF_FREE = 2
 
 
 def prefetch_weights(model: str) -> threading.Thread | None:
-    """Begins to read the weights of a model that is here, on a thread that nobody has to wait for; None where they are
-    more than half of the free memory, or not to be had, which loading says in its own words."""
+    """Start to read a local model's weights on a daemon thread.
+
+    None if they exceed half of the free memory, or cannot be found (loading will report why).
+    """
     try:
         place = hub.fetched_before(model) if hub.is_hub_id(model) and not Path(model).exists() else resolve(model)
         if place is None:
@@ -40,7 +42,7 @@ def _read(files: list[Path]) -> None:
     for file in files:
         try:
             handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:  # loading will say it
+        except OSError:  # loading will report it
             return
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)

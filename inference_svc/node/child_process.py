@@ -1,4 +1,4 @@
-"""One process of a node: started, probed, started again."""
+"""One supervised process of a node: start, probe, restart."""
 
 from __future__ import annotations
 
@@ -12,25 +12,24 @@ from functools import partial
 
 import structlog
 from kvsidecar.process.node_report import SERVING, SILENT, STARTING, ProcessReport
-from kvsidecar.process.runtime_dir import end_with_parent
+from kvsidecar.process.runtime_dir import die_with_parent
 
 from inference_svc.node.liveness import PROBE_SECONDS, Probe
 
 log = structlog.get_logger("serve")
 
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.1, 10.0, 30.0
-_STOP_SECONDS = 45.0  # the daemon's longest: what is queued is written
+_STOP_SECONDS = 45.0  # the daemon's longest shutdown, in which queued chunks are written
 _PROBE_INTERVAL_SECONDS, _STARTING_PROBE_INTERVAL_SECONDS = 1.0, 0.05
 _FAILED, _BAD_SETTINGS = 1, 2
 
 
 @dataclass(eq=False)
 class ChildProcess:
-    """One process, how it is started, and how it is asked whether it lives.
+    """A process with its command and its liveness probe.
 
-    Once it has served, it is killed and started again when it does not answer ``liveness_seconds`` long (0: never).
-    Before that it may take as long as it likes: a large model loads for minutes. ``changed`` is called when the report
-    is another one.
+    Once it has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). Start-up has
+    no limit, because a large model loads for minutes. ``changed`` is called when the report changes.
     """
 
     name: str
@@ -40,14 +39,14 @@ class ChildProcess:
     changed: Callable[[], None] = lambda: None
     report: ProcessReport = field(default_factory=ProcessReport)
     served: bool = False
-    """Whether it was ever ready: then what ends it is no mistake in its settings."""
+    """True once it was ready: later exits are no configuration errors."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when it serves for the first time."""
+    """Set when the process serves for the first time."""
     process: asyncio.subprocess.Process | None = None
     _started: float = 0.0
 
     async def keep_running(self, stop: asyncio.Event) -> str:
-        """Runs it, again and again, until ``stop``. Returns why it cannot be run, empty when it was stopped."""
+        """Run and restart it until ``stop``. Returns why it cannot start; empty after a stop."""
         pause = _MIN_BACKOFF_SECONDS
         while not stop.is_set():
             code = await self._run_once()
@@ -63,14 +62,14 @@ class ChildProcess:
         return ""
 
     async def _run_once(self) -> int:
-        """From its start to its end; the exit code."""
+        """Run it once. Returns the exit code."""
         self._started = time.monotonic()
-        # A session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
-        # Should this process be killed, they end in order as well, so that nothing holds the port.
+        # In a session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
+        # If the supervisor is killed, its children get SIGTERM, so that none keeps the port.
         self.process = await asyncio.create_subprocess_exec(
             *self.command,
             start_new_session=True,
-            preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
         following = asyncio.create_task(self._probe_until_exit(self.process))
         killed = False
@@ -84,9 +83,9 @@ class ChildProcess:
         return code
 
     async def _probe_until_exit(self, process: asyncio.subprocess.Process) -> bool:
-        """Probes the process as long as it runs; True when it had to be killed.
+        """Probe the process while it runs; True if it was killed.
 
-        Silence is counted in probes that failed, not by the clock: this process may have been stopped itself.
+        Silence is the sum of failed probes, not wall-clock time: this process may have been stopped itself.
         """
         if self.probe is None:
             return False
@@ -116,7 +115,7 @@ class ChildProcess:
             await self.probe.close()
 
     async def terminate(self) -> None:
-        """Ends it in order, or kills it when that takes too long."""
+        """Terminate it, and kill it if that takes too long."""
         process = self.process
         if process is None or process.returncode is not None:
             return

@@ -1,4 +1,4 @@
-"""Liveness probes: whether a process of a node still answers."""
+"""Liveness probes of a node's processes."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ from kvsidecar.net.http_health import health_status
 from kvsidecar.process.runtime_dir import socket_target
 
 PROBE_SECONDS = 3.0
-"""Longest time that one probe takes."""
+"""Timeout of one probe."""
 _CREDENTIALS = struct.Struct("3i")
-# gRPC alone would wait longer after every failed try.
+# By default gRPC backs off longer after every failed attempt.
 _RECONNECT = (("grpc.max_reconnect_backoff_ms", 300), ("grpc.min_reconnect_backoff_ms", 100))
 
 
 class Probe(Protocol):
-    """Asks one process, again and again. Runs on the event loop."""
+    """Probe of one process. Runs on the event loop."""
 
     async def answers(self, pid: int) -> bool:
-        """Whether the process, or a child of it, serves. Takes ``PROBE_SECONDS`` at most."""
+        """True if the process, or a child of it, serves. Takes at most ``PROBE_SECONDS``."""
 
     async def close(self) -> None: ...
 
 
 class GrpcProbe:
-    """Asks the standard health service at a Unix socket, which must say SERVING.
+    """Queries the gRPC health service at a Unix socket, which must answer SERVING.
 
-    A socket that another process listens at counts for nothing, nor does one whose path is gone: nobody new could
-    connect.
+    Fails if another process listens at the socket, and if its path was removed, because new clients could not connect.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,7 +62,7 @@ class GrpcProbe:
 
 
 class HttpProbe:
-    """Asks ``/health`` of a gateway. Any answer counts: without a worker to ask it says 503."""
+    """Queries ``/health`` of a gateway. Any answer counts, also 503, which it gives without a ready worker."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -76,7 +75,7 @@ class HttpProbe:
 
 
 def _listens(path: Path, pid: int) -> bool:
-    """Whether a process, or a child of it, listens at a Unix socket. Does not block."""
+    """True if a process, or a child of it, listens at a Unix socket. Does not block."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         if probe.connect_ex(str(path)) not in (0, errno.EISCONN):

@@ -1,4 +1,4 @@
-"""The lock that makes a node the only one in its runtime folder."""
+"""File lock that allows one node per runtime folder."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.process.node_report import LOCK, Supervised, tell
+from kvsidecar.process.node_report import LOCK, NodeReport, write_node_report
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
 
 class NodeLock:
-    """A locked file in the runtime folder, with a description of the node. A context manager that takes it.
+    """Context manager that holds a locked file in the runtime folder, with a description of the node.
 
-    The kernel gives the lock back with the process; the file stays. Raises ConfigurationError where another node runs
+    The kernel releases the lock when the process ends; the file stays. Raises ConfigurationError if another node runs
     in the folder, or the folder cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / LOCK
         self._file: TextIO | None = None
-        self._node: Supervised | None = None
+        self._node: NodeReport | None = None
 
     def __enter__(self) -> Self:
         self._file = self._acquire()
@@ -32,21 +32,21 @@ class NodeLock:
         if self._file is not None:
             self._file.close()
 
-    def describe(self, node: Supervised) -> None:
-        """Writes into the file what ``status`` and ``stop`` read."""
+    def describe(self, node: NodeReport) -> None:
+        """Write the description that ``status`` and ``stop`` read."""
         assert self._file is not None
         self._node = node
-        tell(self._file, node)
+        write_node_report(self._file, node)
 
     def restore(self) -> bool:
-        """Makes folder and file again where they were deleted; whether they were. Raises ConfigurationError."""
+        """Recreate folder and file if they were deleted; True if they were. Raises ConfigurationError."""
         if self._path.exists():
             return False
         gone, self._file = self._file, self._acquire()
         if gone is not None:
             gone.close()
         if self._node is not None:
-            tell(self._file, self._node)
+            write_node_report(self._file, self._node)
         return True
 
     def _acquire(self) -> TextIO:

@@ -1,8 +1,7 @@
-"""``kvsidecar serve``: daemon, workers and gateway under one supervisor.
+"""``kvsidecar serve``: supervises the daemon, workers and gateway of a node.
 
-A child that dies is started again, with growing pauses while it keeps dying. One that could not start at all, or that
-refuses its settings, ends the whole; one that has served never does. SIGTERM ends the children front to back: no new
-requests, then running ones, then the cache.
+A child that exits is restarted, with exponential backoff while it keeps exiting. A child that never served and fails,
+or refuses its settings, ends the node. SIGTERM ends the children from front to back: gateway, workers, daemon.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.http_health import health_status
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
-from kvsidecar.process.node_report import Supervised, write_reports
+from kvsidecar.process.node_report import NodeReport, write_reports
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir, ensure_private_dir
 from kvsidecar.process.sigint import EXIT_CODE
 from pydantic import Field
@@ -48,38 +47,38 @@ _LOOK_SECONDS, _FOLDER_SECONDS = 0.1, 1.0
 
 
 class ServeConfig(ModelSettings):
-    """A whole node: one cache daemon, some workers, one gateway; without a daemon of its own where cache_address names
-    one on another host. Each process has more settings of its own; give
-    them by its environment variables (see: kvsidecar daemon --help, worker --help, gateway --help)."""
+    """A whole node: one cache daemon, some workers, one gateway. With cache_address it uses a daemon on another host
+    instead of its own. Each process has further settings; set them by its environment variables (see: kvsidecar daemon
+    --help, worker --help, gateway --help)."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_", extra="forbid", frozen=True, protected_namespaces=())
 
     flags_title: ClassVar[str] = "the node"
 
     workers: int = Field(default=1, ge=1, le=64)
-    """How many inference workers."""
+    """Number of inference workers."""
     host: str = "127.0.0.1"
     """Address of the HTTP gateway."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port of the HTTP gateway."""
     page: bool = True
-    """Serve a page at / of the gateway: chat, what is reused, the node."""
+    """Serve a web page at / of the gateway: chat, reused parts of prompts, state of the node."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
-    """Most tokens of a chat's answer or a response that names none; 0 for all that the context still holds."""
+    """Maximum tokens of a chat completion or response without a limit of its own; 0 for the rest of the context."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
-    """Folder of the durable store; none keeps nothing on disk."""
+    """Folder of the durable store; none for a cache in memory only."""
     arena_bytes: str = "1GiB"
     """Size of the arena in shared memory."""
     store_bytes: str = "8GiB"
     """Budget of the durable store."""
     liveness_seconds: float = Field(default=60.0, ge=0)
-    """A process that has served and does not answer for this long is killed and started again; 0 never does that."""
+    """A process that has served and does not answer for this long is killed and restarted; 0: never."""
 
 
 class Supervisor:
-    """Starts, watches and ends the children."""
+    """Starts, watches and ends the child processes of a node."""
 
     def __init__(self, config: ServeConfig, worker: WorkerConfig, lock: NodeLock | None = None) -> None:
         self._config, self._worker, self._lock = config, worker, lock
@@ -115,7 +114,7 @@ class Supervisor:
     # ---- starting -------------------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
-        # All at once: the daemon serves long before a worker has imported what it computes with.
+        # All at once: the daemon serves long before a worker has imported torch.
         daemon = self._worker.cache_address or self._launch(
             "daemon", self._daemon_command(), GrpcProbe(self.cache_socket)
         )
@@ -163,7 +162,7 @@ class Supervisor:
 
     @cached_property
     def _worker_memory_bytes(self) -> int:
-        """What a worker may take of the memory that is free before any has begun, and that the arena leaves."""
+        """A worker's share of the memory that is free before the start, less the arena."""
         try:
             arena = parse_size(self._config.arena_bytes)
         except ValueError:  # the daemon says so
@@ -179,12 +178,12 @@ class Supervisor:
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _store_is_private(self) -> bool:
-        """Whether texts are to be nowhere on disk, or nowhere in the clear: then nor are their keys and values."""
+        """True without a store or with an encrypted one: then keys and values must not overflow to disk, either."""
         encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
         return self._config.store == "none" or encrypted
 
     def _explicit(self, *names: str) -> dict[str, object]:
-        """Those of the node's settings that somebody set; the others are left to each process and its environment."""
+        """Settings that were set explicitly; others are left to each process and its environment."""
         return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
 
     # ---- watching -------------------------------------------------------------------------------------------
@@ -203,14 +202,14 @@ class Supervisor:
             self._stop.set()
 
     def _report(self) -> None:
-        """Says what the processes do, for ``status`` and the gateway. A full disk keeps nothing from running."""
+        """Write the process reports for ``status`` and the gateway. A full disk is logged and ignored."""
         try:
             write_reports(self._config.runtime_dir, {child.name: child.report for child in self._children})
         except OSError as error:
             log.warning("the state of the node cannot be written", error=str(error))
 
     async def _keep_folder(self) -> None:
-        """Makes the runtime folder again where somebody deletes it; the processes bind their sockets there again."""
+        """Recreate the runtime folder if it is deleted; the processes bind their sockets there again."""
         while self._lock is not None:
             await asyncio.sleep(_FOLDER_SECONDS)
             try:
@@ -229,7 +228,7 @@ class Supervisor:
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
-    """Each setting as a flag; of one with several values a flag for each."""
+    """Settings as flags, one flag for each value of a tuple."""
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
     return [f"--{name.replace('_', '-')}={value}" for name, values in several.items() for value in values]
 
@@ -256,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
         _refuse_taken_port(config)
         with NodeLock(config.runtime_dir) as lock:
             worker = _worker_settings(config)
-            lock.describe(Supervised(os.getpid(), gateway_url(config), config.workers, cache=not worker.cache_address))
+            lock.describe(NodeReport(os.getpid(), gateway_url(config), config.workers, cache=not worker.cache_address))
             node = Supervisor(config, checked_settings(worker), lock)
 
             async def run() -> int:
@@ -272,8 +271,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _browser_urls(host: str, port: int) -> tuple[str, str]:
-    """The URL to open for a gateway that listens there, and what is to be said beside it: nobody can open the address
-    that stands for all of a machine's."""
+    """URL to open in a browser for a gateway that listens at ``host``, and a remark about wildcard addresses.
+
+    A browser cannot open the wildcard address itself.
+    """
     if host not in ("0.0.0.0", "::"):
         return f"http://{TcpAddress(host, port)}", ""
     elsewhere = f"from other machines http://{TcpAddress(os.uname().nodename, port)}/v1"
@@ -281,8 +282,10 @@ def _browser_urls(host: str, port: int) -> tuple[str, str]:
 
 
 def _worker_settings(config: ServeConfig) -> WorkerConfig:
-    """A worker's settings: its own variables, and over them what was set for the node. Variables that are no settings,
-    of workers or the gateway, are refused here, before anything starts."""
+    """Settings of the workers: their environment variables, overridden by settings of the node.
+
+    Refuses unknown variables of workers and gateway before any process starts.
+    """
     refuse_unknown_variables(GatewayConfig)
     told = {name: getattr(config, name) for name in ModelSettings.model_fields if name in config.model_fields_set}
     worker = read_settings(WorkerConfig, told, None)
@@ -297,14 +300,14 @@ def _worker_settings(config: ServeConfig) -> WorkerConfig:
 
 
 def gateway_url(config: ServeConfig) -> str:
-    """The gateway's URL, for this machine."""
+    """URL of the gateway on this machine."""
     everywhere = {"0.0.0.0": "127.0.0.1", "::": "::1"}
     place = TcpAddress(everywhere.get(config.host, config.host), config.port)
     return f"{'https' if os.environ.get('KVSIDECAR_GATEWAY_TLS_CERT') else 'http'}://{place}"
 
 
 def _refuse_taken_port(config: ServeConfig) -> None:
-    """Raises ConfigurationError."""
+    """Raise ConfigurationError if the gateway's port cannot be bound."""
     address = TcpAddress(config.host, config.port)
     if why := why_not_bindable(address):
         raise ConfigurationError(

@@ -1,6 +1,6 @@
-"""``kvsidecar quantize``: a model's linear weights at 4 bits, by AWQ (Lin et al., MLSys 2024, arXiv:2306.00978).
+"""``kvsidecar quantize``: 4-bit linear weights by AWQ (Lin et al., MLSys 2024, arXiv:2306.00978).
 
-``rounding`` is the format, ``search`` what AWQ minimises, ``folding`` which layers of a model take part, ``texts`` what
-is read meanwhile, ``layerwise`` the pass over a checkpoint. May import ``inference_svc.models``; nothing imports it but
-the command.
+``awq_rounding`` is the format, ``scale_search`` the objective, ``scale_folding`` the layers of a model,
+``calibration_texts`` the text, ``layerwise_quantizer`` the pass over a checkpoint. Imports ``models``; only
+``__main__`` imports it.
 """

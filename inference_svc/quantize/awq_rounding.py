@@ -1,4 +1,4 @@
-"""Weights rounded to 4 bits, and AutoAWQ's GEMM format of them.
+"""Rounds weights to 4 bits in AutoAWQ's GEMM format.
 
 A group of inputs of one output shares a scale (float16) and a zero (4 bits): ``W = (code - zero) * scale``, codes and
 zeros from 0 to 15. Scales are rounded to float16 before codes are chosen, so that codes fit what is written.
@@ -28,12 +28,12 @@ class QuantizedWeight:
     zeros: Tensor
 
     def dense(self) -> Tensor:
-        """What they say, in float32 ``[out, in]``."""
+        """Dequantize to float32 ``[out, in]``."""
         groups = self.codes.float().view(*self.zeros.shape, -1)
         return (groups - self.zeros.float()[..., None]).mul_(self.scales.float()[..., None]).flatten(1)
 
     def parts(self) -> dict[str, Tensor]:
-        """``qweight``, ``qzeros`` and ``scales`` as AutoAWQ's GEMM format has them (``kvkernels.cuda.awq_gemm``)."""
+        """Return ``qweight``, ``qzeros`` and ``scales`` of AutoAWQ's GEMM format (``kvkernels.cuda.awq_gemm``)."""
         return {
             "qweight": pack_columns(self.codes.t()),
             "qzeros": pack_columns(self.zeros.t()),
@@ -42,8 +42,11 @@ class QuantizedWeight:
 
 
 def quantize_weight(weight: Tensor, group: int, shrink: Tensor | None = None) -> QuantizedWeight:
-    """A weight ``[out, in]`` rounded to the nearest codes of its groups' ranges, or of these ranges times ``shrink
-    [out, groups]``: what lies outside is clipped. Raises ValueError for a number that no float16 scale can hold."""
+    """Round a weight ``[out, in]`` to the nearest codes of its groups' ranges.
+
+    ``shrink [out, groups]`` scales the ranges; values outside are clipped. Raises ValueError for values that float16
+    scales cannot hold.
+    """
     groups = weight.view(len(weight), -1, group)
     scales, zeros = _scales(groups, shrink)
     if not bool(scales.isfinite().all()):
@@ -53,14 +56,14 @@ def quantize_weight(weight: Tensor, group: int, shrink: Tensor | None = None) ->
 
 
 def fake_quantize(weight: Tensor, group: int, shrink: Tensor | None = None) -> Tensor:
-    """``rounded(...).dense()`` in one go, for a search that tries many."""
+    """Compute ``quantize_weight(...).dense()`` in one pass, for searches."""
     groups = weight.view(len(weight), -1, group)
     scales, zeros = _scales(groups, shrink)
     return _codes(groups, scales, zeros).sub_(zeros).mul_(scales).flatten(1)
 
 
 def _scales(groups: Tensor, shrink: Tensor | None) -> tuple[Tensor, Tensor]:
-    # Zero is in every range: weights of nearly zero stay so, and a zero of 4 bits can always be had.
+    # Every range contains zero: weights near zero stay there, and a 4-bit zero point always exists.
     low, high = groups.amin(-1, keepdim=True).clamp_(max=0), groups.amax(-1, keepdim=True).clamp_(min=0)
     if shrink is not None:
         low, high = low * shrink[..., None], high * shrink[..., None]

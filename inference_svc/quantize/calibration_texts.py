@@ -1,4 +1,4 @@
-"""The text that a model reads while it is quantized, and the text on which it is measured, which is never the same."""
+"""Calibration text of a quantization, and disjoint text for its evaluation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MAX_FILE_BYTES = 4 << 20  # of a file; more would be read for nothing
 
 @dataclass(frozen=True)
 class CalibrationTexts:
-    """Token ids ``[sequences, tokens]``: those that are read for what matters, and those that are measured."""
+    """Token ids ``[sequences, tokens]`` for calibration and for evaluation."""
 
     calibration: Tensor
     evaluation: Tensor
 
 
 def built_in(tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> CalibrationTexts:
-    """The sample that is shipped, in sequences of so many tokens."""
+    """Built-in sample, in sequences of ``length`` tokens."""
     lines = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
     joined = ("\n\n".join(line["text"] for line in lines if line["use"] == use) for use in ("calibrate", "measure"))
     read, measured = (_cut(_ids(tokenizer, text), length) for text in joined)
@@ -35,8 +35,10 @@ def built_in(tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> Calibr
 
 
 def of_file(file: Path, tokenizer: PreTrainedTokenizerBase, length: int = TOKENS) -> CalibrationTexts:
-    """A text file's first 4 MiB: the last tenth is measured, the rest read. Raises ConfigurationError for a file that
-    is no text or too short."""
+    """First 4 MiB of a text file: the last tenth for evaluation, the rest for calibration.
+
+    Raises ConfigurationError for a file that is no text or too short.
+    """
     try:
         with file.open("rb") as data:
             found = data.read(_MAX_FILE_BYTES)
@@ -68,7 +70,7 @@ def _cut(ids: list[int], length: int) -> Tensor:
 
 
 def _spread(sequences: Tensor, most: int) -> Tensor:
-    """No more than so many of them, evenly spread."""
+    """Select at most ``most`` sequences, evenly spread."""
     if len(sequences) <= most:
         return sequences
     return sequences[torch.arange(most) * len(sequences) // most]

@@ -1,8 +1,8 @@
-"""Quantizes a checkpoint layer by layer, so that one layer and what the texts are in between are all that is in memory.
+"""Quantizes a checkpoint layer by layer, with one layer and the texts' activations in memory.
 
-The texts are carried from layer to layer: those that are read for what matters through the model as it is; those that
-are measured three times, through the model as it is, rounded plainly, and by AWQ. So one pass over the files both
-writes the weights and knows what they cost. Embedding and head are those of the written model, in float16.
+The activations of the texts go from layer to layer: those of the calibration text through the original model, those of
+the evaluation text three times, through the original, plainly rounded and AWQ models. So one pass over the files both
+writes the weights and measures their quality. Embedding and head are those of the written model, in float16.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from inference_svc.quantize.scale_search import InputStats
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.", "lm_head.weight"
 _SPARE_BYTES = 512 << 20
-# Beside a layer's weights there are the original ones, and some copies of one linear layer while it is searched.
+# Copies of a layer's weights in memory: the original ones, and some of one linear layer during the search.
 _COPIES = 4
-# Rows whose logits are in memory at a time.
+# Rows of logits in memory at a time.
 _ROWS = 512
 
 
 @dataclass(frozen=True)
 class QualityReport:
-    """Perplexity of the text that was kept apart: of the model as it is, rounded plainly, and by AWQ. Errors of linear
-    layers' outputs, as a share of their mean square, averaged over them."""
+    """Perplexity of the evaluation text in the original, plainly rounded and AWQ models.
+
+    Errors are those of linear layers' outputs, as a share of their mean square, averaged over the layers.
+    """
 
     perplexity: float
     plain_perplexity: float
@@ -48,10 +50,10 @@ class QualityReport:
 
 
 class LayerwiseQuantizer:
-    """A checkpoint of a family of ``folding.FAMILIES``, that is to be written at 4 bits."""
+    """Quantizer of a checkpoint of one of ``scale_folding.FAMILIES``."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        """Raises ModelUnsupported for a shape that the format does not have."""
+        """Raises ModelUnsupported for shapes that the format does not support."""
         self._model, self._rotary = build_meta_model(config, torch.float32, "sdpa")
         self._source = CheckpointWeights(folder, torch.float32, None)
         self._tied = bool(config.tie_word_embeddings)
@@ -59,11 +61,11 @@ class LayerwiseQuantizer:
         self.group = scale_folding.group_of(self.layers)
 
     def specs(self) -> list[TensorSpec]:
-        """What is written, in this order."""
+        """Tensors to write, in order."""
         return list(self._specs())
 
     def memory_bytes(self, texts: CalibrationTexts) -> int:
-        """About what quantizing takes, of weights and texts."""
+        """Approximate memory of the quantization, for weights and activations."""
         layer = sum(p.numel() for p in self.layers[0].parameters())
         inputs = [scale_folding.linear_of(self.layers[0], name).in_features for name in scale_folding.LINEARS]
         tokens = len(texts.calibration) * texts.calibration.shape[1] + 3 * texts.evaluation.numel()
@@ -72,8 +74,11 @@ class LayerwiseQuantizer:
 
     @torch.inference_mode()
     def run(self, texts: CalibrationTexts, out: SafetensorsWriter, progress: ProgressCallback) -> QualityReport:
-        """Reads, quantizes, measures and writes. ``progress`` is told of layers. Raises ModelUnsupported for weights
-        that are missing or not finite, and ConfigurationError where memory does not suffice."""
+        """Read, quantize, measure and write all layers; ``progress`` counts layers.
+
+        Raises ModelUnsupported for weights that are missing or not finite, and ConfigurationError if memory does not
+        suffice.
+        """
         needed, free = self.memory_bytes(texts), free_bytes()
         if needed > free:
             raise ConfigurationError(
@@ -137,7 +142,7 @@ class LayerwiseQuantizer:
     def _embedded(
         self, texts: CalibrationTexts, out: SafetensorsWriter
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The texts before the first layer, each ``[1, tokens, width]``; writes the embedding, piece by piece."""
+        """Embed the texts, each to ``[1, tokens, width]``; writes the embedding piece by piece."""
         shape = self._model.get_parameter(_EMBEDDING).shape
         tokens = torch.cat((texts.calibration, texts.evaluation))
         found = torch.empty(*tokens.shape, shape[1])
@@ -155,8 +160,10 @@ class LayerwiseQuantizer:
     def _perplexities(
         self, tokens: Tensor, ends: Sequence[list[Tensor]], out: SafetensorsWriter
     ) -> tuple[float, float, float]:
-        """Perplexities of texts ``[sequences, tokens]``, of which ``ends`` are what layers gave; writes what is behind
-        the layers."""
+        """Perplexities of texts ``[sequences, tokens]`` with final hidden states ``ends``.
+
+        Writes the final norm and the head.
+        """
         norm = self._model.model.norm
         self._source.fill(norm, _NORM)
         out.write(f"{_NORM}weight", _half(norm.weight, f"{_NORM}weight"))
@@ -183,13 +190,13 @@ class LayerwiseQuantizer:
 
 
 def _forward(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> None:
-    """Takes texts through a layer, in place. Rows see what is before them: no text is longer than a window."""
+    """Run texts through a layer, in place. Attention is causal: no text is longer than a window."""
     for i, state in enumerate(states):
         states[i] = layer(state, attention_mask=None, position_embeddings=rotary)
 
 
 def _collect_inputs(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> dict[str, InputStats]:
-    """Takes texts through a layer, in place, and returns what its linear layers were given."""
+    """Run texts through a layer, in place, and return statistics of its linear layers' inputs."""
     rows = sum(s.shape[1] for s in states)
     found: dict[str, InputStats] = {}
     hooks = []

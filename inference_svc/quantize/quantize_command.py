@@ -1,4 +1,4 @@
-"""``kvsidecar quantize MODEL --out DIR``: a model's weights at 4 bits, and what that costs."""
+"""``kvsidecar quantize MODEL --out DIR``: writes a model at 4 bits and reports its quality."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _ABOUT = f"""\
 Writes a model with its linear weights at 4 bits, in the format of AutoAWQ (GEMM), which this server and
 others read: about a quarter of 16 bits, and as much less to read for every token.
 
-The model reads some text, layer by layer, and the weights of inputs that turn out to matter are rounded
-finer (AWQ, activation-aware weight quantization). The report compares perplexity on other text, lower is
-better: before, rounded plainly, and as it was written. Best give text like that which the model will be
-asked about: --text FILE, of which the last tenth is kept for measuring.
+The model reads calibration text, layer by layer, and the weights of important inputs are rounded finer (AWQ,
+activation-aware weight quantization). The report compares perplexity on other text (lower is better): of the
+original, plainly rounded and written models. Use text similar to the model's later prompts: --text FILE, of
+which the last tenth is kept for the evaluation.
 
 It runs on the CPU and takes memory for one layer and the text, not for the model. Embeddings, norms and the
 head stay at 16 bits. Models: {", ".join(FAMILIES)}."""
@@ -55,7 +55,7 @@ Exit status: 0 written, 2 not, and then nothing is left at --out."""
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """What was done and what it costs. Sizes are those of the files of weights."""
+    """Result of a quantization. Sizes are those of the weight files."""
 
     model: str
     out: str
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def quantize(name: str, out: Path, text: Path | None) -> QuantizeReport:
-    """Writes a model at 4 bits. Raises KVSidecarError; then there is nothing at ``out``."""
+    """Write a model at 4 bits. Raises KVSidecarError, and leaves nothing at ``out`` then."""
     began = time.perf_counter()
     out = out.absolute()
     check_output(out)
@@ -139,7 +139,7 @@ def _folder_of(name: str) -> Path:
 
 
 def table(report: QuantizeReport) -> Table:
-    """The report as a table."""
+    """Format the report as a table."""
     measured = report.measured
     out = Table(box=None, padding=(0, 2), pad_edge=False)
     for name in ("", "before", "plainly rounded", "AWQ"):

@@ -1,4 +1,4 @@
-"""The folder of a quantized model: its weights, and what of the original's folder goes with them."""
+"""Folder of a quantized model: configuration and files copied from the original."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import appearing, check_room
+from kvsidecar.models.model_library import atomic_folder, check_disk_space
 
 REPORT = "quantized.json"
-# What others read beside weights: tokenizer, template, how to sample, and under which terms.
+# Files that are copied: tokenizer, chat template, sampling defaults, licences.
 _COPIED_FILES = (
     "generation_config.json",
     "tokenizer*",
@@ -29,7 +29,7 @@ _COPIED_FILES = (
 
 
 def check_output(out: Path) -> None:
-    """Raises ConfigurationError for a folder that is there, or cannot be."""
+    """Raise ConfigurationError for a folder that exists or cannot be created."""
     if out.exists() or out.is_symlink():
         raise ConfigurationError(f"{out} is there already; --out names a folder that is not")
     if not out.parent.is_dir():
@@ -40,20 +40,22 @@ def check_output(out: Path) -> None:
 
 @contextmanager
 def building(out: Path, size_bytes: int) -> Iterator[Path]:
-    """A folder that becomes ``out`` when the block ends without an error; otherwise nothing is left. Raises
-    ConfigurationError where there is no room for so many bytes."""
+    """Context with a temporary folder that becomes ``out`` if the block ends without an error.
+
+    Otherwise nothing is left. Raises ConfigurationError without disk space for ``size_bytes``.
+    """
     check_output(out)
-    check_room("writing the model", size_bytes, out.parent)
+    check_disk_space("writing the model", size_bytes, out.parent)
     partial = out.with_name(f".partial-{out.name}-{os.getpid()}")
     try:
-        with appearing(out, partial):
+        with atomic_folder(out, partial):
             yield partial
     except OSError as error:
         raise ConfigurationError(f"cannot write {out}: {error.strerror or error}") from error
 
 
 def write_metadata(source: Path, target: Path, group: int) -> None:
-    """Writes the configuration of a model at 4 bits, and copies the original's tokenizer and the like."""
+    """Write the configuration of the 4-bit model, and copy the original's tokenizer and other files."""
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
-"""Which layers of a model are quantized, and into what their inputs' scale is folded, so that nothing is added to it.
+"""Quantizes decoder layers, folding input scales into the preceding modules.
 
-What comes before a layer gives its outputs divided by the scale: a norm's weight, or the outputs of another linear
-layer. These pairs are AutoAWQ's for the same models.
+The module before a linear layer produces its outputs divided by the scale: a norm by its weight, or another linear
+layer by its rows. So the model needs no additional operations. The pairs are AutoAWQ's for the same models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3
 
 @dataclass(frozen=True)
 class Fold:
-    """Linear layers that read the same inputs, and what gives these."""
+    """Linear layers that share an input, and the module that produces it."""
 
     producer: str
     consumers: tuple[str, ...]
@@ -35,17 +35,20 @@ _FOLDS = (
     Fold("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
     Fold("mlp.up_proj", ("mlp.down_proj",)),
 )
-# The quantized layers, and those of them that read the same.
+# The quantized layers, grouped by common input.
 INPUTS = tuple(fold.consumers for fold in _FOLDS)
 LINEARS = tuple(name for readers in INPUTS for name in readers)
-# A score is a product of two of their outputs, which a few large weights decide: AutoAWQ clips none of them, either.
+# An attention score is a product of two of their outputs, which a few large weights dominate: AutoAWQ does not clip
+# them, either.
 _NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """A decoder layer's weights at 4 bits by their names; the mean error of their outputs, as a share of the outputs'
-    mean square, with plain rounding and with AWQ."""
+    """A decoder layer's 4-bit weights by name, and their mean output errors.
+
+    Errors are a share of the outputs' mean square, with plain rounding and with AWQ.
+    """
 
     weights: dict[str, QuantizedWeight]
     plain_error: float
@@ -53,7 +56,7 @@ class QuantizedLayer:
 
 
 def check_quantizable(architecture: str, config: Any) -> None:
-    """Raises ModelUnsupported for a model whose layers are not known here, and for one that is quantized already."""
+    """Raise ModelUnsupported for an unknown architecture, and for a model that is quantized already."""
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method:
         raise ModelUnsupported(f"the model is quantized already ({method}); give the model that it was made of")
@@ -62,13 +65,15 @@ def check_quantizable(architecture: str, config: Any) -> None:
 
 
 def linear_of(layer: nn.Module, name: str) -> nn.Linear:
-    """One of ``LINEARS`` of a decoder layer."""
+    """Return one of ``LINEARS`` of a decoder layer."""
     return cast(nn.Linear, layer.get_submodule(name))
 
 
 def group_of(layers: nn.ModuleList) -> int:
-    """The group of all layers of a model, which may be on the meta device. Raises ModelUnsupported for shapes that the
-    format does not have."""
+    """Choose the group size for all layers of a model, which may be on the meta device.
+
+    Raises ModelUnsupported for shapes that the format does not support.
+    """
     shapes = {name: linear_of(layers[0], name).weight.shape for name in LINEARS}
     for name, (outputs, inputs) in shapes.items():
         if inputs % GROUPS[-1] or outputs % 8:
@@ -80,22 +85,24 @@ def group_of(layers: nn.ModuleList) -> int:
 
 
 def round_plainly(layer: nn.Module, group: int) -> None:
-    """Replaces a layer's weights by the nearest ones of 4 bits, in place."""
+    """Replace a layer's weights by the nearest 4-bit ones, in place."""
     for name in LINEARS:
         linear = linear_of(layer, name)
         linear.weight.data = quantize_weight(linear.weight.data, group).dense()
 
 
 def quantize_layer(layer: nn.Module, inputs: Mapping[str, InputStats], group: int) -> QuantizedLayer:
-    """Quantizes a decoder layer in float32, in place: afterwards it computes what its weights at 4 bits say, its other
-    ones rounded to float16. ``inputs`` are what was seen at each of ``LINEARS``."""
+    """Quantize a decoder layer in float32, in place, with input statistics for each of ``LINEARS``.
+
+    Afterwards the layer computes with its dequantized 4-bit weights; other parameters are rounded to float16.
+    """
     meant = {name: linear_of(layer, name).weight.data for name in LINEARS}
     scales = {name: torch.ones(meant[name].shape[1]) for name in LINEARS}
     for fold in _FOLDS:
         giver = layer.get_submodule(fold.producer)
         seen = inputs[fold.consumers[0]]
         if isinstance(giver, nn.Linear) and giver.out_features != len(seen.magnitude):
-            continue  # several heads of queries read the same value
+            continue  # grouped-query attention: several query heads share a value head
         found = best_scale([meant[name] for name in fold.consumers], seen, group).values
         found = _folded(giver, found)
         scales |= dict.fromkeys(fold.consumers, found)
@@ -104,7 +111,7 @@ def quantize_layer(layer: nn.Module, inputs: Mapping[str, InputStats], group: in
     errors: list[float] = []
     for name in LINEARS:
         linear, scale, products = linear_of(layer, name), scales[name], inputs[name].products
-        # Rows that were divided by the scale of what reads them have their errors divided, too.
+        # Rows that were divided by their consumers' scale have their errors divided, too.
         rows = _output_scale(name, scales, linear)
         scaled = meant[name] * scale / rows
         shrink = None if name in _NEVER_CLIPPED else best_shrink(scaled, products / scale / scale[:, None], group)
@@ -123,8 +130,10 @@ def quantize_layer(layer: nn.Module, inputs: Mapping[str, InputStats], group: in
 
 
 def _folded(giver: nn.Module, scale: Tensor) -> Tensor:
-    """Divides what a module gives by a scale, in place, and returns by what it was divided: a norm's weight is rounded
-    so that bfloat16 and float16 both hold it, and its readers' weights make up for that exactly."""
+    """Divide a module's outputs by a scale, in place, and return the exact divisor.
+
+    A norm's weight is rounded so that bfloat16 and float16 both hold it; its consumers' weights compensate exactly.
+    """
     if isinstance(giver, nn.Linear):
         if giver.bias is not None:
             giver.bias.data = giver.bias.data / scale
@@ -137,7 +146,7 @@ def _folded(giver: nn.Module, scale: Tensor) -> Tensor:
 
 
 def _output_scale(name: str, scales: Mapping[str, Tensor], linear: nn.Module) -> Tensor:
-    """What the outputs of a linear layer were divided by ``[out, 1]``."""
+    """Divisor of a linear layer's outputs, ``[out, 1]``."""
     readers = [fold.consumers[0] for fold in _FOLDS if fold.producer == name]
     found = [scales[r] for r in readers if len(scales[r]) == linear.out_features]
     return found[0][:, None] if found else torch.ones(1, 1)

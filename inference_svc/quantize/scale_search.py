@@ -1,7 +1,7 @@
-"""What AWQ minimises, and how: weights of inputs that matter are scaled up before they are rounded, the inputs down.
+"""AWQ's scale search: scales important inputs' weights up before rounding, and the inputs down.
 
 A layer ``y = W x`` is the same as ``(W s) (x / s)`` for any positive scale of its inputs, but rounding ``W s`` is not:
-an input that is scaled up is rounded finer, at the expense of those that share its group. The paper takes ``s =
+an input that is scaled up is rounded finer, at the expense of others in its group. The paper takes ``s =
 mean(|x|) ** ratio`` and searches the ratio; AutoAWQ, and so this, divides by ``size ** (1 - ratio)``, how large the
 weights are in their groups. No scale at all is tried, too, so that the error is never larger than that of plain
 rounding.
@@ -20,15 +20,15 @@ from torch import Tensor
 
 from inference_svc.quantize.awq_rounding import fake_quantize
 
-# Exponents that are tried, as AutoAWQ does: so many of them in [0, 1).
+# Number of exponents in [0, 1) to try, as AutoAWQ does.
 _STEPS = 20
-# A group's range is shrunk to no less than this share, in so many steps.
+# Smallest share to which a group's range is shrunk, and the number of steps.
 _MIN_RANGE_SHARE, _CLIP_STEPS = 0.5, 10
 
 
 @dataclass(frozen=True)
 class InputStats:
-    """Of a layer's inputs: ``magnitude [in]``, the mean of ``|x|``, and ``products [in, in]``, that of ``x x^T``."""
+    """Input statistics: ``magnitude [in]``, the mean of ``|x|``, and ``products [in, in]``, the mean of ``x x^T``."""
 
     magnitude: Tensor
     products: Tensor
@@ -36,8 +36,10 @@ class InputStats:
 
 @dataclass(frozen=True)
 class ScaleResult:
-    """A scale of the inputs ``[in]``, the error of the layers' outputs with it, and that of plain rounding: each a
-    share of their mean square, added over the layers."""
+    """Input scale ``[in]``, and the output errors with it and with plain rounding.
+
+    Errors are shares of the outputs' mean square, summed over the layers.
+    """
 
     values: Tensor
     error: float
@@ -45,12 +47,12 @@ class ScaleResult:
 
 
 def output_error(change: Tensor, products: Tensor) -> Tensor:
-    """The mean square that a change ``[out, in]`` of a layer's weight makes in each output ``[out]``."""
+    """Mean squared error of each output ``[out]`` for a change ``[out, in]`` of a layer's weight."""
     return ((change @ products) * change).sum(1)
 
 
 def best_scale(weights: Sequence[Tensor], inputs: InputStats, group: int) -> ScaleResult:
-    """The scale for layers ``[out, in]`` that read the same inputs."""
+    """Search the best scale for layers ``[out, in]`` with common inputs."""
     sizes = [float(output_error(w, inputs.products).sum().clamp_min(1e-20)) for w in weights]
 
     def error(scale: Tensor) -> float:
@@ -67,7 +69,7 @@ def best_scale(weights: Sequence[Tensor], inputs: InputStats, group: int) -> Sca
 
 
 def _candidates(weights: Sequence[Tensor], magnitude: Tensor, group: int) -> Iterator[Tensor]:
-    # How large an input's weights are within their groups, averaged over the outputs of all layers.
+    # Relative magnitude of an input's weights within their groups, averaged over the outputs of all layers.
     total = torch.zeros_like(magnitude)
     for weight in weights:
         groups = weight.abs().view(len(weight), -1, group)
@@ -80,10 +82,12 @@ def _candidates(weights: Sequence[Tensor], magnitude: Tensor, group: int) -> Ite
 
 
 def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
-    """By how much to shrink the range of each group of a weight ``[out, in]``, as ``[out, groups]``, 1 where it stays:
-    a few large weights may be clipped for the rest to be rounded finer. No output's error gets larger by it."""
+    """Search the shrink factors ``[out, groups]`` of the groups' ranges of a weight ``[out, in]``.
+
+    Clipping a few large weights lets the others be rounded finer. No output's error increases.
+    """
     outputs, groups = weight.shape[0], weight.shape[1] // group
-    # Groups one by one, as if the error of each were alone; the products between groups are left out.
+    # Each group on its own, ignoring products between groups.
     blocks = torch.stack([products[g : g + group, g : g + group] for g in range(0, len(products), group)])
     shrink, least = torch.ones(outputs, groups), torch.full((outputs, groups), torch.inf)
     for step in range(_CLIP_STEPS):
@@ -91,6 +95,6 @@ def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
         change = (fake_quantize(weight, group, tried) - weight).view(outputs, groups, group).transpose(0, 1)
         found = ((change @ blocks) * change).sum(-1).t()
         shrink, least = torch.where(found < least, tried, shrink), least.minimum(found)
-    # With those products, all of an output's groups or none.
+    # With those products: accept the factors of all of an output's groups, or none.
     errors = [output_error(fake_quantize(weight, group, s) - weight, products) for s in (shrink, None)]
     return torch.where((errors[0] <= errors[1])[:, None], shrink, 1.0)

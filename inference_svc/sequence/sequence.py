@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 from kvsidecar.errors import KVSidecarError
-from kvsidecar.telemetry.tracing import NOT_TRACED, Span
+from kvsidecar.telemetry.tracing import NOOP_SPAN, Span
 from numpy.typing import NDArray
 
 from inference_svc.context_reuse.reuse_plan import Positions
@@ -129,7 +129,7 @@ class Sequence:
     detokenizer: IncrementalDetokenizer
     sink: Callable[[SequenceOutput], None]
     grammar: GrammarState | None = None
-    trace: Span = NOT_TRACED  # of the request; set before submission
+    trace: Span = NOOP_SPAN  # of the request; set before submission
     state: SequenceState = SequenceState.WAITING
     cancelled: threading.Event = field(default_factory=threading.Event)
     kv: KVState = field(default_factory=KVState)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from inference_svc.server.worker_config import WorkerConfig
 
 _FILES = ("cache_token_file", "cache_ca", "cache_cert", "cache_key")
 
 
-def daemon_address(config: WorkerConfig) -> Address | None:
+def daemon_address(config: WorkerConfig) -> ServiceAddress | None:
     """Address of the worker's daemon; None without one.
 
     Raises ConfigurationError for contradicting settings, and for files that cannot be used.
@@ -21,7 +21,7 @@ def daemon_address(config: WorkerConfig) -> Address | None:
                 f"cache_address is {config.cache_address} and cache_socket is {config.cache_socket}; a worker has one "
                 "daemon: leave one of them out"
             )
-        return Address.remote(
+        return ServiceAddress.remote(
             config.cache_address, config.cache_token_file, config.cache_ca, config.cache_cert, config.cache_key
         )
     for name in _FILES:
@@ -29,4 +29,4 @@ def daemon_address(config: WorkerConfig) -> Address | None:
             raise ConfigurationError(
                 f"{name} is for a daemon at cache_address, which is not set; set it, or leave it out"
             )
-    return Address(config.cache_socket) if config.cache_socket is not None else None
+    return ServiceAddress(config.cache_socket) if config.cache_socket is not None else None

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import grpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from kvsidecar.telemetry.otlp_export import Providers
-from kvsidecar.telemetry.tracing import NOT_TRACED, Span, error_name
+from kvsidecar.telemetry.otlp_export import OtelProviders
+from kvsidecar.telemetry.tracing import NOOP_SPAN, Span, error_name
 
 from inference_svc.sequence.sequence import Sequence
 
@@ -32,7 +32,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class ObservedRequest:
     """Context of one served request; this base class exports nothing."""
 
-    span: Span = NOT_TRACED
+    span: Span = NOOP_SPAN
 
     def __enter__(self) -> Self:
         return self
@@ -65,7 +65,7 @@ NOOP = RequestObserver()
 class OtelObserver(RequestObserver):
     """Exports requests as OpenTelemetry spans and histograms."""
 
-    def __init__(self, providers: Providers, model: str) -> None:
+    def __init__(self, providers: OtelProviders, model: str) -> None:
         self._tracer, self.model = providers.tracer("inference_svc"), model
         meter = providers.meters.get_meter("inference_svc")
 

@@ -16,7 +16,7 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import ServedCounts
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 from kvsidecar.process.malloc_tuning import keep_freed_memory, trim_freed_memory
 
 from inference_svc.context_reuse.chunking import new_chunker
@@ -127,7 +127,9 @@ def _load_and_assemble(config: WorkerConfig) -> Runtime:
         raise
 
 
-def _assemble(config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDir], address: Address | None) -> Runtime:
+def _assemble(
+    config: WorkerConfig, loaded: LoadedModel, folders: list[AdapterDir], address: ServiceAddress | None
+) -> Runtime:
     """Assemble the runtime of a loaded model with its adapters and the daemon at ``address``."""
     if config.context_length:
         if config.context_length > loaded.context_length:
@@ -189,7 +191,7 @@ def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWei
 
 
 def _daemon_connections(
-    address: Address | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
+    address: ServiceAddress | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
 ) -> dict[bytes, DaemonConnection]:
     """Connections for the model and for each adapter, by fingerprint; empty without a daemon.
 
@@ -202,7 +204,7 @@ def _daemon_connections(
 
 
 def daemon_connection(
-    address: Address, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
+    address: ServiceAddress, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
 ) -> DaemonConnection:
     """Connect for the adapter of this name and fingerprint; both are empty for the model."""
     return DaemonConnection(

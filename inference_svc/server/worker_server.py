@@ -11,9 +11,9 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
-from kvsidecar.net.grpc_server import Endpoint, listening, stop_on_signals
+from kvsidecar.net.grpc_server import Endpoint, serve_endpoint, stop_on_signals
 from kvsidecar.process.runtime_dir import ensure_private_dir
-from kvsidecar.telemetry.otlp_export import Providers, sending
+from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
 from inference_svc.engine.engine import Engine
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
@@ -50,7 +50,7 @@ async def serve(config: WorkerConfig) -> None:
     config.socket.unlink(missing_ok=True)  # left by a killed worker: it must not look alive while this one loads
     log.info("loading the model", model=config.model)
     # Before the runtime, so that calls to the daemon carry their span.
-    async with sending(SERVICE_NAME, config.otlp_endpoint) as providers:
+    async with otlp_providers(SERVICE_NAME, config.otlp_endpoint) as providers:
         runtime = await _build_or_exit(config, stop)
         try:
             if not stop.is_set():
@@ -88,12 +88,12 @@ async def _build_or_exit(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
     return building.result()
 
 
-async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: Providers | None) -> None:
+async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, providers: OtelProviders | None) -> None:
     observer = OtelObserver(providers, runtime.engine.loaded.id) if providers is not None else NOOP
     service = InferenceService(runtime, observer)
     others = (vllm_listener(config.vllm_grpc, service, runtime, observer, stop),) if config.vllm_grpc else ()
     health = health_aio.HealthServicer()
-    async with listening(
+    async with serve_endpoint(
         Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
         lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else GRACE_SECONDS,

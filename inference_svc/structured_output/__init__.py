@@ -1,1 +1,4 @@
-"""Structured output: grammar compilation (llguidance) and per-sequence grammar state."""
+"""Grammar-constrained output: JSON schemas, regular expressions and Lark grammars by llguidance.
+
+Imports llguidance, transformers' tokenizers and ``kvsidecar``'s stubs; nothing else of the worker.
+"""

@@ -1,8 +1,8 @@
-"""Requests' grammars into what steers an answer, compiled by llguidance (https://github.com/guidance-ai/llguidance).
+"""Compiles requests' grammars with llguidance (https://github.com/guidance-ai/llguidance).
 
-What compiling costs is bounded by size and by the compiler's own limits, which count work instead of time: the same
-grammar is refused everywhere, however busy the machine is. At 64 KiB nothing that was found takes longer than two
-seconds, without the GIL and on a thread that reads requests.
+The cost of a compilation is bounded by size and by the compiler's own limits, which count work instead of time, so that
+a grammar is refused independently of the machine's load. At 64 KiB no grammar in the tests takes longer than two
+seconds, without the GIL and on a thread of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from inference_svc.structured_output.schema_normalize import keyword_of_pattern,
 log = structlog.get_logger("worker")
 
 _MAX_CHOICES = 1024
-# Between two parts of JSON: nothing, a space, or a line's end and indentation. Small models would write nothing else.
+# Between two parts of JSON: nothing, a space, or a line end and indentation. Without a limit, small models would write
+# white space forever.
 WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _MAX_CACHED = 64
 _MAX_THREADS = 8
@@ -46,8 +47,7 @@ _KNOWN_KEYWORDS = "docs/protocol.md lists the supported keywords"
 
 
 class GrammarCompiler:
-    """Compiles grammars for one tokenizer, and keeps the last ones: a program sends the same one again and again.
-    Thread-safe."""
+    """Compiles grammars for one tokenizer, with a cache of recent ones. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocabulary: int, stops: frozenset[int]) -> None:
         """``vocabulary`` is the width of the model's logits, ``stops`` its end-of-sequence tokens."""
@@ -56,24 +56,22 @@ class GrammarCompiler:
         self._unreadable = False
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        # They compute with NumPy's and llguidance's own code alone: torch would keep a team of threads for each.
+        # These threads run NumPy and llguidance only: torch would keep an OpenMP team for each of them.
         threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(threads, "mask")
 
     def warm_up(self) -> None:
-        """Reads the vocabulary, which takes seconds for a large one and holds the GIL: not while others are answered.
-        Without it that is done for the first grammar."""
-        with suppress(UnsupportedOption):  # said to who sends one
+        """Read the vocabulary ahead of the first grammar: it takes seconds for a large one, and holds the GIL."""
+        with suppress(UnsupportedOption):  # reported to requests with a grammar
             self._llguidance_tokenizer()
 
     def compile(self, grammar: pb.Grammar) -> GrammarState:
-        """What keeps an answer to a grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
+        """Compile a request's grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
         schema = _schema(grammar) if grammar.WhichOneof("kind") == "json_schema" else None
         return self._cached_state(_source_of(grammar, schema), schema)
 
     def compile_lark(self, lark: str, schema: Any = None) -> GrammarState:
-        """The same for a grammar of our own making, in Lark's form; ``schema`` holds the JSON schemas in it, of which
-        an error names the keyword."""
+        """Compile a Lark grammar; ``schema`` holds its JSON schemas, so that errors can name a keyword."""
         if len(lark) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
@@ -81,14 +79,14 @@ class GrammarCompiler:
         return self._cached_state(LLMatcher.grammar_from_lark(lark), schema)
 
     def special_token(self, text: str) -> int | None:
-        """The one token that a text is, if it is one that text cannot spell."""
+        """Special token with this text; None if the text is no special token."""
         ready, source = self._llguidance_tokenizer(), self._source
         assert isinstance(source, PreTrainedTokenizerFast)
         token: int | None = source.backend_tokenizer.token_to_id(text)
         return token if token is not None and ready.is_special_token(token) else None
 
     def special_tokens(self) -> list[int]:
-        """Tokens that text cannot spell, without those that end an answer."""
+        """Special tokens, without those that end an answer."""
         ready, known = self._llguidance_tokenizer(), getattr(self._source, "added_tokens_decoder", {})
         return [token for token in known if token not in self._stops and ready.is_special_token(token)]
 
@@ -131,15 +129,17 @@ class GrammarCompiler:
         size = max(self._vocabulary, len(self._source))
         try:
             found: LLTokenizer = hf.from_tokenizer(self._source, size, sorted(self._stops) or None)
-        except Exception as error:  # it reads some kinds of tokenizers only, and says so in its own ways
+        except Exception as error:  # unsupported kinds of tokenizers raise various exceptions
             log.warning("grammars are not served: the tokenizer cannot be read for them", error=str(error))
             return None
         return found
 
 
 def _check_satisfiable(matcher: LLMatcher) -> None:
-    """Raises InvalidRequest for a grammar that has no text at all, such as a schema that refers to itself alone: the
-    compiler says so when it is asked for a first token."""
+    """Raise InvalidRequest for a grammar that matches no text, such as a schema that refers only to itself.
+
+    The compiler detects it when it computes the first mask.
+    """
     tried = matcher.deep_copy()
     tried.compute_bitmask()
     if tried.is_error():
@@ -185,7 +185,7 @@ def _about_keyword(why: str, schema: Any) -> str:
 
 
 def _source_of(grammar: pb.Grammar, schema: dict[str, Any] | None) -> str:
-    """A request's grammar as llguidance's; ``schema`` is that of a grammar that is one."""
+    """Translate a request's grammar for llguidance; ``schema`` is that of a JSON schema grammar."""
     _check_size(grammar)
     kind = grammar.WhichOneof("kind")
     try:

@@ -1,8 +1,7 @@
-"""What keeps one answer to a grammar: where it stands, and which tokens may follow there.
+"""Grammar state of one answer, and the mask of allowed next tokens.
 
-The state moves on by accepted tokens alone, so a sequence that is preempted and computed again finds it as it was. The
-mask of the next token is computed on a thread beside the forward, without the GIL, and waited for when that token is
-drawn.
+Only accepted tokens advance the state, so that a sequence that is preempted and recomputed finds it unchanged. The mask
+of the next token is computed on a thread during the forward, without the GIL, and awaited by the sampler.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 
 class Matcher(Protocol):
-    """A place in a grammar: llguidance's ``LLMatcher``, or what stands for one. Used by one thread at a time."""
+    """Position in a grammar: llguidance's ``LLMatcher``, or a substitute. For one thread at a time."""
 
     def deep_copy(self) -> Self: ...
     def is_stopped(self) -> bool: ...
@@ -28,15 +27,14 @@ class Matcher(Protocol):
 
 
 class UnionMatcher:
-    """A place in a text that some of several grammars describe: as long as it may be of more than one, what any of them
-    allows may follow. There is one at least."""
+    """Union of grammars: a token may follow if any of the grammars that match so far allows it."""
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
-        """Takes over ``matchers``, which stand at the same place."""
+        """Takes ownership of ``matchers``, at least one, which are at the same position."""
         self._matchers = list(matchers)
 
     def deep_copy(self) -> UnionMatcher:
-        """Another one at the same place."""
+        """Copy at the same position."""
         return UnionMatcher([matcher.deep_copy() for matcher in self._matchers])
 
     def is_stopped(self) -> bool:
@@ -49,52 +47,58 @@ class UnionMatcher:
         return self._matchers[0].stop_reason()
 
     def compute_bitmask(self) -> bytes:
-        """A bit for each token that may come next."""
+        """One bit for each token, set if it may follow."""
         masks = [np.frombuffer(matcher.compute_bitmask(), np.uint8) for matcher in self._matchers]
         able = [mask for mask, one in zip(masks, self._matchers, strict=True) if not one.is_error()]
         either: NDArray[np.uint8] = np.bitwise_or.reduce(able or masks)
         return either.tobytes()
 
     def consume_token(self, token: int) -> bool:
-        """Goes on with a token in those grammars that allow it; False when none does."""
+        """Advance the grammars that allow a token, and drop the others; False if none allows it."""
         went = [matcher for matcher in self._matchers if not matcher.is_error() and matcher.consume_token(token)]
         self._matchers = went or self._matchers[:1]
         return bool(went)
 
 
 class GrammarState:
-    """One answer's place in its grammar. Belongs to the engine's thread once its sequence is submitted; between
-    ``look_ahead`` and ``mask`` a thread of ``threads`` works on it."""
+    """Position of one answer in its grammar.
+
+    Belongs to the engine's thread once its sequence is submitted; between ``start_mask`` and ``mask`` a thread of
+    ``threads`` works on it.
+    """
 
     def __init__(self, matcher: Matcher, threads: Executor) -> None:
-        """Takes over ``matcher``, which stands at the grammar's beginning."""
+        """Takes ownership of ``matcher``, which is at the start of the grammar."""
         self._matcher, self._threads = matcher, threads
         self._next: Future[bytes] | None = None
 
     def union(self, other: GrammarState) -> GrammarState:
-        """An answer that is as this one or the other would have it. Takes over both, which stand at the beginning."""
+        """State that allows both grammars. Takes ownership of both states, which are at the start."""
         return GrammarState(UnionMatcher((self._matcher, other._matcher)), self._threads)
 
     @property
     def complete(self) -> bool:
-        """The text is what it must be, and nothing may follow."""
+        """True if the text matches the grammar completely, and nothing may follow."""
         return self._next is None and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def accept(self, token: int) -> None:
-        """The answer goes on with a token that the mask allowed. Raises GrammarFailed."""
+        """Advance by a token that the mask allowed. Raises GrammarFailed."""
         self.mask()  # the thread is done with the matcher
         self._next = None
         if not self._matcher.consume_token(token):
             raise self._failure()
 
     def start_mask(self) -> None:
-        """Begins to compute the mask of the next token."""
+        """Start to compute the mask of the next token."""
         if self._next is None:
             self._next = self._threads.submit(self._matcher.compute_bitmask)
 
     def mask(self) -> NDArray[np.uint8]:
-        """A bit for each token that may come next, from the lowest bit of the first byte on; beyond the vocabulary
-        there may be more. The same until a token is accepted. Raises GrammarFailed when the grammar cannot go on."""
+        """Mask of the next token: one bit per token, from the lowest bit of the first byte on.
+
+        May be longer than the vocabulary. The same until a token is accepted. Raises GrammarFailed if the grammar
+        cannot continue.
+        """
         self.start_mask()
         assert self._next is not None
         error = self._next.exception()  # a panic in the compiled code is no Exception, and would end the engine

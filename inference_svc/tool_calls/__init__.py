@@ -1,1 +1,4 @@
-"""Functions that a model may ask the client to call: into the prompt, and out of the answer's text."""
+"""Tool calls: formats of models, prompts, grammars, and parsing of answers.
+
+Imports ``structured_output`` and ``kvsidecar``'s stubs; of the engine only the finish reasons.
+"""

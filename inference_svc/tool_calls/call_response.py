@@ -1,4 +1,4 @@
-"""An answer's end and its calls in the protocol's words."""
+"""Tool calls and finish reasons as protocol fields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINI
 
 
 def read_calls(parser: ToolCallParser, part: pb.GenerateStreamResponse) -> None:
-    """Moves what is a call out of a part's text; the last part says that the answer calls."""
+    """Move calls from a part's text to its ``tool_calls``; sets the finish reason in the last part."""
     deltas = parser.feed(part.text)
     if part.finish_reason:
         deltas += parser.finish()

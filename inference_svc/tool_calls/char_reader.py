@@ -1,7 +1,7 @@
-"""An answer's text, read one character after the other by generators.
+"""Character reader for streamed text: parsers are generators that receive characters.
 
-A reading asks for a character by ``yield``, and gets None at the end. So what it finds does not depend on the pieces in
-which the text came.
+A parser asks for a character by ``yield``, and gets None at the end of the text. So its result does not depend on the
+pieces in which the text arrives.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
-# Asks for characters, of which None is the end, and returns T.
+# A parser: receives characters, then None at the end, and returns T.
 Parse = Generator[None, str | None, T]
 _WHITE = " \t\n\r"
 
 
 @dataclass(frozen=True)
 class CallDelta:
-    """New text, or a piece of the call ``index``: its ``id`` and ``name`` in the first one, then its arguments."""
+    """New text, or a part of call ``index``: ``id`` and ``name`` in its first part, then arguments."""
 
     text: str = ""
     index: int | None = None
@@ -29,11 +29,11 @@ class CallDelta:
 
 
 class NotACall(Exception):
-    """This is no call, or goes on as none."""
+    """The text is no call, or stops being one."""
 
 
 class CharReader:
-    """What readings of all dialects need: characters, text that is passed on, JSON."""
+    """Base of parsers for all formats: characters, emitted text, JSON values."""
 
     def __init__(self) -> None:
         self._deltas: list[CallDelta] = []
@@ -45,7 +45,7 @@ class CharReader:
     # ---- JSON -----------------------------------------------------------------------------------------------
 
     def _value(self, put: Callable[[str], None]) -> Parse[None]:
-        """A value, passed on as it is written; of a string its text, of null an empty object."""
+        """Parse a value and pass it on as written; a string as its text, null as an empty object."""
         character = yield from self._next_nonspace()
         if character == '"':
             put((yield from self._string()))
@@ -79,7 +79,7 @@ class CharReader:
                 depth += (character in "{[") - (character in "}]")
 
     def _string(self) -> Parse[str]:
-        """The text of a string whose opening quote was read."""
+        """Parse a string after its opening quote, and return its text."""
         raw, escaped = "", False
         while True:
             character = yield from self._next()
@@ -91,7 +91,7 @@ class CharReader:
             escaped = character == "\\" and not escaped
         try:
             text: str = json.loads(f'"{raw}"', strict=False)
-            text.encode()  # half a surrogate pair is none of UTF-8's
+            text.encode()  # half a surrogate pair cannot be encoded in UTF-8
         except ValueError:
             raise NotACall from None
         return text
@@ -112,26 +112,26 @@ class CharReader:
         return character
 
     def _push(self, text: str) -> None:
-        """These characters are read again."""
+        """Push characters back, to be read again."""
         self._pushed_back.extend(reversed(text))
         if self._raw is not None:
             del self._raw[len(self._raw) - len(text) :]
 
     def _next_nonspace(self) -> Parse[str | None]:
-        """The next character that is not white."""
+        """Return the next character that is no white space."""
         while True:
             character = yield from self._next()
             if character is None or character not in _WHITE:
                 return character
 
     def _optional(self, text: str) -> Parse[None]:
-        """Reads a text if it follows, after white space or not."""
+        """Read a text if it follows, after optional white space."""
         white, read = yield from self._match_any(text)
         if read != text:
             self._push(white + read)
 
     def _match_any(self, *texts: str) -> Parse[tuple[str, str]]:
-        """White space, and one of the texts behind it, if one follows: else what was read to see that."""
+        """Return white space and the text that follows it, or the characters that were read to exclude all texts."""
         white, read = yield from self._white_before()
         while read not in texts and any(text.startswith(read) for text in texts):
             character = yield from self._next()
@@ -141,22 +141,25 @@ class CharReader:
         return white, read
 
     def _white_before(self) -> Parse[tuple[str, str]]:
-        """White space, and the character behind it, if there is one."""
+        """Return white space, and the character after it, if there is one."""
         white: list[str] = []
         while (character := (yield from self._next())) is not None and character in _WHITE:
             white.append(character)
         return "".join(white), character or ""
 
     def _expect(self, text: str) -> Parse[None]:
-        """Drops a text that must follow, after white space or not. Raises Broken."""
+        """Drop a text that must follow, after optional white space. Raises NotACall."""
         first = yield from self._next_nonspace()
         for i, wanted in enumerate(text):
             if (first if not i else (yield from self._next())) != wanted:
                 raise NotACall
 
     def _skip(self, end: str, begin: str) -> Parse[None]:
-        """Drops all up to and with a text. Where that is missing, what comes before ``begin`` or the end is text,
-        but for the beginning of what is missing."""
+        """Drop everything up to and including ``end``.
+
+        If it is missing, the text before ``begin`` or before the end of the answer is emitted, except for a truncated
+        ``end``.
+        """
         dropped: list[str] = []
         found = yield from self._text_before(end, begin, say=dropped.append)
         if found == end:
@@ -167,7 +170,7 @@ class CharReader:
             self._emit_text(text)
 
     def _text_before(self, *markers: str, say: Callable[[str], None] | None = None) -> Parse[str]:
-        """Passes text on until one of the markers, which is dropped and returned; empty at the end."""
+        """Emit text up to one of the markers, which is dropped and returned; empty at the end."""
         say = self._emit_text if say is None else say
         held = ""
         while (character := (yield from self._next())) is not None:
@@ -183,7 +186,7 @@ class CharReader:
         return ""
 
     def _emit_text(self, text: str) -> None:
-        """Passes text on; white space at its end waits for what follows."""
+        """Emit text; its trailing white space is held back until text follows."""
         solid = text.rstrip()
         if solid:
             self._deltas.append(CallDelta("".join(self._pending_space) + solid))
@@ -192,7 +195,7 @@ class CharReader:
             self._pending_space.append(text[len(solid) :])
 
     def _take_deltas(self) -> list[CallDelta]:
-        """What was found, neighbours of a kind as one."""
+        """Return the new deltas, adjacent ones of a kind merged."""
         merged: list[CallDelta] = []
         for delta in self._deltas:
             last = merged[-1] if merged else None
@@ -206,5 +209,5 @@ class CharReader:
 
 
 def _partial_match(text: str, marker: str) -> int:
-    """Characters at the end of a text that a marker begins with, not all of it."""
+    """Length of the longest proper prefix of a marker at the end of a text."""
     return next((n for n in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-n:])), 0)

@@ -1,4 +1,4 @@
-"""What one model does with conversations and tools: prompt, grammar, and calls out of the answer."""
+"""Conversations and tools of one model: prompt, grammar, call parser."""
 
 from __future__ import annotations
 
@@ -31,12 +31,15 @@ from inference_svc.tool_calls.tool_grammar import optional_calls_grammar, requir
 
 
 class Conversations:
-    """For one model. All methods raise InvalidRequest with one clear sentence, and may be called by any thread."""
+    """Chat template and tool calls of one model.
+
+    Methods may be called on any thread, and raise InvalidRequest in one sentence.
+    """
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, grammars: GrammarCompiler, parser: str = "auto"
     ) -> None:
-        """``parser`` is the dialect in which the model writes calls; auto: as its template has it."""
+        """``parser`` is the format of the model's calls; ``auto`` detects it in the chat template."""
         self._name, self._tokenizer, self._grammars = name, tokenizer, grammars
         template = self._template(True)
         self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
@@ -45,14 +48,14 @@ class Conversations:
         self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
 
     def _template(self, with_tools: bool) -> str | None:
-        """The text of the template; some models have one of its own for tools."""
+        """Text of the chat template; some models have a separate one for tools."""
         template: Any = self._tokenizer.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use" if with_tools else "default") or next(iter(template.values()), None)
         return template if isinstance(template, str) else None
 
     def render(self, chat: pb.Chat, generation_prompt: bool) -> str:
-        """A conversation as the model's template writes it."""
+        """Render a conversation with the model's template."""
         check_chat(chat)
         more, start = template_arguments(chat), chat.answer_start
         more["add_generation_prompt"] = generation_prompt and start == pb.ANSWER_START_UNSPECIFIED
@@ -66,13 +69,13 @@ class Conversations:
         except InvalidRequest:
             if chat.messages[0].role == "system":
                 raise
-        # Some templates know no system message.
+        # Some templates support no system message.
         return self._written(messages_with_described_tools(chat, in_system=False), [], more)
 
     def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **more)
-        except Exception as error:  # a template raises what it likes
+        except Exception as error:  # a template may raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
@@ -85,7 +88,7 @@ class Conversations:
         return str(text)
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """What keeps an answer to the request's grammar, or to a call where it must be one; None for nothing."""
+        """Grammar state of the request's grammar or of its required or strict calls; None for free text."""
         use, tools, grammar = request.tool_use, request.prompt.chat.tools, request.grammar
         given = request.HasField("grammar")
         if use.mode == pb.TOOL_MODE_REQUIRED:
@@ -124,7 +127,7 @@ class Conversations:
             ) from error
 
     def parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
-        """What reads calls out of the answer's text; None where none is asked for."""
+        """Create a parser of calls in the answer's text; None if the request allows none."""
         tools, use = request.prompt.chat.tools, request.tool_use
         if not tools or use.mode == pb.TOOL_MODE_NONE:
             return None
@@ -135,11 +138,11 @@ class Conversations:
         return ToolCallParser(self._dialect, functions, single, exact, whole=either)
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
-        """Special tokens belong to the answer's text, because calls are marked by them."""
+        """True if special tokens must appear in the answer's text, because they mark calls."""
         return self._marked_by_special and self.parser(request) is not None
 
 
 def _strict(request: pb.GenerateRequest) -> bool:
-    """The model decides whether to call, and calls are kept to their schemas."""
+    """True if the model decides whether to call, and calls must match strict schemas."""
     decides = request.tool_use.mode == pb.TOOL_MODE_UNSPECIFIED and not request.HasField("grammar")
     return decides and any(tool.strict for tool in request.prompt.chat.tools)

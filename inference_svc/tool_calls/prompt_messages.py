@@ -1,8 +1,8 @@
-"""Conversations with tools as chat templates want them.
+"""Messages and tools in the form that chat templates expect.
 
-Templates that know tools get them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
-``tool_calls`` of a message, arguments as an object). For the others tools are described in the system message, calls
-are written as JSON, and results come as a user's messages, because such templates often allow no other roles.
+Templates that support tools get them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
+``tool_calls`` of a message, arguments as an object). For others, tools are described in the system message, calls are
+written as JSON, and results are user messages, because such templates often allow no other roles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters
 _ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 128, 256, 1 << 16
-# What the template is given anyway, and what is not the template's.
+# Reserved arguments: set by us, or not the template's.
 _NOT_ARGUMENTS = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
     " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -33,7 +33,7 @@ _INSTRUCTIONS = (
 
 
 def check_chat(chat: pb.Chat) -> None:
-    """Raises InvalidRequest for what no template could write."""
+    """Raise InvalidRequest for conversations that no template could render."""
     if not chat.messages:
         raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
     for message in chat.messages:
@@ -62,7 +62,7 @@ def check_chat(chat: pb.Chat) -> None:
 
 
 def template_arguments(chat: pb.Chat) -> dict[str, Any]:
-    """What else the template is told. Raises InvalidRequest."""
+    """Parse the request's further template arguments. Raises InvalidRequest."""
     text, param = chat.template_arguments, "chat_template_kwargs"
     if len(text) > _MAX_ARGUMENTS_BYTES:
         raise InvalidRequest(
@@ -82,17 +82,17 @@ def template_arguments(chat: pb.Chat) -> dict[str, Any]:
 
 
 def _names_in(message: pb.ChatMessage) -> list[str]:
-    """What a message calls itself, the tools that it calls, and their calls."""
+    """Names and ids in a message: its own, and those of its calls."""
     return [message.name, message.tool_call_id, *(s for call in message.tool_calls for s in (call.id, call.name))]
 
 
 def uses_tools(chat: pb.Chat) -> bool:
-    """The conversation has tools, or had."""
+    """True if the conversation has tools, or contains calls."""
     return bool(chat.tools) or any(m.tool_calls or m.tool_call_id for m in chat.messages)
 
 
 def chat_texts(chat: pb.Chat) -> list[str]:
-    """All that a template will write, for counting."""
+    """All texts that a template will render, for counting."""
     written = [m.content for m in chat.messages]
     written += [call.arguments for m in chat.messages for call in m.tool_calls]
     written += [name for m in chat.messages for name in _names_in(m) if name]
@@ -101,12 +101,12 @@ def chat_texts(chat: pb.Chat) -> list[str]:
 
 
 def template_tools(chat: pb.Chat) -> list[dict[str, Any]]:
-    """The tools as templates want them. Raises InvalidRequest."""
+    """Tools as templates expect them. Raises InvalidRequest."""
     return [{"type": "function", "function": _function(tool)} for tool in chat.tools]
 
 
 def template_messages(chat: pb.Chat, dialect: ToolCallFormat) -> list[dict[str, Any]]:
-    """The messages for a template that knows tools, or where there are none."""
+    """Messages for a template that supports tools, or for a conversation without tools."""
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     messages = []
     for m in chat.messages:
@@ -123,8 +123,10 @@ def template_messages(chat: pb.Chat, dialect: ToolCallFormat) -> list[dict[str, 
 
 
 def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
-    """The messages for a template that knows no tools: with ``in_system`` the tools are described in the system
-    message, otherwise in the first one. Raises InvalidRequest."""
+    """Messages for a template without support for tools.
+
+    Describes the tools in the system message with ``in_system``, otherwise in the first message. Raises InvalidRequest.
+    """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     said: list[tuple[str, list[str]]] = []  # a role, and what it says in a row
     for m in chat.messages:
@@ -151,7 +153,7 @@ def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[s
 
 
 def _ordered(first: dict[str, Any], text: str) -> Sequence[str]:
-    """What the system says stands before the tools, what a user asks behind them."""
+    """Order the first message and the tools: a system message comes before them, a user message after."""
     return (first["content"], text) if first["role"] == "system" else (text, first["content"])
 
 
@@ -165,7 +167,7 @@ def _call(call: pb.ToolCall, dialect: ToolCallFormat) -> dict[str, Any]:
 
 
 def _arguments(call: pb.ToolCall) -> Any:
-    """As an object, which templates write as JSON; as it is where the answer that it was in had been cut off."""
+    """Arguments as an object, which templates write as JSON; as text if they were truncated."""
     try:
         return json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -173,7 +175,7 @@ def _arguments(call: pb.ToolCall) -> Any:
 
 
 def _shown_id(name: str, dialect: ToolCallFormat) -> str:
-    """Mistral's templates refuse ids of any length but nine."""
+    """Id in the form of the template: Mistral's templates require nine characters."""
     return re.sub(r"[^A-Za-z0-9]", "", name)[-9:].rjust(9, "0") if dialect == "mistral" else name
 
 

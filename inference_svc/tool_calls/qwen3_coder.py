@@ -1,4 +1,4 @@
-"""Arguments as Qwen3-Coder writes them: each a text between tags, of which the function's schema says what it means.
+"""Qwen3-Coder's arguments: texts between tags, typed by the function's schema.
 
 <function=NAME>
 <parameter=PLACE>
@@ -20,20 +20,20 @@ from inference_svc.structured_output.schema_normalize import FORMATS
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# Models forget to end a value where the next one begins, or the call ends.
+# Models may omit the end of a value before the next value, or before the end of the call.
 VALUE_ENDS = (f"\n{PARAMETER_END}", PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTION_END}")
 Schema = dict[str, Any]
 _KINDS = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
-# What a schema of all arguments may say; the rest speaks of several of them at once.
+# Allowed keywords of the arguments' schema; others relate several arguments to each other.
 _ARGUMENTS_KEYWORDS = frozenset(
     "type properties required additionalProperties title description $defs definitions $schema $id examples default"
     " strict".split()
 )
-# What a string's schema may say that is kept to.
+# Keywords of a string's schema that are enforced.
 _STRING_KEYWORDS = frozenset(
     "type title description default examples enum const minLength maxLength pattern format deprecated readOnly".split()
 )
-# What any value's schema may say, strings' too, and is not kept to.
+# Keywords of any value's schema that are not enforced for strings.
 _IGNORED_KEYWORDS = frozenset("not anyOf oneOf allOf if $ref".split())
 _MAX_REFERENCES = 16
 _DAY, _TIME = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])", "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
@@ -49,7 +49,7 @@ _FORMATS = {
 
 
 def json_types(schema: Any, root: Schema) -> frozenset[str]:
-    """The JSON types that a value may have; empty where nothing says so. ``root`` has what is referred to."""
+    """JSON types that a schema allows; empty if it does not say. References are resolved in ``root``."""
     kinds, due, seen = set[str](), [schema], set[int]()
     while due:
         schema = due.pop()
@@ -83,12 +83,12 @@ def _kind(value: Any) -> str:
 
 
 def is_plain_text(kinds: frozenset[str]) -> bool:
-    """Values of these types are text as it stands."""
+    """True if values of these types are plain text."""
     return kinds <= {"string"}
 
 
 def value_to_json(text: str, kinds: frozenset[str]) -> str:
-    """The JSON that a text between tags means where values may have these types: a string where it means no other."""
+    """Convert a text between tags to JSON of one of these types; a string if it is no other."""
     word, bare = text.strip().lower(), text.strip()
     if "null" in kinds and word in ("null", "none"):
         return "null"
@@ -106,13 +106,15 @@ def value_to_json(text: str, kinds: frozenset[str]) -> str:
 
 
 def _read(text: str) -> Any:
-    """A JSON value, of whose integers only the kind is right: one of thousands of digits is none of Python's. Raises
-    ValueError, RecursionError."""
+    """Parse JSON; integers are read as 0, because Python refuses those of thousands of digits.
+
+    Raises ValueError, RecursionError.
+    """
     return json.loads(text, parse_constant=_no_number, parse_int=lambda _: 0)
 
 
 def is_json(text: str) -> bool:
-    """A text is a JSON value."""
+    """True if a text is a JSON value."""
     try:
         _read(text)
     except (ValueError, RecursionError):
@@ -121,7 +123,10 @@ def is_json(text: str) -> bool:
 
 
 class JsonStringTracker:
-    """Whether a JSON text that comes in pieces is within a string; one that begins as no JSON with strings never is."""
+    """Tracks whether a JSON text that arrives in pieces is inside a string.
+
+    A text that starts with neither of ``{``, ``[`` and ``"`` never is.
+    """
 
     def __init__(self) -> None:
         self._open = self._escaped = False
@@ -129,7 +134,7 @@ class JsonStringTracker:
         self._seen = 0  # pieces
 
     def inside_after(self, pieces: list[str]) -> bool:
-        """Behind all of these; those that were there before are not looked at again."""
+        """True if the text is inside a string after all pieces; pieces seen before are not scanned again."""
         for character in "".join(pieces[self._seen :]):
             self._begun = self._begun or character.strip()
             if self._escaped:
@@ -190,7 +195,7 @@ def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schem
     terminal = rule.upper()
     return [
         f'{rule}: {opening} {terminal}_ENDED "\\n"',
-        # Without the line's end, which belongs to the tag, the text has none of its own there.
+        # If the line end before the end tag is missing, the value itself must not end with one.
         f'{terminal}_ENDED: {terminal} "\\n{PARAMETER_END}" | {terminal}_LINE "{PARAMETER_END}"',
         f"{terminal}_LINE: {terminal} & ~/(?s:.*)\\n/",
         f"{terminal}: {_regex(text, name, key)}",
@@ -198,7 +203,7 @@ def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schem
 
 
 def _text_schema(value: Any, root: Schema) -> Schema | None:
-    """The schema of a value that is written as text, or null; None for one that is written as JSON."""
+    """Schema of a value that is written as text (or null); None for one that is written as JSON."""
     if not isinstance(value, dict):
         return {}
     for _ in range(_MAX_REFERENCES):
@@ -226,7 +231,7 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
 
 
 def _regex(schema: Schema, name: str, key: str) -> str:
-    """A terminal of strings that a schema allows, and that do not end too early."""
+    """Build a terminal for the strings that a schema allows, without texts that end a value."""
     wrong = sorted(schema.keys() - _STRING_KEYWORDS - {"$defs", "definitions", "x-guidance"})
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of the argument {key!r}")
@@ -247,7 +252,7 @@ def _regex(schema: Schema, name: str, key: str) -> str:
 
 
 def _search(pattern: str) -> str:
-    """JSON Schema's patterns are found anywhere unless they say where."""
+    """Translate a JSON Schema pattern, which matches anywhere unless anchored."""
     begins, ends = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
     inner = pattern[1 if begins else 0 : -1 if ends else None]
     found = regex_to_lark(f"{'' if begins else '(?s:.*)'}({inner}){'' if ends else '(?s:.*)'}", "")

@@ -1,4 +1,4 @@
-"""How a model writes calls: which dialect its template speaks, and what a function takes."""
+"""Tool call formats: detection by chat template, markers, parameter schemas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from inference_svc.tool_calls.qwen3_coder import PARAMETER
 from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL
 
 ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
-# What a template says that was written for the dialect; the first that says it is the one.
+# Texts in a chat template that identify its format; the first match wins.
 _TEMPLATE_MARKS: dict[ToolCallFormat, tuple[str, ...]] = {
     "mistral": (MISTRAL,),
     "qwen3_coder": (PARAMETER,),
     "hermes": (HERMES,),
     "llama3_json": (LLAMA, "Environment: ipython", '"parameters": dictionary of argument name'),
 }
-# Written by tokens that are special in the vocabulary of some models.
+# Markers of calls, which are special tokens in some models' vocabularies.
 MARKERS: dict[ToolCallFormat, tuple[str, ...]] = {
     "hermes": (HERMES, HERMES_END),
     "llama3_json": (LLAMA,),
@@ -32,7 +32,7 @@ _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalPrope
 
 
 def format_of(template: str | None) -> ToolCallFormat:
-    """The dialect of a chat template; the generic one where none is known."""
+    """Detect the format of a chat template; ``json`` if it is unknown."""
     for dialect, signs in _TEMPLATE_MARKS.items():
         if any(sign in (template or "") for sign in signs):
             return dialect
@@ -40,12 +40,12 @@ def format_of(template: str | None) -> ToolCallFormat:
 
 
 def renders_tools(template: str | None) -> bool:
-    """The template writes tools into the prompt by itself."""
+    """True if the template itself writes tools into the prompt."""
     return re.search(r"\btools\b", template or "") is not None
 
 
 def parameters_schema(tool: pb.Tool) -> dict[str, Any]:
-    """JSON Schema of a function's arguments. Raises InvalidRequest."""
+    """Parse the JSON Schema of a function's arguments. Raises InvalidRequest."""
     if not tool.parameters:
         return _NOTHING
     try:

@@ -1,7 +1,7 @@
-"""Calls out of an answer's text, while it is written.
+"""Parses tool calls in an answer's text while it is streamed.
 
-What may still become a call is held back until its name is read; from there on its arguments are passed on as they are
-written. What turns out to be no call is text.
+Text that may become a call is held back until the call's name is complete; then its arguments are emitted as they
+arrive. Text that turns out to be no call is emitted as text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inference_svc.tool_calls.qwen3_coder import (
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA = "<|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
-# Where an answer begins so, it calls.
+# An answer that starts with one of these is a call.
 _MARKERS = {"hermes": (HERMES,), "mistral": (MISTRAL,), "qwen3_coder": (HERMES, FUNCTION)}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FENCES = ("```json", "```")
@@ -39,7 +39,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class ToolCallParser(CharReader):
-    """Reads one answer. ``feed`` it text, then ``finish`` it; both return what is new."""
+    """Parser of one answer. ``feed`` it text, then ``finish`` it; both return new deltas."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ToolCallParser(CharReader):
         return self._take_deltas()
 
     def finish(self) -> list[CallDelta]:
-        """What was held back, at the answer's end."""
+        """Return the held-back deltas at the end of the answer."""
         with suppress(StopIteration):
             self._reading.send(None)
         if self._pending_space and not self.calls:
@@ -84,7 +84,7 @@ class ToolCallParser(CharReader):
         return self._take_deltas()
 
     def _parse_if_marked(self, reading: Parse[None], markers: Sequence[str]) -> Parse[None]:
-        """Reads only what begins with a marker, after white space or not."""
+        """Parse only text that starts with a marker, after optional white space."""
         white, begun = yield from self._match_any(*markers)
         self._push(white + begun)
         if begun in markers:
@@ -96,13 +96,13 @@ class ToolCallParser(CharReader):
     # ---- dialects -------------------------------------------------------------------------------------------
 
     def _hermes(self) -> Parse[None]:
-        """``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and as often as it likes: Hermes, Qwen."""
+        """Hermes, Qwen: ``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and repeated."""
         while (yield from self._text_before(HERMES)):
             if (yield from self._try_calls(self._call(), HERMES)):
                 yield from self._skip(HERMES_END, HERMES)
 
     def _mistral(self) -> Parse[None]:
-        """``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}`` for each."""
+        """Mistral: ``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}``."""
         while (yield from self._text_before(MISTRAL)):
             yield from self._try_calls(self._mistral_calls(), MISTRAL)
 
@@ -127,14 +127,16 @@ class ToolCallParser(CharReader):
         self._raw = None
 
     def _qwen3_coder(self) -> Parse[None]:
-        """``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``, with a line's end
-        around each value; the outer tags may be missing."""
+        """Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
+
+        There is a line end around each value; the outer tags may be missing.
+        """
         while opening := (yield from self._text_before(HERMES, FUNCTION)):
             if (yield from self._try_calls(self._function(opening == HERMES), opening)) and opening == HERMES:
                 yield from self._optional(HERMES_END)
 
     def _function(self, wrapped: bool) -> Parse[None]:
-        """A call, from its name on. Raises Broken."""
+        """Parse a call from its name on. Raises NotACall."""
         name: list[str] = []
         if wrapped:
             yield from self._expect(FUNCTION)
@@ -170,7 +172,7 @@ class ToolCallParser(CharReader):
         put("{}" if between == "{" else "}")
 
     def _tagged_value(self, put: Callable[[str], None], kinds: frozenset[str]) -> Parse[None]:
-        """A value between tags, as JSON; of text its characters as they come. Raises Broken."""
+        """Parse a value between tags into JSON; text is emitted as it arrives. Raises NotACall."""
         first = yield from self._next()
         if first not in (None, "\n"):
             self._push(first)
@@ -191,8 +193,11 @@ class ToolCallParser(CharReader):
             self._push(end)
 
     def _json_between(self) -> Parse[tuple[str, str]]:
-        """A value between tags and what ends it. A tag in a string of JSON is part of that, but for JSON that is none:
-        there the first one ends it. Raises Broken."""
+        """Parse a JSON value between tags, and return it with the text that ends it.
+
+        A tag inside a JSON string is part of the string; if the value is not valid JSON, the first tag ends it. Raises
+        NotACall.
+        """
         found, strings = list[str](), JsonStringTracker()
         early: tuple[int, str] | None = None
         while end := (yield from self._text_before(*VALUE_ENDS, say=found.append)):
@@ -208,20 +213,20 @@ class ToolCallParser(CharReader):
         if not end and self._exact:  # cut off within a string
             raise NotACall
         size, first_end = early
-        self._mangled = True  # or every value of an answer might be looked for to its end
+        self._mangled = True  # otherwise every later value might be searched up to the end of the answer
         self._push(text[size + len(first_end) :] + end)
         return text[:size], first_end
 
     def _llama(self) -> Parse[None]:
-        """``{"name": …, "parameters": …}``, with ``;`` between several, and nothing else."""
+        """Llama 3: ``{"name": …, "parameters": …}``, separated by ``;``, and nothing else."""
         yield from self._whole_answer(LLAMA)
 
     def _json(self) -> Parse[None]:
-        """``{"tool_calls": [{"name": …, "arguments": …}, …]}``, or one such call, or a list of them, fenced or not."""
+        """Generic: ``{"tool_calls": [{"name": …, "arguments": …}, …]}``, a call or a list of them, fenced or not."""
         yield from self._whole_answer(*_FENCES)
 
     def _whole_answer(self, *openings: str) -> Parse[None]:
-        """Calls that are the whole answer; what is no call of a known function is text."""
+        """Parse calls that are the whole answer; anything but a call of a known function is text."""
         self._raw = []
         first = yield from self._next_nonspace()
         for opening in openings:
@@ -241,7 +246,10 @@ class ToolCallParser(CharReader):
     # ---- calls ----------------------------------------------------------------------------------------------
 
     def _try_calls(self, reading: Parse[None], opening: str, keep: bool = False) -> Parse[bool]:
-        """Reads what may be calls; with ``keep`` behind what was read already. False when it was none, and is text."""
+        """Try to parse calls; False if the text is none and was emitted.
+
+        With ``keep``, characters read before belong to the attempt.
+        """
         before = self.calls
         if not keep:
             self._raw = []
@@ -259,7 +267,7 @@ class ToolCallParser(CharReader):
             self._emit_text(text)
 
     def _calls(self, alone: bool) -> Parse[None]:
-        """A call, a list of calls, or several with semicolons between them."""
+        """Parse a call, a list of calls, or several separated by semicolons."""
         if (yield from self._next_nonspace()) == "[":
             yield from self._list(alone)
             return
@@ -278,7 +286,7 @@ class ToolCallParser(CharReader):
             break
 
     def _list(self, alone: bool) -> Parse[None]:
-        """Calls up to the end of a list, one at least. Raises Broken."""
+        """Parse calls up to the end of a list, at least one. Raises NotACall."""
         before = self.calls
         while (character := (yield from self._next_nonspace())) != "]":
             if character == ",":
@@ -292,7 +300,7 @@ class ToolCallParser(CharReader):
             raise NotACall
 
     def _call(self, alone: bool = False) -> Parse[None]:
-        """One call's object. Raises Broken."""
+        """Parse one call's object. Raises NotACall."""
         if (yield from self._next_nonspace()) != "{":
             raise NotACall
         early: list[str] = []  # arguments that came before the name
@@ -334,7 +342,7 @@ class ToolCallParser(CharReader):
             raise NotACall
 
     def _start_call(self, name: str, known: bool = False) -> Callable[[str], None]:
-        """Announces a call; returns what takes its arguments. Raises Broken for no name of a function."""
+        """Start a call, and return the consumer of its arguments. Raises NotACall for an invalid function name."""
         if not _NAME.fullmatch(name) or (known and name not in self._functions):
             raise NotACall
         index, dropped = self.calls, self._single and self.calls > 0
@@ -352,14 +360,14 @@ class ToolCallParser(CharReader):
 
 
 def new_call_id(dialect: str) -> str:
-    """Names a call. Mistral's templates want nine letters and digits."""
+    """Create an id for a call. Mistral's templates require nine letters and digits."""
     if dialect == "mistral":
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
 
 
 def first_keys(dialect: str, exact: bool) -> tuple[str, ...]:
-    """With these keys an object that stands alone may begin, and be a call; ``exact``: as the model is told to."""
+    """First keys of an object that may be a call; with ``exact`` only those that the model is told to write."""
     if exact:
         return ("tool_calls",) if dialect == "json" else ("name",)
     return ("name", "arguments", "parameters", "type", "id", "tool_calls")

@@ -1,5 +1,4 @@
-"""Grammars, in Lark's form, of answers that call: those that must, and those in which a call that has begun is kept to
-its function's schema.
+"""Lark grammars of answers with tool calls: required calls, or text with strict calls.
 
 Functions become rules ``call_0``, ``call_1`` and so on, and ``call`` is any of them.
 """
@@ -16,7 +15,7 @@ from inference_svc.tool_calls.qwen3_coder import FUNCTION, FUNCTION_END, paramet
 from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters_schema
 from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
 
-# The one token that a marker is, where text cannot spell it.
+# Maps a marker to its special token; None if it is ordinary text.
 SpecialToken = Callable[[str], int | None]
 _MAX_CALLS = 16
 _WRAPPER = '{"tool_calls": ['
@@ -25,15 +24,17 @@ _WRAPPER = '{"tool_calls": ['
 def required_calls_grammar(
     dialect: ToolCallFormat, tools: Iterable[pb.Tool], single: bool, special: SpecialToken
 ) -> str:
-    """An answer of nothing but calls of the tools, one at least. Raises InvalidRequest."""
+    """Grammar of an answer of calls only, at least one. Raises InvalidRequest."""
     return "\n".join([f"start: {_calls(dialect, single, special)}", *_rules(dialect, tools)])
 
 
 def optional_calls_grammar(
     dialect: ToolCallFormat, tools: Iterable[pb.Tool], single: bool, special: SpecialToken, specials: Sequence[int]
 ) -> str:
-    """An answer of text and calls as the model likes, where a call that has begun is one of a tool. ``specials`` are
-    the tokens that text cannot spell and that may stand in it. Raises InvalidRequest."""
+    """Grammar of text and calls in any order, where a started call must match its tool.
+
+    ``specials`` are special tokens that may occur in the text. Raises InvalidRequest.
+    """
     rules = [*_rules(dialect, tools), "TEXT: /(?s:.*)/"]
     if dialect in ("json", "llama3_json"):  # a call is the whole answer
         keys = "|".join(first_keys(dialect, exact=True))
@@ -64,7 +65,7 @@ def _noise(specials: Sequence[int], marker: int | None) -> str:
 
 
 def _ranges(tokens: Sequence[int]) -> str:
-    """``1-3,7`` of 1, 2, 3 and 7."""
+    """Format tokens as ranges: ``1-3,7`` for 1, 2, 3 and 7."""
     found: list[list[int]] = []
     for token in sorted(tokens):
         if found and found[-1][1] == token - 1:
@@ -79,7 +80,7 @@ def _escaped(text: str) -> str:
 
 
 def _rules(dialect: ToolCallFormat, tools: Iterable[pb.Tool]) -> list[str]:
-    """What each tool's call looks like."""
+    """Rules of each tool's call."""
     rules, names = [], list[str]()
     key = "parameters" if dialect == "llama3_json" else "arguments"
     for i, tool in enumerate(tools):
@@ -104,7 +105,7 @@ def _marker(text: str, special: SpecialToken) -> str:
 
 
 def _calls(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> str:
-    """An answer of nothing but calls."""
+    """Rule of an answer of calls only."""
     if dialect in ("hermes", "qwen3_coder"):
         trigger, rest = _marked(dialect, single, special)
         wrapped = f"{_marker(trigger, special)} {rest}"
@@ -120,7 +121,7 @@ def _calls(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> str:
 
 
 def _marked(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> tuple[str, str]:
-    """The text by which a call begins within others, and what follows that."""
+    """Marker that starts a call within text, and the rule that follows it."""
     if dialect == "hermes":
         return HERMES, f'"\\n" call "\\n" {_marker(HERMES_END, special)}'
     if dialect == "qwen3_coder":

@@ -1,37 +1,37 @@
-// FlashAttention-2 (arXiv:2307.08691) over a paged pool: a row's bits do not depend on what is computed with it.
+// Batch-invariant FlashAttention-2 (arXiv:2307.08691) over a paged KV pool.
 //
-// A tile is some rows of a sequence and one key head; the query heads that share the head are packed as rows. It goes
-// through the keys in blocks of 64, counted from the sequence's beginning. A block's keys and values are first laid out
-// so that one instruction works on many keys, or many channels; four rows then share each load. Eight blocks are a
-// piece: a row's maximum and sums begin anew with every piece and are merged in the pieces' order, so that a long
-// sequence may be split over threads and its bits stay.
+// A tile is a run of rows of one sequence and one KV head; the query heads of its group are packed as rows. It
+// processes the keys in blocks of 64, counted from the start of the sequence. The keys and values of a block are first
+// laid out so that one instruction processes many keys or many channels; four rows then share each load. Eight blocks
+// form a piece: the running maximum and sums of a row restart with every piece and are merged in order, so that
+// splitting a long sequence over threads does not change its bits.
 //
-// All arithmetic is per row and in one order. Where the CPU multiplies pairs of bfloat16, probabilities are rounded to
-// bfloat16, as torch's kernel and the CUDA ones do; elsewhere all is float32.
+// All arithmetic is per row and in one order. On CPUs that multiply pairs of bfloat16, probabilities are rounded to
+// bfloat16, as in torch's kernel and in the CUDA kernels; elsewhere everything is float32.
 #include "jobs.h"
-#include "team.h"
-#include "vector.h"
+#include "simd.h"
+#include "thread_pool.h"
 
 using namespace kvk;
 
 namespace {
 
 constexpr int PAGE = 32, KEYS = 64, PIECE = 512, ROWS = 4;
-// Rows times heads of a tile: what they keep of their sums should stay in the L2 cache.
-constexpr int TILE = 256, PLACES = TILE + ROWS;
-// With so few groups of rows, values are widened where they lie each time instead of once for all.
+// Rows times heads of a tile; its partial sums should stay in the L2 cache.
+constexpr int TILE = 256, MAX_QUERY_ROWS = TILE + ROWS;
+// Up to this many row groups, values are widened in place for each group instead of once for all.
 constexpr int FEW_GROUPS = 2;
 constexpr int SCORES = KEYS / LANES;
 constexpr float MASKED = -1e30f, LEAST = -1e29f;
 
 int64_t state_floats(int64_t dim) { return dim + 2 * LANES; }
 
-// Queries, a block's keys, values and probabilities, and two states of a tile.
+// Size of a thread's scratch: queries, a block's keys, values and probabilities, and two states of a tile.
 int64_t scratch_floats(int64_t dim) {
-  return PLACES * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * PLACES * state_floats(dim);
+  return MAX_QUERY_ROWS * dim + 2 * KEYS * dim + ROWS * KEYS + 2 * MAX_QUERY_ROWS * state_floats(dim);
 }
 
-// Sums of a tile's rows: `dim` of weighted values, then a vector of the weights' sums and one of their maximum.
+// Softmax state of a tile's rows: `dim` weighted values, a vector of the weights' sums and one of their maximum.
 struct State {
   float* first;
   int64_t dim;
@@ -47,7 +47,7 @@ struct State {
     }
   }
 
-  // Adds the sums of a later piece.
+  // Merges the state of a later piece.
   void merge(const State& piece, int64_t rows) const {
     for (int64_t row = 0; row < rows; row++) {
       const Floats added = load<Floats>(piece.weights(row)), kept = load<Floats>(weights(row));
@@ -68,9 +68,9 @@ struct State {
   }
 };
 
-// ---- a block's keys and values in the layouts that products read: a word is a float, or a pair of bfloat16 ----------
+// ---- layouts of a block's keys and values; a word is a float or a pair of bfloat16 ----------------------------------
 
-// `count` words, LANES of them or fewer, and zeros.
+// Loads up to LANES words, zero-padded.
 KVK_INLINE Words words(const int32_t* from, int64_t count) {
   if (count >= LANES) return load<Words>(from);
   Words out = {};
@@ -78,8 +78,8 @@ KVK_INLINE Words words(const int32_t* from, int64_t count) {
   return out;
 }
 
-// A page's keys [PAGE, dim] to columns of [words, KEYS].
-template <class T, bool PAIRED> void take_keys(float* to, const T* from, int64_t dim) {
+// Transposes a page's keys [PAGE, dim] to columns of [words, KEYS].
+template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int64_t dim) {
   const int64_t size = dim * sizeof(T) / sizeof(int32_t);
   for (int key = 0; key < PAGE; key += LANES)
     for (int64_t word = 0; word < size; word += LANES) {
@@ -98,8 +98,8 @@ template <class T, bool PAIRED> void take_keys(float* to, const T* from, int64_t
     }
 }
 
-// A page's values [PAGE, dim] as they are in float32, or to [PAGE / 2, dim] pairs.
-template <class T, bool PAIRED> void take_values(float* to, const T* from, int64_t dim) {
+// Widens a page's values [PAGE, dim] to float32, or interleaves them to [PAGE / 2, dim] pairs.
+template <class T, bool PAIRED> void load_value_page(float* to, const T* from, int64_t dim) {
   if constexpr (PAIRED) {
     for (int key = 0; key < PAGE; key += 2, from += 2 * dim, to += dim)
       for (int64_t d = 0; d < dim; d += LANES)
@@ -109,8 +109,8 @@ template <class T, bool PAIRED> void take_values(float* to, const T* from, int64
   }
 }
 
-// What lies in a page behind the keys that anybody sees may be anything, NaN too: 0 times that is not 0.
-template <bool PAIRED> void blank(float* values, int key, int64_t dim) {
+// Zeroes a value that no row attends to: the page may hold NaN there, and 0 * NaN is not 0.
+template <bool PAIRED> void zero_value(float* values, int key, int64_t dim) {
   if constexpr (PAIRED) {
     uint16_t* pairs = (uint16_t*)(values + key / 2 * dim) + key % 2;
     for (int64_t d = 0; d < dim; d++) pairs[2 * d] = 0;
@@ -121,8 +121,8 @@ template <bool PAIRED> void blank(float* values, int key, int64_t dim) {
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
-// Adds four rows of words times `weights [depth, width]` to sums for COUNT vectors of columns. Weights are words, or
-// bfloat16 to be widened.
+// Adds the product of four rows of words and `weights [depth, width]` to the sums, for COUNT vectors of columns.
+// Weights are words, or bfloat16 that is widened.
 template <bool PAIRED, int COUNT, class Weight>
 KVK_INLINE void multiply(Floats (&sums)[ROWS][COUNT], const float* const (&lines)[ROWS], const Weight* weights,
                          int64_t depth, int64_t width) {
@@ -145,16 +145,23 @@ template <class T> class Tile {
 
  public:
   Tile(const AttentionJob& job, float* scratch, const AttentionUnit& unit, int64_t head)
-      : job_(job), batch_(*job.batch), unit_(unit), head_(head), dim_(batch_.dim), places_(unit.rows * batch_.per_kv) {
-    query_ = scratch, keys_ = query_ + PLACES * dim_, values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
-    total_ = {weights_ + ROWS * KEYS, dim_}, piece_ = {total_.first + PLACES * state_floats(dim_), dim_};
-    const int64_t groups = (places_ + ROWS - 1) / ROWS;
+      : job_(job),
+        batch_(*job.batch),
+        unit_(unit),
+        head_(head),
+        dim_(batch_.dim),
+        num_query_rows_(unit.rows * batch_.group_size) {
+    query_ = scratch, keys_ = query_ + MAX_QUERY_ROWS * dim_;
+    values_ = keys_ + KEYS * dim_, weights_ = values_ + KEYS * dim_;
+    total_ = {weights_ + ROWS * KEYS, dim_}, piece_ = {total_.first + MAX_QUERY_ROWS * state_floats(dim_), dim_};
+    const int64_t groups = (num_query_rows_ + ROWS - 1) / ROWS;
     const int64_t* positions = batch_.positions + unit.first_row;
     for (int64_t at = 0; at < groups * ROWS; at++) {
-      const int64_t place = at < places_ ? at : places_ - 1;  // the last one again where there are no four left
-      const int64_t row = place / batch_.per_kv, of_kv = place % batch_.per_kv;
-      const int64_t element = (((unit.first_row + row) * batch_.kv_heads + head) * batch_.per_kv + of_kv) * dim_;
-      place_[at] = {prepared((const T*)batch_.query + element, at), (T*)batch_.out + element, (int32_t)positions[row], of_kv};
+      const int64_t place = at < num_query_rows_ ? at : num_query_rows_ - 1;  // pads the last group
+      const int64_t row = place / batch_.group_size, of_kv = place % batch_.group_size;
+      const int64_t element = (((unit.first_row + row) * batch_.kv_heads + head) * batch_.group_size + of_kv) * dim_;
+      const float* query = prepared((const T*)batch_.query + element, at);
+      query_rows_[at] = {query, (T*)batch_.out + element, (int32_t)positions[row], of_kv};
     }
     groups_ = groups;
     const int64_t oldest = positions[0] + 1 - job.window;
@@ -167,21 +174,21 @@ template <class T> class Tile {
     sum(first, total_);
     for (int64_t piece = first + 1; piece < end; piece++) {
       sum(piece, piece_);
-      total_.merge(piece_, places_);
+      total_.merge(piece_, num_query_rows_);
     }
     finish(total_);
-    if (batch_.looks) look();
+    if (batch_.max_probs) collect_max_probs();
   }
 
  private:
-  struct Place {
+  struct QueryRow {
     const float* query;  // words
     T* out;
     int32_t position;
-    int64_t head;  // of those that share the key head
+    int64_t head;  // within the group that shares the KV head
   };
 
-  // A row and head's query as products read it.
+  // Returns the query of one row and head as words.
   const float* prepared(const T* from, int64_t at) {
     if constexpr (PAIRED || sizeof(T) == sizeof(float)) return (const float*)from;
     float* to = query_ + at * dim_;
@@ -189,62 +196,63 @@ template <class T> class Tile {
     return to;
   }
 
-  // One piece of a split tile; whoever ends the last one merges them all.
+  // Computes one piece of a split tile; the thread that finishes the last piece merges all of them.
   void run_piece() {
-    const int64_t size = places_ * state_floats(dim_);
-    const int64_t rows_before = unit_.partial * batch_.kv_heads * batch_.per_kv + head_ * unit_.pieces * places_;
+    const int64_t size = num_query_rows_ * state_floats(dim_);
+    const int64_t heads = batch_.kv_heads * batch_.group_size;
+    const int64_t rows_before = unit_.partial * heads + head_ * unit_.pieces * num_query_rows_;
     float* first = batch_.partial + rows_before * state_floats(dim_);
     sum(unit_.piece, piece_);
     memcpy(first + unit_.piece * size, piece_.first, size * sizeof(float));
-    int64_t* ended = batch_.ended + unit_.tile * batch_.kv_heads + head_;
-    if (__atomic_fetch_add(ended, 1, __ATOMIC_ACQ_REL) != unit_.pieces - 1) return;
-    *ended = 0;  // for the next layer
+    int64_t* finished_pieces = batch_.finished_pieces + unit_.tile * batch_.kv_heads + head_;
+    if (__atomic_fetch_add(finished_pieces, 1, __ATOMIC_ACQ_REL) != unit_.pieces - 1) return;
+    *finished_pieces = 0;  // for the next layer
     memcpy(total_.first, first, size * sizeof(float));
-    for (int64_t piece = 1; piece < unit_.pieces; piece++) total_.merge({first + piece * size, dim_}, places_);
+    for (int64_t piece = 1; piece < unit_.pieces; piece++) total_.merge({first + piece * size, dim_}, num_query_rows_);
     finish(total_);
   }
 
-  // A piece's sums, begun anew.
+  // Computes the state of one piece.
   void sum(int64_t piece, const State& state) {
     state.clear(groups_ * ROWS);
     each_block(piece * PIECE, (piece + 1) * PIECE, true, [&](int64_t group) { attend(group, state); });
   }
 
-  // The strongest probability that any row gives each key: a second pass, when the sums are known.
-  void look() {
-    each_block(0, last_ + 1, false, [&](int64_t group) { look_at(group); });
+  // Second pass, once the sums are known: the maximum probability over rows of each key.
+  void collect_max_probs() {
+    each_block(0, last_ + 1, false, [&](int64_t group) { update_max_probs(group); });
   }
 
-  // `work` for every group of rows that sees a key of the blocks between two keys.
+  // Calls `work` for every row group that attends to a key of a block in [from, to).
   template <class Work> void each_block(int64_t from, int64_t to, bool with_values, Work work) {
     const int64_t oldest_block = oldest_ / KEYS * KEYS;
-    const T* keys = (const T*)job_.keys + head_ * batch_.head_size;
-    const T* values = (const T*)job_.values + head_ * batch_.head_size;
+    const T* keys = (const T*)job_.keys + head_ * batch_.kv_head_stride;
+    const T* values = (const T*)job_.values + head_ * batch_.kv_head_stride;
     first_key_ = from > oldest_block ? from : oldest_block;
     for (; first_key_ < to && first_key_ <= last_; first_key_ += KEYS) {
       const int64_t* pages = batch_.pages + unit_.first_page + first_key_ / PAGE;
       const bool whole = first_key_ >= oldest_ && first_key_ + KEYS - 1 <= last_;
       in_place_ = whole && !PAIRED && (sizeof(T) == sizeof(float) || groups_ <= FEW_GROUPS);
       for (int page = 0; page < KEYS / PAGE; page++) {
-        take_keys<T, PAIRED>(keys_ + page * PAGE, keys + pages[page] * dim_, dim_);
+        load_key_page<T, PAIRED>(keys_ + page * PAGE, keys + pages[page] * dim_, dim_);
         value_page_[page] = values + pages[page] * dim_;
         if (with_values && !in_place_)
-          take_values<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_);
+          load_value_page<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_);
       }
       if (with_values && !whole)
         for (int key = 0; key < KEYS; key++)
-          if (first_key_ + key < oldest_ || first_key_ + key > last_) blank<PAIRED>(values_, key, dim_);
+          if (first_key_ + key < oldest_ || first_key_ + key > last_) zero_value<PAIRED>(values_, key, dim_);
       for (int64_t group = 0; group < groups_; group++) {
-        const bool above = place_[group * ROWS + ROWS - 1].position >= first_key_;
-        const bool within = place_[group * ROWS].position - job_.window < first_key_ + KEYS - 1;
+        const bool above = query_rows_[group * ROWS + ROWS - 1].position >= first_key_;
+        const bool within = query_rows_[group * ROWS].position - job_.window < first_key_ + KEYS - 1;
         if (above && within) work(group);
       }
     }
   }
 
-  // In units of log 2; hidden keys far below all others.
+  // Computes base-2 logits; masked keys get a large negative value.
   KVK_INLINE void score(int64_t group, Floats (&scores)[ROWS][SCORES]) {
-    const Place* place = place_ + group * ROWS;
+    const QueryRow* place = query_rows_ + group * ROWS;
     const float* const lines[ROWS] = {place[0].query, place[1].query, place[2].query, place[3].query};
     for (int part = 0; part < SCORES; part += PARTS) {
       Floats sums[ROWS][PARTS];
@@ -254,20 +262,20 @@ template <class T> class Tile {
       for (int i = 0; i < ROWS; i++)
         for (int p = 0; p < PARTS; p++) scores[i][part + p] = sums[i][p] * job_.scale;
     }
-    if (batch_.capped)
+    if (batch_.has_softcap)
       for (int i = 0; i < ROWS; i++)
-        for (int p = 0; p < SCORES; p++) scores[i][p] = capped(scores[i][p]);
+        for (int p = 0; p < SCORES; p++) scores[i][p] = apply_softcap(scores[i][p]);
     if (place[0].position < first_key_ + KEYS - 1 || place[ROWS - 1].position - job_.window >= first_key_)
       mask(place, scores);
   }
 
-  // cap * tanh(x), where exp2(scaled) is exp(2 x): 1 - 2 / (exp(2 x) + 1). Far out it is 1 to the last bit.
-  KVK_INLINE Floats capped(Floats scaled) {
+  // softcap * tanh(x), where exp2(scaled) is exp(2 x): 1 - 2 / (exp(2 x) + 1). Far out it is 1 to the last bit.
+  KVK_INLINE Floats apply_softcap(Floats scaled) {
     const Floats near = smaller(splat(60.f), larger(splat(-60.f), scaled));
-    return batch_.cap * (1.f - 2.f / (exp2(near) + 1.f));
+    return batch_.softcap * (1.f - 2.f / (exp2(near) + 1.f));
   }
 
-  KVK_INLINE void mask(const Place* place, Floats (&scores)[ROWS][SCORES]) {
+  KVK_INLINE void mask(const QueryRow* place, Floats (&scores)[ROWS][SCORES]) {
     for (int i = 0; i < ROWS; i++) {
       const int64_t gone = place[i].position - job_.window;
       const Words position = splat(place[i].position), unseen = splat((int32_t)(gone > -1 ? gone : -1));
@@ -305,19 +313,20 @@ template <class T> class Tile {
     }
   }
 
-  // Adds the block's values, two pages of them, to the sums of four rows.
+  // Adds the block's weighted values (two pages) to the sums of four rows.
   template <class Value>
   KVK_INLINE void add_values(float* sums, const Floats (&shrink)[ROWS], const Value* page, const Value* other) {
     int64_t d = 0;
-    for (; d + PARTS * LANES <= dim_; d += PARTS * LANES) weigh<PARTS>(sums + d, shrink, page + d, other + d);
+    for (; d + PARTS * LANES <= dim_; d += PARTS * LANES)
+      accumulate_values<PARTS>(sums + d, shrink, page + d, other + d);
     if constexpr (PARTS > 2)
-      for (; d + 2 * LANES <= dim_; d += 2 * LANES) weigh<2>(sums + d, shrink, page + d, other + d);
-    for (; d < dim_; d += LANES) weigh<1>(sums + d, shrink, page + d, other + d);
+      for (; d + 2 * LANES <= dim_; d += 2 * LANES) accumulate_values<2>(sums + d, shrink, page + d, other + d);
+    for (; d < dim_; d += LANES) accumulate_values<1>(sums + d, shrink, page + d, other + d);
   }
 
-  // The same for COUNT vectors of channels.
+  // As add_values, for COUNT vectors of channels.
   template <int COUNT, class Value>
-  KVK_INLINE void weigh(float* to, const Floats (&shrink)[ROWS], const Value* page, const Value* other) {
+  KVK_INLINE void accumulate_values(float* to, const Floats (&shrink)[ROWS], const Value* page, const Value* other) {
     constexpr int DEPTH = KEYS / WORD, HALF = DEPTH / 2;
     const float* const lines[ROWS] = {weights_, weights_ + DEPTH, weights_ + 2 * DEPTH, weights_ + 3 * DEPTH};
     const float* const others[ROWS] = {lines[0] + HALF, lines[1] + HALF, lines[2] + HALF, lines[3] + HALF};
@@ -331,14 +340,14 @@ template <class T> class Tile {
       for (int p = 0; p < COUNT; p++) store(to + i * stride + p * LANES, sums[i][p]);
   }
 
-  void look_at(int64_t group) {
+  void update_max_probs(int64_t group) {
     Floats scores[ROWS][SCORES];
     score(group, scores);
     for (int i = 0; i < ROWS; i++) {
       const int64_t row = group * ROWS + i;
       const Floats most = load<Floats>(total_.maximum(row)), inverse = load<Floats>(total_.weights(row));
-      const int64_t head = (unit_.tile * batch_.kv_heads + head_) * batch_.per_kv + place_[row].head;
-      float* to = batch_.looks + head * batch_.look_size + first_key_;
+      const int64_t head = (unit_.tile * batch_.kv_heads + head_) * batch_.group_size + query_rows_[row].head;
+      float* to = batch_.max_probs + head * batch_.max_probs_stride + first_key_;
       for (int p = 0; p < SCORES; p++) {
         const Floats found = exp2(scores[i][p] - most) * inverse, kept = load<Floats>(to + p * LANES);
         store(to + p * LANES, kept == kept ? larger(kept, found) : kept);
@@ -346,28 +355,28 @@ template <class T> class Tile {
     }
   }
 
-  // Divides by the weights' sums, whose inverse stays there, and writes the output.
+  // Divides by the weights' sums, stores their inverse and writes the output.
   void finish(const State& state) {
-    for (int64_t row = 0; row < places_; row++) {
+    for (int64_t row = 0; row < num_query_rows_; row++) {
       const Floats inverse = 1.f / sum_of(load<Floats>(state.weights(row)));
       store(state.weights(row), inverse);
       for (int64_t d = 0; d < dim_; d += LANES)
-        narrow_coarsely(place_[row].out + d, load<Floats>(state.values(row) + d) * inverse);
+        narrow_coarsely(query_rows_[row].out + d, load<Floats>(state.values(row) + d) * inverse);
     }
-    for (int64_t row = places_; row < groups_ * ROWS; row++)  // for the second pass
-      memcpy(state.values(row), state.values(places_ - 1), state_floats(dim_) * sizeof(float));
+    for (int64_t row = num_query_rows_; row < groups_ * ROWS; row++)  // for the second pass
+      memcpy(state.values(row), state.values(num_query_rows_ - 1), state_floats(dim_) * sizeof(float));
   }
 
   const AttentionJob& job_;
   const AttentionBatch& batch_;
   const AttentionUnit& unit_;
-  const int64_t head_, dim_, places_;
+  const int64_t head_, dim_, num_query_rows_;
   int64_t groups_, oldest_, last_, first_key_;
   float *query_, *keys_, *values_, *weights_;
   State total_, piece_;
-  const T* value_page_[KEYS / PAGE];  // of the block, in the pool
-  bool in_place_;                     // values are read from there
-  Place place_[PLACES];
+  const T* value_page_[KEYS / PAGE];  // the block's pages in the pool
+  bool in_place_;                     // values are read from the pool directly
+  QueryRow query_rows_[MAX_QUERY_ROWS];
 };
 
 }  // namespace
@@ -377,11 +386,11 @@ KVK_JOB(attention_batch, AttentionBatch)
 KVK_EXPORT int64_t kvk_attention_scratch(int64_t dim) { return scratch_floats(dim); }
 KVK_EXPORT int64_t kvk_attention_state(int64_t dim) { return state_floats(dim); }
 
-// For every thread of a team.
+// Called by every thread of the team.
 KVK_EXPORT void kvk_attention(AttentionJob* job) {
   const AttentionBatch& batch = *job->batch;
-  float* scratch = batch.scratch + take(&job->joined) * scratch_floats(batch.dim);
-  for (int64_t item; (item = take(&job->taken)) < batch.units * batch.kv_heads;) {
+  float* scratch = batch.scratch + claim_next(&job->joined_threads) * scratch_floats(batch.dim);
+  for (int64_t item; (item = claim_next(&job->next_item)) < batch.units * batch.kv_heads;) {
     const AttentionUnit& unit = batch.unit[item / batch.kv_heads];
     const int64_t head = item % batch.kv_heads;
     if (batch.of_bf16) Tile<bf16>(*job, scratch, unit, head).run();

@@ -1,11 +1,12 @@
-// Copies of 16 bytes from global into shared memory that a warp does not wait for (cp.async, sm_80 and later).
+// Asynchronous 16-byte copies from global to shared memory (cp.async, sm_80 and later).
 //
-// Earlier architectures copy at once. A thread's copies are there after copies_wait; other threads' only after a barrier too.
+// Earlier architectures copy synchronously. A thread's copies are complete after copies_wait; other threads' also need
+// a barrier.
 #pragma once
 #include "platform.cuh"
 
 #ifndef KVK_EMULATED
-// Zeros are written where `valid` is false; `from` is not read then.
+// Writes zeros, without reading `from`, if `valid` is false.
 KVK_DEVICE void copy16(void* to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
   unsigned address = (unsigned)__cvta_generic_to_shared(to);
@@ -19,7 +20,7 @@ KVK_DEVICE void copies_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Waits until all but the last `pending` groups of this thread have arrived.
+// Waits until all but the last `pending` groups of this thread are complete.
 template <int pending> KVK_DEVICE void copies_wait() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");

@@ -1,11 +1,12 @@
-// FlashAttention-2 (arXiv:2307.08691) for rows over a cache.
+// FlashAttention-2 (arXiv:2307.08691) over the paged KV pool or quantized chunks.
 //
-// A thread block takes 64 rows of one sequence and one key-value head: the query heads that share it are packed as rows, so
-// each key is read once for all of them. Rows have positions, so prefill, append, decode and scattered repair are one mask:
-// a row sees keys up to its own position. Keys can be split over blocks (flash decoding); the parts are combined by their
-// log-sum-exp, and so are parts from different sources, chunks in the arena and tokens in the pool.
+// A thread block processes 64 rows of one sequence and one KV head: the query heads of its group are packed as rows, so
+// each key is read once for all of them. Rows have positions, so prefill, append, decode and selective recompute share
+// one causal mask: a row attends to keys up to its own position. Keys can be split over blocks (flash decoding); the
+// parts are merged by their log-sum-exp, and so are parts from different sources, chunks in the arena and tokens in the
+// pool.
 #include "attention_params.h"
-#include "key_value.cuh"
+#include "kv_source.cuh"
 #include "softmax.cuh"
 #include "tensor_core.cuh"
 
@@ -21,20 +22,20 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
   T* const query_tile = Shape::QUERY_IN_REGISTERS ? key_tile : value_tile + KEYS * STRIDE;
 
   const int sequence = blockIdx.z / p.splits, split = blockIdx.z % p.splits, kv_head = blockIdx.y;
-  const int group = p.heads / p.kv_heads, first_row = p.row_start[sequence];
-  const int rows = p.row_start[sequence + 1] - first_row, packed = rows * group;
+  const int group = p.heads / p.kv_heads, first_row = p.qo_indptr[sequence];
+  const int rows = p.qo_indptr[sequence + 1] - first_row, packed = rows * group;
   const int top = blockIdx.x * Shape::ROWS;
   if (top >= packed) return;
-  const int end = p.key_count[sequence];
+  const int end = p.kv_lens[sequence];
   auto position = [&](int m) {  // of packed row m
     const int row = m / group;
     return p.positions ? p.positions[first_row + row] : end - rows + row;
   };
 
-  // Keys that any row of the block sees, and of them this split's share, in whole tiles.
+  // Keys visible to any row of the block, and this split's share of them, in whole tiles.
   const int bottom = min(top + Shape::ROWS, packed) - 1;
   const int lowest = position(top), highest = position(bottom);
-  const int seen_from = p.window ? max(0, lowest - p.window + 1) / KEYS : 0;
+  const int seen_from = p.sliding_window ? max(0, lowest - p.sliding_window + 1) / KEYS : 0;
   const int seen_to = (min(end, highest + 1) + KEYS - 1) / KEYS;
   const int share = (max(0, seen_to - seen_from) + p.splits - 1) / p.splits;
   const int tile_from = seen_from + split * share, tile_to = min(seen_to, tile_from + share);
@@ -58,7 +59,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
   if constexpr (Shape::QUERY_IN_REGISTERS) {
     KVK_UNROLL for (int d = 0; d < D / 16; d++)
       load_matrices(query_in_registers[d], query_tile + (warp_top + a_row) * STRIDE + 16 * d + a_column);
-    sync_block();  // keys come where the query was
+    sync_block();  // keys overwrite the query
   }
 
   const int m_of[2] = {top + warp_top + g, top + warp_top + g + 8};
@@ -66,7 +67,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
   KVK_UNROLL for (int r = 0; r < 2; r++) {
     const int at = m_of[r] < packed ? position(m_of[r]) : -1;
     visible_to[r] = min(at, end - 1);
-    visible_from[r] = p.window ? at - p.window + 1 : 0;
+    visible_from[r] = p.sliding_window ? at - p.sliding_window + 1 : 0;
   }
 
   const Source source(p, sequence, kv_head);
@@ -76,7 +77,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
   for (int tile = tile_from; tile < tile_to; tile++) {
     const int first = tile * KEYS;
     copies_wait<0>();
-    sync_block();  // the keys are here, and nobody reads the last values any more
+    sync_block();  // keys have arrived, and all warps are done with the previous values
     source.values(value_tile, first);
     copies_commit();
 
@@ -94,12 +95,13 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     }
 
     constexpr float LOG2E = 1.44269504089f;
-    const bool all_visible = first + KEYS <= min(end, lowest + 1) && (!p.window || first > highest - p.window);
+    const bool all_in_window = !p.sliding_window || first > highest - p.sliding_window;
+    const bool all_visible = first + KEYS <= min(end, lowest + 1) && all_in_window;
     KVK_UNROLL for (int j = 0; j < KEYS / 16; j++)
       KVK_UNROLL for (int n = 0; n < 2; n++)
         KVK_UNROLL for (int e = 0; e < 4; e++) {
-          float x = scores[j][n][e] * p.scale;
-          if (p.softcap > 0) x = p.softcap * fast_tanh(x / p.softcap);
+          float x = scores[j][n][e] * p.sm_scale;
+          if (p.logits_soft_cap > 0) x = p.logits_soft_cap * fast_tanh(x / p.logits_soft_cap);
           const int key = first + 16 * j + 8 * n + 2 * t + (e & 1), r = e / 2;
           const bool visible = all_visible || (key <= visible_to[r] && key >= visible_from[r]);
           scores[j][n][e] = visible ? x * LOG2E : -infinity();
@@ -107,7 +109,7 @@ template <class T, int D, class Source> KVK_DEVICE void attention(const Attentio
     softmax.template weigh<KEYS>(scores);
 
     copies_wait<0>();
-    sync_block();  // the values are here, and nobody reads the keys any more
+    sync_block();  // values have arrived, and all warps are done with the keys
     if (tile + 1 < tile_to) source.keys(key_tile, first + KEYS);
     copies_commit();
     KVK_UNROLL for (int j = 0; j < KEYS / 16; j++) {
@@ -165,13 +167,13 @@ template <class T> KVK_DEVICE void combine(const CombineParams& p) {
 }  // namespace
 
 #define ATTENTION(T, D)                                                                               \
-  KVK_KERNEL(attention_pool_##T##_##D, 128, AttentionParams, attention<T, D, Pool<T, D>>)             \
-  KVK_KERNEL(attention_chunks8_##T##_##D, 128, AttentionParams, attention<T, D, Chunks<T, D, 8>>)     \
-  KVK_KERNEL(attention_chunks4_##T##_##D, 128, AttentionParams, attention<T, D, Chunks<T, D, 4>>)
+  KVK_KERNEL(attention_pool_##T##_##D, 128, AttentionParams, attention<T, D, PagedKV<T, D>>)             \
+  KVK_KERNEL(attention_chunks8_##T##_##D, 128, AttentionParams, attention<T, D, ChunkedKV<T, D, 8>>)     \
+  KVK_KERNEL(attention_chunks4_##T##_##D, 128, AttentionParams, attention<T, D, ChunkedKV<T, D, 4>>)
 KVK_KERNEL(combine_f16, 128, CombineParams, combine<f16>)
 KVK_KERNEL(combine_bf16, 128, CombineParams, combine<bf16>)
 ATTENTION(f16, 64)
-#ifndef KVK_FEWEST  // one variant is enough to see whether a test sees a bug
+#ifndef KVK_FEWEST  // one variant is enough to check that a test detects a bug
 ATTENTION(f16, 96)
 ATTENTION(f16, 128)
 ATTENTION(f16, 256)

@@ -1,4 +1,4 @@
-// What attention kernels take; kvkernels/cuda/cuda_attention.py has the same fields in the same order.
+// Parameters of the attention kernels; kvkernels/cuda/cuda_attention.py defines the same fields in the same order.
 #pragma once
 #include "platform.cuh"
 
@@ -6,7 +6,7 @@
 struct QuantizedChunk {
   const uint8_t* payload;
   int64_t keys, values, key_scale, key_zero, value_scale, value_zero, sink_keys, sink_values;
-  int first_token;  // of the chunk in its sequence
+  int first_token;  // position of the chunk in its sequence
   int key_group_tokens, sink_tokens;
   int reserved;
 };
@@ -19,10 +19,10 @@ struct AttentionParams {
   float* lse;          // [rows, heads], natural logarithm; may be null
   float* part_output;  // [parts, rows, heads, dim] when the result is combined later, else null
   float* part_lse;     // [parts, rows, heads]
-  const int* row_start;    // [sequences + 1]
-  const int* key_count;    // [sequences]
-  const int* positions;    // [rows], ascending in a sequence; null: the rows are the sequence's last
-  const int* first_slot;   // [sequences], keys in one piece; or
+  const int* qo_indptr;    // [sequences + 1]
+  const int* kv_lens;      // [sequences]
+  const int* positions;    // [rows], ascending within a sequence; null: the rows are the sequence's last
+  const int* first_slot;   // [sequences] for contiguous keys; or
   const int* pages;        // [sequences, max_pages]
   const QuantizedChunk* chunks;  // of all sequences
   const int* chunk_start;        // [sequences + 1]
@@ -30,9 +30,9 @@ struct AttentionParams {
   int64_t kv_head_stride;
   int rows, heads, kv_heads, max_pages, page_shift;
   int splits, first_part;
-  int window;     // 0: none
-  float scale;
-  float softcap;  // 0: none
+  int sliding_window;     // keys that a row attends to, its own included; 0: all
+  float sm_scale;
+  float logits_soft_cap;  // 0: none
 };
 
 struct CombineParams {

@@ -1,5 +1,7 @@
-// The library's C interface: kernels are launched by name with one struct of parameters. What to launch (variant, grid,
-// shared memory) is decided in one place for this library, for NVRTC modules and for the emulator: kvkernels/cuda/.
+// C interface of the library: launches kernels by name with one parameter struct.
+//
+// kvkernels/cuda decides the launch configuration (variant, grid, shared memory) for this library, for NVRTC modules
+// and for the emulator.
 #include <cuda_runtime.h>
 
 #include <cstring>
@@ -25,20 +27,20 @@ const Registered* find(const char* name) {
 
 extern "C" {
 
-// Devices that can be used, or the negative CUDA error (-35: no driver).
+// Number of usable devices, or the negative CUDA error (-35: no driver).
 int kvk_devices() {
   int count = 0;
   cudaError_t error = cudaGetDeviceCount(&count);
   return error == cudaSuccess ? count : -(int)error;
 }
 
-// The size of a kernel's parameter struct in bytes; 0 when there is no such kernel.
+// Size of a kernel's parameter struct in bytes; 0 for an unknown kernel.
 size_t kvk_params_bytes(const char* name) {
   const kvk::Registered* kernel = kvk::find(name);
   return kernel ? kernel->params_bytes : 0;
 }
 
-// Enqueues a kernel on a stream. 0, or the CUDA error; -1 when there is no such kernel.
+// Enqueues a kernel on a stream. Returns 0 or the CUDA error; -1 for an unknown kernel.
 int kvk_launch(const char* name, const unsigned* grid, unsigned threads, unsigned shared_bytes, void* params, void* stream) {
   const kvk::Registered* kernel = kvk::find(name);
   if (!kernel) return -1;

@@ -1,7 +1,7 @@
-// What a kernel may use: the same names under nvcc, NVRTC and the CPU emulator (kernels/emulator).
+// Platform layer of the kernels: the same names under nvcc, NVRTC and the CPU emulator (kernels/emulator).
 //
-// Kernels are written once. They see element types (f16, bf16), barriers, shuffles, shared memory through KVK_SHARED, and
-// the wrappers of tensor_core.cuh and async_copy.cuh; nothing else of CUDA.
+// Kernels are written once. They use element types (f16, bf16), barriers, shuffles, shared memory through KVK_SHARED,
+// and the wrappers of tensor_core.cuh and async_copy.cuh; nothing else of CUDA.
 #pragma once
 
 #ifdef KVK_EMULATED
@@ -23,7 +23,7 @@ using f16 = __half;
 using bf16 = __nv_bfloat16;
 
 #define KVK_DEVICE __device__ __forceinline__
-// Loops over arrays that live in registers, which have no addresses: they must be unrolled whole.
+// Loops over arrays in registers, which have no addresses, must be unrolled completely.
 #define KVK_UNROLL _Pragma("unroll")
 // Dynamic shared memory, 16-byte aligned.
 #define KVK_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
@@ -34,7 +34,7 @@ template <class T> KVK_DEVICE T from_float(float x);
 template <> KVK_DEVICE f16 from_float<f16>(float x) { return __float2half_rn(x); }
 template <> KVK_DEVICE bf16 from_float<bf16>(float x) { return __float2bfloat16_rn(x); }
 
-// Single operations, never contracted into a fused one: results are byte-equal to the torch reference.
+// Single operations, never fused: results are byte-equal to the torch reference.
 KVK_DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
 KVK_DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
 KVK_DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
@@ -42,7 +42,7 @@ KVK_DEVICE float divide(float a, float b) { return __fdiv_rn(a, b); }
 KVK_DEVICE float round_to_even(float a) { return rintf(a); }
 KVK_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
-// Two elements in one word at a time; `word` holds them as `pack` puts them.
+// Two elements per word, in the order of `pack`.
 template <class T> KVK_DEVICE uint32_t sub2(uint32_t a, uint32_t b);
 template <class T> KVK_DEVICE uint32_t mul2(uint32_t a, uint32_t b);
 #define KVK_PAIRWISE(T, T2, name, intrinsic)                                  \
@@ -60,7 +60,7 @@ KVK_DEVICE float fast_exp2(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-KVK_DEVICE float fast_tanh(float x) {  // exact to about 1e-6; tanh.approx is not good enough for a soft cap of 50
+KVK_DEVICE float fast_tanh(float x) {  // exact to about 1e-6; tanh.approx is too coarse for a soft cap of 50
   float e = fast_exp2(2.885390082f * fabsf(x));
   return copysignf(1.f - 2.f / (e + 1.f), x);
 }
@@ -70,7 +70,7 @@ KVK_DEVICE void sync_warp() { __syncwarp(); }
 template <class V> KVK_DEVICE V shuffle(V value, int lane) { return __shfl_sync(0xffffffffu, value, lane); }
 template <class V> KVK_DEVICE V shuffle_xor(V value, int mask) { return __shfl_xor_sync(0xffffffffu, value, mask); }
 
-// A kernel takes one struct, passed by value, and has an unmangled name that the launcher and NVRTC find.
+// A kernel takes one struct by value and has an unmangled name, for the launcher and NVRTC.
 #ifdef __CUDACC_RTC__
 #define KVK_REGISTER(name, Params)
 #else

@@ -1,4 +1,4 @@
-// Kernels by name, filled while the library loads.
+// Registry of kernels by name, filled when the library loads.
 #pragma once
 #include <cstddef>
 

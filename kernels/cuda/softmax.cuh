@@ -1,13 +1,13 @@
-// Softmax over blocks of keys, two rows per thread (rows g and g + 8 of a warp's 16), in base 2.
+// Online softmax over blocks of keys, in base 2: two rows per thread (rows g and g + 8 of a warp's 16).
 #pragma once
 #include "platform.cuh"
 
 template <int D> struct OnlineSoftmax {
   float highest[2] = {-infinity(), -infinity()};
-  float sum[2] = {0, 0};  // of this thread's columns only, until `finish`
+  float sum[2] = {0, 0};  // over this thread's columns only, until `finish`
   float output[D / 16][2][4] = {};
 
-  // Turns scores (base-2 logits, -inf where hidden) into weights relative to the highest seen, and rescales what was summed.
+  // Converts scores (base-2 logits, -inf if masked) to weights relative to the running maximum, and rescales the sums.
   template <int KEYS> KVK_DEVICE void weigh(float (&scores)[KEYS / 16][2][4]) {
     KVK_UNROLL for (int r = 0; r < 2; r++) {
       float now = highest[r];
@@ -15,7 +15,7 @@ template <int D> struct OnlineSoftmax {
         KVK_UNROLL for (int n = 0; n < 2; n++) now = fmaxf(now, fmaxf(scores[j][n][2 * r], scores[j][n][2 * r + 1]));
       now = fmaxf(now, shuffle_xor(now, 1));
       now = fmaxf(now, shuffle_xor(now, 2));
-      const float base = now == -infinity() ? 0 : now;  // nothing visible yet
+      const float base = now == -infinity() ? 0 : now;  // no visible key so far
       const float shrink = fast_exp2(highest[r] - base);
       highest[r] = now;
       sum[r] *= shrink;
@@ -30,7 +30,7 @@ template <int D> struct OnlineSoftmax {
     }
   }
 
-  // Divides by the sum and returns the natural log-sum-exp; -inf and zeros for a row that saw nothing.
+  // Divides by the sum and returns the natural log-sum-exp; -inf and zeros for a row without a visible key.
   KVK_DEVICE float finish(int r) {
     sum[r] += shuffle_xor(sum[r], 1);
     sum[r] += shuffle_xor(sum[r], 2);

@@ -1,16 +1,16 @@
-// Products of 16 x 16 x 16 on tensor cores, float32 accumulators, in the fragment layout of mma.m16n8k16 (PTX ISA 9.7.14).
+// 16 x 16 x 16 tensor-core products with float32 accumulators, in the fragment layout of mma.m16n8k16 (PTX ISA 9.7.14).
 //
 // With g = lane / 4 and t = lane % 4:
 //   a[0..3]    rows g, g+8, g, g+8; columns 2t, 2t+1 of the first 8 (a[0], a[1]) and of the last 8 (a[2], a[3])
 //   b[2n..]    column g of n-tile n; rows 2t, 2t+1 of the first 8 (b[2n]) and of the last 8 (b[2n+1])
 //   c[n][0..3] rows g, g, g+8, g+8; columns 8n + 2t, 2t+1, 2t, 2t+1
 //
-// sm_80 and later run m16n8k16, sm_75 two m16n8k8 (f16 only), sm_70 m8n8k4 (f16 only), whose quad pairs take fragments
-// by shuffles.
+// sm_80 and later run m16n8k16, sm_75 two m16n8k8 (f16 only), sm_70 m8n8k4 (f16 only), whose quad pairs get their
+// fragments by shuffles.
 #pragma once
 #include "platform.cuh"
 
-// Whether the architecture multiplies elements of a type; kernels for others are empty and never dispatched to.
+// True if the architecture multiplies elements of a type; kernels for other types are empty and never dispatched.
 template <class T> KVK_DEVICE constexpr bool tensor_cores_take() { return true; }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 template <> KVK_DEVICE constexpr bool tensor_cores_take<bf16>() { return false; }
@@ -54,8 +54,8 @@ KVK_DEVICE void mma_quad_pairs(float (&c)[8], const uint32_t (&a)[2], const uint
 }
 #endif
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8. Thread (g, t) gets of each
-// matrix row g, columns 2t and 2t+1; transposed, rows 2t and 2t+1 of column g.
+// Loads four 8 x 8 matrices of 16-bit elements; lane l passes the address of row l % 8 of matrix l / 8. Thread (g, t)
+// receives row g, columns 2t and 2t+1 of each matrix; transposed, rows 2t and 2t+1 of column g.
 KVK_DEVICE void load_matrices(uint32_t (&r)[4], const void* row) {
 #if __CUDA_ARCH__ >= 750
   unsigned address = (unsigned)__cvta_generic_to_shared(row);
@@ -88,8 +88,8 @@ KVK_DEVICE void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
 #endif
 
 #ifdef KVK_QUAD_PAIRS
-// Quad pair q (lanes 4q..4q+3 and 16+4q..) multiplies rows 8 (q % 2).. by columns 8 (q / 2)..; each of its lanes holds one
-// row of A and one column of B, four elements of k at a time, and eight elements of C.
+// Quad pair q (lanes 4q..4q+3 and 16+4q..) multiplies rows 8 (q % 2).. by columns 8 (q / 2)..; each of its lanes holds
+// one row of A and one column of B, four elements of k at a time, and eight elements of C.
 template <class T> KVK_DEVICE void mma(float (&c)[2][4], const uint32_t (&a)[4], const uint32_t (&b)[4]) {
   const int lane = lane_index(), q = lane / 4 % 4, own = lane % 4 + 4 * (lane / 16);
   float product[8] = {};

@@ -1,12 +1,12 @@
-// The CPU's side of cuda/platform.cuh: CUDA threads are fibers on one OS thread, so that a block runs the same way every time.
+// CPU implementation of cuda/platform.cuh: CUDA threads are fibers on one OS thread, so blocks run deterministically.
 //
-// What it is stricter about than a GPU:
-//   - shared memory starts as NaN (0xff bytes), so what was not written is seen;
-//   - asynchronous copies arrive when they are waited for, not before, so a missing wait is seen;
-//   - one warp runs as far as it can before the next one starts, first to last or last to first (kvk_schedule), so a
-//     missing barrier is seen in one order or the other;
-//   - a barrier that some threads never reach stops the program with its name.
-// KVK_EMULATED_ARCH=700 takes the Volta code path, else the one of sm_80.
+// Stricter than a GPU:
+//   - shared memory is initialized to NaN (0xff bytes), which exposes reads of unwritten memory;
+//   - asynchronous copies complete at the wait, not before, which exposes a missing wait;
+//   - one warp runs as far as possible before the next one starts, first to last or last to first (kvk_schedule), which
+//     exposes a missing barrier in one of the orders;
+//   - a barrier that some threads never reach aborts the program and is named.
+// KVK_EMULATED_ARCH=700 selects the Volta code path, otherwise that of sm_80.
 #pragma once
 #include <cmath>
 #include <cstddef>
@@ -26,8 +26,9 @@ Index block_index();
 unsigned char* shared_memory();
 void barrier_block();
 
-// What the lanes of a warp give each other. `Deposit` is what a lane gives; the last lane to arrive calls `compute` once for
-// all 32, and every lane then reads its result. Two buffers alternate, so nobody overwrites what another still reads.
+// Exchange buffer of a warp's lanes. Each lane writes `given`; the last lane to arrive calls `compute` once for all 32,
+// and every lane then reads its `result`. Two buffers alternate, so that no lane overwrites values that another still
+// reads.
 struct Exchange {
   uint64_t given[32][8];
   uint64_t result[32][8];
@@ -89,7 +90,7 @@ template <> inline bf16 from_float<bf16>(float x) {
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
-// Compiled with -ffp-contract=off: these are single operations.
+// Compiled with -ffp-contract=off: single, unfused operations.
 inline float mul(float a, float b) { return a * b; }
 inline float add(float a, float b) { return a + b; }
 inline float sub(float a, float b) { return a - b; }

@@ -1,4 +1,4 @@
-// Runs kernels block by block; the C interface is that of cuda/launch.cu. One translation unit with all kernels in it.
+// CUDA emulator: runs kernels block by block behind the C interface of cuda/launch.cu. One translation unit.
 #include <cstdio>
 #include <vector>
 
@@ -36,7 +36,7 @@ struct Fiber {
   bool runnable() const { return !done && (!waits_for || waits_for->generation != waits_since); }
 };
 
-// State of the one block that runs. The emulator is used by one thread at a time (kvk_launch holds a lock in Python).
+// State of the running block. Used by one thread at a time (kvk_launch holds a lock in Python).
 static std::vector<Fiber> fibers;
 static std::vector<Barrier> warps;
 static std::vector<Exchange> exchanges;  // [warp][parity]
@@ -49,7 +49,7 @@ static bool last_first = false;
 static const Registered* running = nullptr;
 static const void* running_params = nullptr;
 
-// Saves the callee's registers and goes on with another stack.
+// Saves the callee-saved registers and switches to another stack.
 #if defined(__x86_64__)
 extern "C" void kvk_switch(void** save, void* load);
 asm(R"(
@@ -128,12 +128,12 @@ static void run_block(unsigned threads) {
   for (unsigned i = 0; i < threads; i++) {
     Fiber& fiber = fibers[i];
     fiber.stack.resize(stack_bytes);
-    ASAN_UNPOISON_MEMORY_REGION(fiber.stack.data(), stack_bytes);  // the last block's frames never returned
+    ASAN_UNPOISON_MEMORY_REGION(fiber.stack.data(), stack_bytes);  // the previous block's frames never returned
     fiber.done = false;
     fiber.waits_for = nullptr;
     fiber.parity = fiber.group = 0;
     fiber.copies.clear();
-    // A frame as kvk_switch leaves it: six registers, then where to return to, at a stack aligned as a call would.
+    // A frame as kvk_switch leaves it: six registers, then the return address, on a stack aligned as after a call.
     void** top = (void**)(((uintptr_t)fiber.stack.data() + stack_bytes) & ~(uintptr_t)15) - 2;
     *top = (void*)enter;
     fiber.stack_pointer = top - 6;
@@ -144,7 +144,7 @@ static void run_block(unsigned threads) {
     any = false;
     for (unsigned w = 0; w < count; w++) {
       const unsigned warp = last_first ? count - 1 - w : w;
-      for (bool moved = true; moved;) {  // this warp, as far as it can
+      for (bool moved = true; moved;) {  // run this warp as far as possible
         moved = false;
         for (unsigned l = 0; l < 32; l++) {
           const unsigned i = warp * 32 + (last_first ? 31 - l : l);
@@ -158,7 +158,7 @@ static void run_block(unsigned threads) {
   }
   for (unsigned i = 0; i < threads; i++)
     if (!fibers[i].done) {
-      fprintf(stderr, "emulator: %s: thread %u of block (%u, %u, %u) waits for ever at %s\n", running->name, i, block_at.x,
+      fprintf(stderr, "emulator: %s: thread %u of block (%u, %u, %u) waits forever at %s\n", running->name, i, block_at.x,
               block_at.y, block_at.z, fibers[i].waits_at);
       abort();
     }
@@ -192,7 +192,7 @@ int kvk_launch(const char* name, const unsigned* grid, unsigned threads, unsigne
   running = find(name);
   if (!running) return -1;
   running_params = params;
-  // Allocated at its exact size: the address sanitizer sees what lies outside.
+  // Allocated at its exact size, so that the address sanitizer detects out-of-bounds accesses.
   shared = (unsigned char*)aligned_alloc(16, shared_bytes ? (shared_bytes + 15) / 16 * 16 : 16);
   for (unsigned z = 0; z < grid[2]; z++)
     for (unsigned y = 0; y < grid[1]; y++)
@@ -208,5 +208,5 @@ const char* kvk_error_string(int) { return "the emulator has no such kernel"; }
 }
 
 #include "../cuda/attention.cu"
-#include "../cuda/awq.cu"
-#include "../cuda/chunks.cu"
+#include "../cuda/awq_gemm.cu"
+#include "../cuda/kv_pack.cu"

@@ -3,7 +3,7 @@
 Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
 """
 
-from kvkernels.chunk_payload import DeviceBytes, Payload, Piece
+from kvkernels.chunk_payload import ChunkPlacement, DeviceBytes, Payload
 from kvkernels.dispatch import implementations, pack_chunk, unpack_chunk, unpack_chunks
 
-__all__ = ["DeviceBytes", "Payload", "Piece", "implementations", "pack_chunk", "unpack_chunk", "unpack_chunks"]
+__all__ = ["ChunkPlacement", "DeviceBytes", "Payload", "implementations", "pack_chunk", "unpack_chunk", "unpack_chunks"]

@@ -1,4 +1,4 @@
-"""Where a chunk's payload is, in memory that Python addresses or in a device's, and where its tokens go."""
+"""Chunk payloads in host or device memory, and their target slots in the KV pool."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrays = dict[str, Array]
 
 @dataclass(frozen=True)
 class DeviceBytes:
-    """Bytes at a device address, owned by whoever mapped them."""
+    """Bytes at a device address. The mapping's creator owns them."""
 
     address: int
     size_bytes: int
@@ -25,12 +25,12 @@ Payload = memoryview | DeviceBytes
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The first ``len(slots)`` tokens of a chunk, and their int64 ``slots`` in the pool, on the CPU.
+class ChunkPlacement:
+    """First ``len(slots)`` tokens of a chunk and their int64 ``slots`` in the pool (on the CPU).
 
-    ``rotation`` is the cosine and sine ``[rotary_dim / 2]`` (float32) of the angles by which keys are turned further,
-    in float32, before they are rounded to the pool's dtype: ``RoPE`` in the rotate-half convention, channel i with
-    channel ``i + rotary_dim / 2``.
+    ``rotation`` holds cosines and sines ``[rotary_dim / 2]`` (float32) of a RoPE shift. It is applied to the keys in
+    float32, before they are rounded to the pool's dtype, in the rotate-half convention: channel i pairs with channel
+    ``i + rotary_dim / 2``.
     """
 
     header: ChunkHeader

@@ -1,4 +1,4 @@
-"""Which implementation runs: one table, visible in ``kvsidecar doctor``."""
+"""Kernel dispatch by device and dtype; ``kvsidecar doctor`` prints the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsidecar.chunk_layout import layout_of
 from torch import Tensor
 
 from kvkernels import kv_pack_reference
-from kvkernels.chunk_payload import Array, Payload, Piece
+from kvkernels.chunk_payload import Array, ChunkPlacement, Payload
 from kvkernels.cpu import bf16_gemv as cpu_products
 from kvkernels.cpu import cpu_attention
 from kvkernels.cpu import f32_gemm as cpu_dense
@@ -23,12 +23,12 @@ from kvkernels.cpu import quantized_gemm as cpu_quantized
 from kvkernels.cuda import cuda_kv_pack, device_visible_memory
 from kvkernels.cuda.cuda_attention import HEAD_DIMS
 from kvkernels.cuda.cuda_library import Kernels
-from kvkernels.cuda.kernel_select import kernels_for, takes
+from kvkernels.cuda.kernel_select import kernels_for, supports
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One row of the dispatch table."""
+    """Row of the dispatch table."""
 
     op: str
     device: str
@@ -36,20 +36,20 @@ class Implementation:
 
 
 def implementations() -> tuple[Implementation, ...]:
-    """The table: what each op runs on the CPU, and on each CUDA device that torch sees."""
+    """Return the dispatch table for the CPU and for each CUDA device visible to torch."""
     out = [
-        Implementation("attention", "cpu", cpu_attention.about()),
-        Implementation("pack_chunk, unpack_chunks", "cpu", cpu_chunks.about()),
-        Implementation("products in float32", "cpu", cpu_dense.about()),
-        Implementation("products of few rows in bfloat16", "cpu", cpu_products.about()),
-        Implementation("products at 4 and 8 bits", "cpu", cpu_quantized.about()),
+        Implementation("attention", "cpu", cpu_attention.describe()),
+        Implementation("pack_chunk, unpack_chunks", "cpu", cpu_chunks.describe()),
+        Implementation("products in float32", "cpu", cpu_dense.describe()),
+        Implementation("products of few rows in bfloat16", "cpu", cpu_products.describe()),
+        Implementation("products at 4 and 8 bits", "cpu", cpu_quantized.describe()),
     ]
     devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
     for device in devices:
         major, minor = torch.cuda.get_device_capability(device)
         where, choice = f"{device} (sm_{major}{minor})", kernels_for(device)
         ours = f"ours, {choice.why}"
-        types = "f16, bf16" if takes(device, torch.bfloat16) else "f16"
+        types = "f16, bf16" if supports(device, torch.bfloat16) else "f16"
         dims = ", ".join(map(str, HEAD_DIMS))
         if choice.kernels is None:
             out.append(Implementation("all", where, f"torch ({choice.why})"))
@@ -65,10 +65,10 @@ def implementations() -> tuple[Implementation, ...]:
 
 
 def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
-    """Our CUDA kernels, when they move such a pool's heads, turning ``half`` pairs of channels."""
+    """Return our CUDA kernels if they support the pool's heads and a RoPE shift of ``half`` channel pairs."""
     if pool.device.type != "cuda" or pool.dtype not in (torch.float16, torch.bfloat16):
         return None
-    return kernels_for(pool.device).kernels if cuda_kv_pack.takes(pool.shape[3], half) else None
+    return kernels_for(pool.device).kernels if cuda_kv_pack.supports(pool.shape[3], half) else None
 
 
 @cache
@@ -79,7 +79,7 @@ def _copy_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _on_copy_stream(device: torch.device) -> Iterator[None]:
-    """Work in the block goes beside the forward's, after what that has enqueued so far; it is done at the end."""
+    """Run the block's work on a copy stream, after the work already enqueued; synchronize at the end."""
     stream = _copy_stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.stream(stream):
@@ -88,15 +88,15 @@ def _on_copy_stream(device: torch.device) -> Iterator[None]:
 
 
 def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: Payload) -> None:
-    """Writes tokens of the pool into a chunk's payload, quantizing as the header says.
+    """Pack tokens of the pool into a chunk's payload, quantized as the header specifies.
 
     ``keys`` and ``values`` are ``[layers, kv_heads, pool_tokens, head_dim]``; ``slots`` int64 ``[tokens]`` on the
-    CPU. ``payload`` is the slot's memory, ``header.payload_bytes`` long, owned by the caller. Returns when the
-    bytes are there. Raises ValueError for a payload in device memory that only kernels could write, without any.
+    CPU. ``payload`` is ``header.payload_bytes`` long and owned by the caller. Returns when the bytes are written.
+    Raises ValueError for a payload in device memory if no kernel supports the pool.
     """
     kernels = _cuda_kernels(keys, 0)
     if kernels is not None:
-        with device_visible_memory.using(payload) as address:
+        with device_visible_memory.device_address(payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
                     cuda_kv_pack.pack(kernels, keys, values, slots.to(keys.device), header, address)
@@ -117,17 +117,21 @@ def unpack_chunk(
     rotation: tuple[Array, Array] | None = None,
     layers: range | None = None,
 ) -> None:
-    """Writes one ``Piece`` into the pool, dequantizing: the inverse of ``pack_chunk``. ``layers`` limits the work to
-    some layers. Returns when the pool holds them."""
+    """Dequantize one chunk into the pool: the inverse of ``pack_chunk``.
+
+    ``layers`` restricts the work to some layers. Returns when the pool holds them.
+    """
     chosen = range(header.layers) if layers is None else layers
-    for _ in unpack_chunks(keys, values, [Piece(header, payload, slots, rotation)], [chosen]):
+    for _ in unpack_chunks(keys, values, [ChunkPlacement(header, payload, slots, rotation)], [chosen]):
         pass
 
 
-def unpack_chunks(keys: Tensor, values: Tensor, pieces: Sequence[Piece], groups: Sequence[range]) -> Iterator[range]:
-    """Writes pieces of chunks into the pool, one group of layers after the other; gives each when the pool holds it."""
+def unpack_chunks(
+    keys: Tensor, values: Tensor, pieces: Sequence[ChunkPlacement], groups: Sequence[range]
+) -> Iterator[range]:
+    """Dequantize chunks into the pool, one group of layers at a time; yield each group once the pool holds it."""
     if cpu_chunks.serves(keys):
-        unpacking = cpu_chunks.Unpacking(keys, values, pieces)
+        unpacking = cpu_chunks.ChunkUnpacker(keys, values, pieces)
         for layers in groups:
             unpacking(layers)
             yield layers
@@ -138,11 +142,11 @@ def unpack_chunks(keys: Tensor, values: Tensor, pieces: Sequence[Piece], groups:
         yield layers
 
 
-def _unpack(keys: Tensor, values: Tensor, piece: Piece, layers: range) -> None:
+def _unpack(keys: Tensor, values: Tensor, piece: ChunkPlacement, layers: range) -> None:
     rotation, header = piece.rotation, piece.header
     kernels = _cuda_kernels(keys, 0 if rotation is None else len(rotation[0]))
     if kernels is not None:
-        with device_visible_memory.using(piece.payload) as address:
+        with device_visible_memory.device_address(piece.payload) as address:
             if address is not None:
                 with _on_copy_stream(keys.device):
                     angles = None if rotation is None else _angles(rotation, keys.device)

@@ -1,7 +1,7 @@
-"""The chunk kernels in plain torch, for any device and dtype: the test oracle.
+"""KV quantization and packing in plain torch, for any device and dtype: the test oracle.
 
-Quantization is asymmetric with a zero point: keys per channel over groups of tokens, values per token, which is
-where each has its outliers (KIVI, arXiv:2402.02750).
+Quantization is asymmetric with a zero point: keys per channel over groups of tokens, values per token, following where
+each has its outliers (KIVI, arXiv:2402.02750).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def _stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """A section as a tensor of the pool's dtype, sharing its memory unless that is only for reading."""
+    """Return a section as a tensor of the pool's dtype; it shares the memory unless that is read-only."""
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 
 
 def _take(pool: Tensor, slots: Tensor) -> Tensor:
-    """Tokens of the pool as ``[layers, tokens, heads, dim]`` on the CPU."""
+    """Gather tokens of the pool as ``[layers, tokens, heads, dim]`` on the CPU."""
     return pool.index_select(2, slots.to(pool.device)).transpose(1, 2).to("cpu")
 
 
 def _quantize(x: Tensor, dim: int, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (uint8), scale and zero over ``dim``, the latter without that dimension."""
+    """Quantize along ``dim``: codes (uint8), and scale and zero without that dimension."""
     low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
     scale = (high - low) / (2**bits - 1)
     inverse = torch.where(scale > 0, 1.0 / scale, 0.0)
@@ -46,6 +46,7 @@ def _unnibble(packed: Tensor) -> Tensor:
 
 
 def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, arrays: Arrays) -> None:
+    """Pack tokens of the pool into a payload's arrays; see ``dispatch.pack_chunk``."""
     k, v = _take(keys, slots), _take(values, slots)
     if header.bits == 16:
         _stored(arrays["keys"], k.dtype).copy_(k)
@@ -56,7 +57,7 @@ def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, array
     _stored(arrays["sink_values"], v.dtype).copy_(v[:, :sinks])
     k, v = k.float(), v.float()
     for group, start in enumerate(range(0, len(slots), header.key_group_tokens)):
-        # The first tokens are outliers and stored apart: they must not widen the scale of the rest.
+        # Sink tokens are outliers stored unquantized: they must not widen the scale of the other tokens.
         rest = slice(max(start, sinks), start + header.key_group_tokens)
         part = slice(start, start + header.key_group_tokens)
         source = k[:, rest] if k[:, rest].shape[1] else k[:, part]
@@ -71,7 +72,7 @@ def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, array
 
 
 def rotate(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns keys ``[..., head_dim]`` (float32) by the angles of ``cos`` and ``sin [rotary_dim / 2]``."""
+    """Apply a RoPE shift to keys ``[..., head_dim]`` (float32); ``cos`` and ``sin`` are ``[rotary_dim / 2]``."""
     half = cos.shape[0]
     a, b, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
@@ -86,6 +87,7 @@ def unpack(
     rotation: tuple[NDArray[Any], NDArray[Any]] | None,
     layers: range,
 ) -> None:
+    """Unpack a payload's arrays into the pool; see ``dispatch.unpack_chunk``."""
     count, where = len(slots), slots.to(keys.device)
     device, dtype = keys.device, keys.dtype
     chosen = slice(layers.start, layers.stop)

@@ -1,8 +1,7 @@
-"""Our kernels as torch operators: ``torch.ops.kvkernels.attention`` and ``torch.ops.kvkernels.awq_gemm``.
+"""Torch custom operators ``torch.ops.kvkernels.attention`` and ``torch.ops.kvkernels.awq_gemm``.
 
-Each runs by our CUDA kernels where a device has them, and by its reference in plain torch elsewhere, with the same
-arguments; fake kernels give shapes, so that both can be traced, compiled and captured. Importing this module registers
-them.
+Each runs our CUDA kernel if the device has one, and otherwise its plain-torch reference with the same arguments. Fake
+kernels give shapes, so that both can be traced, compiled and captured. Importing this module registers them.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kvkernels.cuda import awq_gemm as awq
-from kvkernels.cuda.cuda_attention import HEAD_DIMS, InPool, Rows, attend
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend
 from kvkernels.cuda.cuda_library import Kernels
-from kvkernels.cuda.kernel_select import kernels_for, takes
+from kvkernels.cuda.kernel_select import kernels_for, supports
 
 
 def has_cuda_kernels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our CUDA kernels serve a device and a type."""
-    return device.type == "cuda" and takes(device, dtype) and kernels_for(device).kernels is not None
+    """Return True if our CUDA kernels support a device and a dtype."""
+    return device.type == "cuda" and supports(device, dtype) and kernels_for(device).kernels is not None
 
 
 def _kernels(x: Tensor) -> Kernels | None:
@@ -30,62 +29,83 @@ def attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    row_start: Tensor,
-    key_count: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    window: int,
-    softcap: float,
+    kv_slots: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    sm_scale: float,
+    sliding_window: int,
+    logits_soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of rows over a paged pool: output ``[rows, heads, dim]`` and log-sum-exp ``[rows, heads]`` (float32).
+    """Compute causal attention over a paged pool: output ``[rows, heads, dim]`` and log-sum-exp ``[rows, heads]``.
 
-    ``query [rows, heads, dim]``; ``keys``, ``values [kv_heads, slots, dim]``; int32 ``row_start [sequences + 1]``,
-    ``key_count [sequences]``, ``positions [rows]`` (a row sees its sequence's keys up to its own), ``slots [sequences,
-    most_keys]`` of each key. ``longest``: rows of the longest sequence. ``window`` and ``softcap`` 0: none.
+    ``query [rows, heads, dim]``; ``keys``, ``values [kv_heads, slots, dim]``; int32 ``qo_indptr [sequences + 1]``,
+    ``kv_lens [sequences]``, ``positions [rows]`` (a row attends to its sequence's keys up to its own position),
+    ``kv_slots [sequences, max_kv_len]``, the pool slot of each key. ``max_q_len``: rows of the longest sequence.
+    ``sliding_window``: keys that a row attends to, its own included. 0 disables ``sliding_window`` and
+    ``logits_soft_cap``. The log-sum-exp is float32, natural. Names follow FlashInfer.
     """
     kernels = _kernels(query) if query.shape[2] in HEAD_DIMS else None
     if kernels is None:
         return attention_reference(
-            query, keys, values, row_start, key_count, positions, slots, longest, most_keys, scale, window, softcap
+            query,
+            keys,
+            values,
+            qo_indptr,
+            kv_lens,
+            positions,
+            kv_slots,
+            max_q_len,
+            max_kv_len,
+            sm_scale,
+            sliding_window,
+            logits_soft_cap,
         )
-    rows = Rows(row_start, key_count, positions, longest, most_keys)
-    return attend(kernels, query.contiguous(), InPool(keys, values, pages=slots), rows, scale, window, softcap)
+    rows = AttentionRows(qo_indptr, kv_lens, positions, max_q_len, max_kv_len)
+    return attend(
+        kernels,
+        query.contiguous(),
+        PagedKV(keys, values, pages=kv_slots),
+        rows,
+        sm_scale,
+        sliding_window,
+        logits_soft_cap,
+    )
 
 
 def attention_reference(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    row_start: Tensor,
-    key_count: Tensor,
+    qo_indptr: Tensor,
+    kv_lens: Tensor,
     positions: Tensor,
-    slots: Tensor,
-    longest: int,
-    most_keys: int,
-    scale: float,
-    window: int,
-    softcap: float,
+    kv_slots: Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    sm_scale: float,
+    sliding_window: int,
+    logits_soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """The same by definition, in float32."""
+    """Compute ``attention`` by definition, in float32: the test oracle."""
     output = torch.zeros_like(query)
     lse = torch.full(query.shape[:2], float("-inf"), device=query.device)
     group = query.shape[1] // keys.shape[0]
-    starts = row_start.tolist()
-    for sequence, count in enumerate(key_count.tolist()):
-        part, where = slice(starts[sequence], starts[sequence + 1]), slots[sequence, :count]
+    starts = qo_indptr.tolist()
+    for sequence, count in enumerate(kv_lens.tolist()):
+        part, where = slice(starts[sequence], starts[sequence + 1]), kv_slots[sequence, :count]
         k, v = (x.index_select(1, where).float().repeat_interleave(group, 0) for x in (keys, values))
-        scores = torch.einsum("rhd,hkd->hrk", query[part].float(), k) * scale
-        if softcap:
-            scores = softcap * torch.tanh(scores / softcap)
+        scores = torch.einsum("rhd,hkd->hrk", query[part].float(), k) * sm_scale
+        if logits_soft_cap:
+            scores = logits_soft_cap * torch.tanh(scores / logits_soft_cap)
         key, row = torch.arange(count, device=query.device)[None], positions[part, None]
         hidden = key > row
-        if window:
-            hidden = hidden | (key <= row - window)
+        if sliding_window:
+            hidden = hidden | (key <= row - sliding_window)
         scores = scores.masked_fill(hidden, float("-inf"))
-        weights = torch.nan_to_num(torch.softmax(scores, -1))  # a row that sees nothing
+        weights = torch.nan_to_num(torch.softmax(scores, -1))  # rows without a visible key
         output[part] = torch.einsum("hrk,hkd->rhd", weights, v).to(query.dtype)
         lse[part] = scores.logsumexp(-1).t()
     return output, lse
@@ -98,11 +118,14 @@ def _(query: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("kvkernels::awq_gemm", mutates_args=())
 def awq_gemm(x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor, group: int) -> Tensor:
-    """``x [rows, in]`` times 4-bit weights, ``[rows, out]``. The weights are those of ``awq.repack``: ``codes`` int32
-    ``[in / 16, out / 64, 32, 4]``, ``scales`` and ``zeros [in / group, out]``."""
+    """Multiply ``x [rows, in]`` by 4-bit AWQ weights: ``[rows, out]``.
+
+    The weights come from ``awq.repack``: ``codes`` int32 ``[in / 16, out / 64, 32, 4]``, ``scales`` and
+    ``zeros [in / group, out]``.
+    """
     weights = awq.AwqWeights(codes, scales, zeros, group)
     kernels = _kernels(x)
-    return x @ awq.unpacked(weights).t() if kernels is None else awq.gemm(kernels, x, weights)
+    return x @ awq.dequantize_reference(weights).t() if kernels is None else awq.gemm(kernels, x, weights)
 
 
 @awq_gemm.register_fake

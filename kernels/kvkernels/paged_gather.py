@@ -1,8 +1,9 @@
-"""Moves tokens between a paged cache of any layout and arrays ``[layers, tokens, heads, channels]``.
+"""Gather and scatter of tokens between a paged cache of any layout and dense arrays.
 
-Where an element lies is the sum of its block's, its token's, its head's and its channel's offset, which come as tables,
-so that tiled and transposed caches cost a table and not a kernel of their own. On the CPU one compiled pass without the
-GIL (``cpu/paged_copy.py``); elsewhere, and without compiled kernels, torch.
+Arrays are ``[layers, tokens, heads, channels]``. The offset of an element in its layer is the sum of its block's, its
+token's, its head's and its channel's offset. The offsets are tables, so that tiled and transposed caches need no kernel
+of their own. On the CPU one compiled pass without the GIL (``cpu/paged_copy.py``); elsewhere, and without compiled
+kernels, torch.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvkernels.cpu.cpu_library import Library, found
-from kvkernels.cpu.paged_copy import move
+from kvkernels.cpu.cpu_library import KernelLibrary, loaded_library
+from kvkernels.cpu.paged_copy import copy_tokens
 
 Integers = NDArray[np.int64]
 _INTEGERS = {2: torch.int16, 4: torch.int32}
@@ -24,10 +25,10 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class PagedMemory:
-    """The keys, or the values, of all layers, on one device.
+    """Keys or values of all layers of a paged cache, on one device.
 
     ``memory`` has one flat tensor per layer, whose element 0 is that of block 0, token 0, head 0 and channel 0;
-    ``token``, ``head`` and ``channel`` are a block's offsets in elements. The memory is its owner's.
+    ``token``, ``head`` and ``channel`` are a block's offsets in elements. The engine owns the memory.
     """
 
     memory: tuple[Tensor, ...]
@@ -43,11 +44,14 @@ class PagedMemory:
 
 
 def gather(paged: PagedMemory, slots: Integers, out: Tensor | NDArray[Any]) -> None:
-    """Copies tokens to ``out [layers, tokens, heads, channels]`` with any strides: a tensor of the cache's dtype on its
-    device, or, for a cache in host memory, an array of elements of that size. ``slots [tokens]`` number the cache's
-    tokens through its blocks; negative ones are left out. On CUDA enqueues on the current stream."""
+    """Copy tokens to ``out [layers, tokens, heads, channels]``, which may have any strides.
+
+    ``out`` is a tensor of the cache's dtype on its device, or, for a cache in host memory, an array of elements of that
+    size. ``slots [tokens]`` number the cache's tokens across its blocks; negative slots are skipped. On CUDA enqueues
+    on the current stream.
+    """
     if library := _library(paged):
-        _move(library, "gather", paged, slots, out)
+        _copy(library, "paged_gather", paged, slots, out)
         return
     target = _tensor(out, paged)
     chosen, index = _index(paged, slots, target.device)
@@ -56,9 +60,9 @@ def gather(paged: PagedMemory, slots: Integers, out: Tensor | NDArray[Any]) -> N
 
 
 def scatter(paged: PagedMemory, slots: Integers, source: Tensor | NDArray[Any]) -> None:
-    """The inverse of ``gather``: copies ``source [layers, tokens, heads, channels]`` to the cache's slots."""
+    """Copy ``source [layers, tokens, heads, channels]`` to the cache's slots: the inverse of ``gather``."""
     if library := _library(paged):
-        _move(library, "scatter", paged, slots, source)
+        _copy(library, "paged_scatter", paged, slots, source)
         return
     given = _tensor(source, paged)
     chosen, index = _index(paged, slots, given.device)
@@ -66,26 +70,26 @@ def scatter(paged: PagedMemory, slots: Integers, source: Tensor | NDArray[Any]) 
         memory[index] = given[layer].index_select(0, chosen)
 
 
-def _library(paged: PagedMemory) -> Library | None:
-    return found().library if paged.memory[0].device.type == "cpu" else None
+def _library(paged: PagedMemory) -> KernelLibrary | None:
+    return loaded_library().library if paged.memory[0].device.type == "cpu" else None
 
 
-def _move(library: Library, name: str, paged: PagedMemory, slots: Integers, data: Tensor | NDArray[Any]) -> None:
-    # As integers: bits are moved, whatever they stand for.
+def _copy(library: KernelLibrary, name: str, paged: PagedMemory, slots: Integers, data: Tensor | NDArray[Any]) -> None:
+    # As integers: the copy preserves bits of any dtype.
     array = data.view(_INTEGERS[data.itemsize]).numpy() if isinstance(data, Tensor) else data
     block, offsets = (paged.block_tokens, paged.block_stride), (paged.token, paged.head, paged.channel)
-    move(library, name, paged.addresses, block, offsets, slots, array)
+    copy_tokens(library, name, paged.addresses, block, offsets, slots, array)
 
 
 def _tensor(data: Tensor | NDArray[Any], paged: PagedMemory) -> Tensor:
     if isinstance(data, Tensor):
         return data
-    # A copy of what is only for reading: torch knows no such memory.
+    # torch has no read-only tensors: copy read-only memory.
     return torch.from_numpy(data if data.flags.writeable else data.copy()).view(paged.memory[0].dtype)
 
 
 def _index(paged: PagedMemory, slots: Integers, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which tokens are wanted, and where their elements lie: ``[wanted]`` and ``[wanted, heads, channels]``."""
+    """Return the indices of non-negative slots ``[wanted]`` and element offsets ``[wanted, heads, channels]``."""
     chosen = np.flatnonzero(slots >= 0)
     wanted = slots[chosen]
     tokens = wanted // paged.block_tokens * paged.block_stride + paged.token[wanted % paged.block_tokens]

@@ -1,4 +1,4 @@
-"""The benchmarks that run in seconds, by the command that runs them all."""
+"""Benchmarks that run in seconds, through ``benchmarks.all``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulated fleet: one node is what `benchmarks.eviction` replays, and more of them differ as they should."""
+"""Fleet simulation: one node equals ``benchmarks.eviction``; more nodes differ as expected."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from benchmarks import cluster_sim
-from benchmarks.cluster_nodes import Costs, Fleet, Remote, RemoteWrite, Routing
+from benchmarks.cluster_nodes import Fleet, MeasuredCosts, RemoteTier, RemoteWrite, Routing
 from benchmarks.cluster_traces import Arrival, arrivals
 from benchmarks.eviction_replay import replay
-from benchmarks.eviction_traces import PAGE_TOKENS, of_lines
+from benchmarks.eviction_traces import BLOCK_TOKENS, of_lines
 from cache_daemon.eviction import DEFAULT, POLICIES
 
-COSTS = Costs(
+COSTS = MeasuredCosts(
     token_seconds=0.01, pair_seconds=0.0, load_seconds=0.0, fetch_seconds=0.001, round_trip_seconds=1.0, token_bytes=10
 )
-WHOLE = [(PAGE_TOKENS * 2, [1, 2]), (PAGE_TOKENS * 3, [1, 2, 3]), (PAGE_TOKENS * 2, [1, 2])]
+WHOLE = [(BLOCK_TOKENS * 2, [1, 2]), (BLOCK_TOKENS * 3, [1, 2, 3]), (BLOCK_TOKENS * 2, [1, 2])]
 
 
 def spaced(seconds: float, lines: list[tuple[int, list[int]]] | None = None) -> list[Arrival]:
@@ -28,7 +28,7 @@ def spaced(seconds: float, lines: list[tuple[int, list[int]]] | None = None) -> 
 def simulated(
     nodes: int, routing: Routing, write: RemoteWrite | None = None, trace: list[Arrival] | None = None
 ) -> Any:
-    remote = Remote(write, COSTS.token_bytes) if write else None
+    remote = RemoteTier(write, COSTS.token_bytes) if write else None
     fleet = Fleet(nodes, 300, COSTS, remote, routing, seed=1)
     return fleet.run(trace or spaced(100.0), pace=1.0), remote
 
@@ -49,23 +49,23 @@ def test_time_is_waiting_loading_and_computing() -> None:
 
 
 def test_a_remote_tier_has_what_was_used_twice_or_all_or_nothing() -> None:
-    lines = [(PAGE_TOKENS, [1])] * 3
+    lines = [(BLOCK_TOKENS, [1])] * 3
 
     def elsewhere(write: RemoteWrite) -> tuple[int, int]:
         """Three nodes, each of which gets the prompt once."""
-        remote = Remote(write, COSTS.token_bytes)
+        remote = RemoteTier(write, COSTS.token_bytes)
         tokens = 0
         for arrival in spaced(100.0, lines):
             tokens += Fleet(1, 300, COSTS, remote, "load", 1).run([arrival], 1.0).remote_tokens
         return tokens, remote.written_bytes
 
     assert elsewhere("never") == elsewhere("second-use") == (0, 0)
-    assert elsewhere("all") == (2 * PAGE_TOKENS, PAGE_TOKENS * COSTS.token_bytes)
+    assert elsewhere("all") == (2 * BLOCK_TOKENS, BLOCK_TOKENS * COSTS.token_bytes)
 
 
 def test_what_is_quicker_computed_is_not_fetched() -> None:
-    remote = Remote("all", COSTS.token_bytes)
-    slow = Costs(0.01, 0.0, 0.0, 0.02, 1.0, COSTS.token_bytes)
+    remote = RemoteTier("all", COSTS.token_bytes)
+    slow = MeasuredCosts(0.01, 0.0, 0.0, 0.02, 1.0, COSTS.token_bytes)
     for arrival in spaced(100.0):
         assert Fleet(1, 300, slow, remote, "load", 1).run([arrival], 1.0).remote_tokens == 0
     assert remote.read_bytes == 0
@@ -86,7 +86,7 @@ def test_routing_by_prefix_keeps_what_many_nodes_would_lose(nodes: int) -> None:
 
 
 def test_a_prompt_that_all_want_at_once_is_copied_instead_of_waited_for() -> None:
-    trace = spaced(0.001, [(PAGE_TOKENS * 2, [1, 2])] * 40)
+    trace = spaced(0.001, [(BLOCK_TOKENS * 2, [1, 2])] * 40)
     spread, _ = simulated(4, "prefix", trace=trace)
     waiting, _ = simulated(4, "owner", trace=trace)
     assert spread.copies > waiting.copies == 1.0

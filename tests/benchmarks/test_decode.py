@@ -1,4 +1,4 @@
-"""What a step of decoding must read, to which its speed is compared."""
+"""Bytes that a decoding step must read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: what it plays where SmolLM2 cannot be had, and what its verdict rests on."""
+"""The demo without SmolLM2, and the demo's verdict."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvsidecar import Completion
 
 from benchmarks import demo, demo_document
-from benchmarks.demo_document import Asked, document, verdict
+from benchmarks.demo_document import QuestionAnswers, document, verdict
 from benchmarks.node import Node
 
 
@@ -33,7 +33,7 @@ def answered(ids: list[int], cached: int, ttft_ms: float) -> Completion:
 @pytest.mark.parametrize(("ids", "cached", "good"), [([1, 2], 99, True), ([1, 3], 99, False), ([1, 2], 40, False)])
 def test_the_verdict_asks_for_equal_answers_and_for_reuse(ids: list[int], cached: int, good: bool) -> None:
     plain = [answered([1, 2], 0, 500.0)] * 3
-    asked = Asked(plain, [answered([1, 2], 0, 500.0), answered([1, 2], 99, 5.0), answered(ids, cached, 5.0)])
+    asked = QuestionAnswers(plain, [answered([1, 2], 0, 500.0), answered([1, 2], 99, 5.0), answered(ids, cached, 5.0)])
     assert verdict(asked) is good
     assert asked.speedup == 100
 

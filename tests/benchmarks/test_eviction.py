@@ -1,4 +1,4 @@
-"""The replay of traces, and that the default policy is the best of ours."""
+"""Trace replay, and the default policy is the best of ours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks of other engines as far as they need none: our arms, transformers, and what they say where one lacks."""
+"""Comparison benchmarks without other engines: our arms, transformers, missing engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quality on real text: its prompts, its oracle, its figures; with the built-in model, which takes seconds."""
+"""Real-text quality: prompts, oracle and figures, with the built-in model."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from benchmarks.oracle import Truth, oracle
 from benchmarks.planted_bugs import planted_bug
 from benchmarks.real_prompts import CONTROLS, SAMPLE, TASKS, TEXTS, RealSamples
-from benchmarks.real_quality import Found, row, summary
+from benchmarks.real_quality import PromptResult, row, summary
+from benchmarks.recompute_oracle import FullPrefill, oracle_outcome
 from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.models.loader import load
@@ -55,24 +55,24 @@ def test_the_oracle_with_all_tokens_is_full_prefill_and_with_none_is_no_repair(l
     tokens, start = read.tokens + prompt.question, len(read.tokens)
     at = np.arange(start, len(tokens))
     first, placed = read.stored_in_order(list(range(len(prompt.documents)))[::-1], 16)
-    truth = Truth.of(lab, tokens, start, answer=prompt.answer)
+    truth = FullPrefill.of(lab, tokens, start, answer=prompt.answer)
     full = truth.outcome
     assert np.array_equal(full.logits, lab.full_prefill(tokens, at).logits)
 
     def kl(ratio: float) -> float:
-        got = oracle(lab, truth, tokens, first, placed, ratio, at, prompt.answer)
-        return float(np.mean(Found.of(full, got, prompt.answer, True, 0.1).kl))
+        got = oracle_outcome(lab, truth, tokens, first, placed, ratio, at, prompt.answer)
+        return float(np.mean(PromptResult.of(full, got, prompt.answer, True, 0.1).kl))
 
     none = lab.reuse(tokens, first, placed, SELECTORS["none"], 0.0, at, answer=prompt.answer)
-    lost = float(np.mean(Found.of(full, none, prompt.answer, True, 0.1).kl))
+    lost = float(np.mean(PromptResult.of(full, none, prompt.answer, True, 0.1).kl))
     assert kl(1.0) < 1e-6 < lost
     assert kl(0.0) == pytest.approx(lost, rel=1e-3)
     assert kl(0.3) < lost
 
 
 def test_the_summary_says_what_is_regained_and_whether_controls_are_harmed() -> None:
-    def found(kl: float) -> Found:
-        return Found([kl] * 4, [True] * 4, True, None, None, 0.15, 0.3, 0.1, 1.0, 2.0)
+    def found(kl: float) -> PromptResult:
+        return PromptResult([kl] * 4, [True] * 4, True, None, None, 0.15, 0.3, 0.1, 1.0, 2.0)
 
     kl = {"none": 0.1, "cacheblend": 0.08, "guided": 0.07, "salient": 0.04, "oracle": 0.03}
     rows = [row("none", kind, [found(0.1 if kind in TEXTS else 0.0)] * 2) for kind in (*TEXTS, *CONTROLS)]

@@ -1,4 +1,4 @@
-"""The benchmark of a worker on another host, small: over the loopback, or a link where one can be shaped."""
+"""Benchmark of a remote worker at its smallest size."""
 
 from __future__ import annotations
 

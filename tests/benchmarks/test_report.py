@@ -1,4 +1,4 @@
-"""Every result says where it came from, and figures their spread; bounds and gates say when they do not hold."""
+"""Provenance and spread of results; violated bounds and gates are reported."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_the_chaos_of_a_gateway_says_what_was_not_kept() -> None:
 
 
 def test_the_clock_of_a_closed_loop_includes_its_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store that takes a second takes it from the throughput."""
+    """A slow store lowers the throughput."""
     settle, slow = Node.settle, 1.0
 
     def slowly(self: Node, seconds: float = 30.0) -> None:

@@ -1,24 +1,24 @@
-"""What is kept of an hour's samples."""
+"""Thinned samples of an hour."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from benchmarks.soak import thinned
+from benchmarks.soak import thin_samples
 
 RESULT = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
 
 
 def test_a_row_stands_for_several_samples_and_hides_no_peak() -> None:
     rows = [{"at_s": float(i), "daemon_rss_mb": i % 7, "matches": 1, "chunks": 100 - i} for i in range(10)]
-    found = thinned(rows, most=4)
+    found = thin_samples(rows, most=4)
     assert [row["at_s"] for row in found] == [2.0, 5.0, 8.0, 9.0]
     assert [row["daemon_rss_mb"] for row in found] == [2, 5, 6, 2]
     assert sum(row["matches"] for row in found) == 10
     assert [row["chunks"] for row in found] == [98, 95, 92, 91]
-    assert thinned(rows[:4], most=4) == rows[:4]
-    assert thinned([]) == []
+    assert thin_samples(rows[:4], most=4) == rows[:4]
+    assert thin_samples([]) == []
 
 
 def test_the_published_rows_add_up_to_the_summary() -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of speculation, at its smallest, with the built-in model and itself as its draft."""
+"""Speculation benchmark at its smallest, with the built-in model as its own draft."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of streamed layers, at its smallest: a model that would fit."""
+"""Layer streaming benchmark at its smallest, with a model that would fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import streaming
-from benchmarks.limits import MemoryLimit, NoLimit
+from benchmarks.memory_limit import MemoryLimit, MemoryLimitUnavailable
 from inference_svc.models.layer_streaming.layer_file import WEIGHTS
 
 
@@ -17,7 +17,7 @@ def test_every_mode_answers_alike_with_guesses_and_without(tmp_path: Path) -> No
     try:
         with MemoryLimit(1 << 30):
             pass
-    except NoLimit as error:
+    except MemoryLimitUnavailable as error:
         pytest.skip(str(error))
     out = tmp_path / "streaming.json"
     small = ["--limit-bytes", "768MiB", "--answer-tokens", "8", "--sequences", "2", "--disk-bytes", "1MiB"]

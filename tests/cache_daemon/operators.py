@@ -1,4 +1,4 @@
-"""What an operator types, and what comes of it."""
+"""Operators' commands, run in this process or a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMAND = [sys.executable, "-m", "kvsidecar.cli.root_command", "cache"]
 
 
 def cache(*arguments: object, of: Node | None = None) -> str:
-    """What ``kvsidecar cache`` prints, through a pipe. Raises what it raises."""
+    """Run ``kvsidecar cache`` and return its output through a pipe. Raises what it raises."""
     where = ["--socket", str(of.cache_socket)] if of is not None else []
     result = CliRunner().invoke(app, ["cache", *map(str, arguments), *where])
     if isinstance(result.exception, KVSidecarError):
@@ -31,7 +31,7 @@ def cache(*arguments: object, of: Node | None = None) -> str:
 
 
 def on_store(*arguments: object, expect: int = 0) -> str:
-    """What a command on a stopped daemon's store prints. Raises what it raises."""
+    """Run a command on a stopped daemon's store and return its output. Raises what it raises."""
     result = CliRunner().invoke(offline.app, [str(a) for a in arguments])
     if isinstance(result.exception, KVSidecarError):
         raise result.exception
@@ -40,7 +40,7 @@ def on_store(*arguments: object, expect: int = 0) -> str:
 
 
 def in_terminal(arguments: list[str], columns: int = 100, press: bytes = b"", after: str = "") -> str:
-    """What ``kvsidecar cache`` writes to a terminal; ``press`` is typed once ``after`` was seen."""
+    """Run ``kvsidecar cache`` in a terminal and return its output; ``press`` is typed once ``after`` was seen."""
     master, slave = pty.openpty()
     environment = {**os.environ, "COLUMNS": str(columns), "LINES": "60", "TERM": "xterm"}
     process = subprocess.Popen([*COMMAND, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment)

@@ -19,6 +19,7 @@ from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.sessions import Session
+from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
@@ -28,7 +29,7 @@ from tests.cache_daemon.doubles.memory_tier import MemoryTier
 
 @dataclass
 class FakeClock:
-    """Seconds that pass when they are told to."""
+    """Seconds that a test advances."""
 
     now: float = 1_000_000.0
 
@@ -38,7 +39,7 @@ class FakeClock:
 
 @dataclass
 class Bench:
-    """A running store with one session, and what a worker does in short."""
+    """A running store with one session, and a worker's operations in short."""
 
     store: ChunkStore
     tier: FaultyTier
@@ -63,7 +64,7 @@ class Bench:
         return header
 
     def fill(self, reserved: ReserveResult, ids: list[int], session: Session | None = None) -> tuple[bytes, int]:
-        """Writes the payload that belongs to the tokens. Returns what Commit wants."""
+        """Write the payload that belongs to the tokens. Returns an item for Commit."""
         staging = (session or self.session).staging
         assert staging is not None
         assert reserved.staged is not None
@@ -74,7 +75,7 @@ class Bench:
     async def put(
         self, ids: list[int], start: int = 0, parent: bytes = b"", salt: bytes = b"", session: Session | None = None
     ) -> tuple[bytes, int]:
-        """Stores a chunk. Returns its prefix hash and what became of it."""
+        """Store a chunk. Returns its prefix hash and its outcome."""
         session = session or self.session
         reserved = self.store.reserve(session, salt, [self.header(ids, start, parent)])[0]
         assert reserved.outcome == pb.RESERVE_OUTCOME_GRANTED, pb.ReserveOutcome.Name(reserved.outcome)
@@ -82,7 +83,7 @@ class Bench:
         return reserved.prefix_hash, outcomes[0]
 
     async def found(self, ids: list[int], salt: bytes = b"", session: Session | None = None) -> int:
-        """Matches, checks every byte of whole chunks, releases. Returns the tokens found."""
+        """Match, check every byte of whole chunks, and release. Returns the tokens found."""
         session = session or self.session
         result = await self.store.match(session, salt, keys.token_bytes(ids))
         at = 0
@@ -108,17 +109,17 @@ async def opened(
     clock: FakeClock | None = None,
     remote: RemoteSettings | None = None,
 ) -> AsyncIterator[Bench]:
-    """``limits`` are by salt. The store is checked at the end; nothing may be held by then."""
+    """Run a store for the length of a block. It is checked at the end; nothing may be leased by then.
+
+    ``limits`` are by salt.
+    """
     by_id = {keys.tenant_id(salt): of for salt, of in (limits or {}).items()}
     clock, faulty = clock or FakeClock(), FaultyTier(tier or MemoryTier())
     store = ChunkStore(
         MemoryArena(arena_bytes),
         faulty,
-        budget_bytes,
-        new_policy,
-        staging_bytes=staging_bytes,
+        StoreConfig(new_policy, budget_bytes, staging_bytes, clock=clock),
         accounts=TenantAccounts(lambda account: by_id.get(account, TenantLimits())),
-        clock=clock,
         remote=remote,
     )
     await store.start()

@@ -36,6 +36,7 @@ from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 from cache_daemon.tenant_limits import TenantLimits
 
@@ -107,8 +108,8 @@ async def opened(folder: Path, arena_bytes: int = 512 << 20) -> AsyncIterator[Be
     Bench.__init__(bench, None, f"unix:{folder / 's'}")  # type: ignore[arg-type]
     accounts = TenantAccounts(lambda _: TenantLimits(ttl_seconds=bench.ttl))
     bench.store = ChunkStore(
-        HostArena(arena_bytes), None, 0, Gittins, accounts=accounts, staging_bytes=16 << 20,
-        bloom_filter=CountingBloomFilter(summary.memory), clock=lambda: 1e9 + bench.passed,
+        HostArena(arena_bytes), None, StoreConfig(Gittins, 0, 16 << 20, clock=lambda: 1e9 + bench.passed),
+        accounts=accounts, bloom_filter=CountingBloomFilter(summary.memory),
     )  # fmt: skip
     server = grpc.aio.server(options=[("grpc.max_receive_message_length", 16 << 20)])
     add_to_server(CacheService(ServiceState(bench.store, 60_000), lambda _: OPERATOR, "none"), server)

@@ -1,7 +1,8 @@
-"""What the manifests use of two custom resources' schemas, strictly: fields that are not here are refused.
+"""Schemas of two custom resources, restricted to the fields that the manifests use.
 
-Sources: https://prometheus-operator.dev/docs/api-reference/api/ (monitoring.coreos.com/v1) and
-https://cert-manager.io/docs/reference/api-docs/ (cert-manager.io/v1). Kubernetes' own come with kubernetes-validate.
+Validation is strict: other fields are refused. Sources: https://prometheus-operator.dev/docs/api-reference/api/
+(monitoring.coreos.com/v1) and https://cert-manager.io/docs/reference/api-docs/ (cert-manager.io/v1). Kubernetes' own
+schemas come with kubernetes-validate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies of this checkout, wheels built from them, and environments that have such a wheel and not this checkout."""
+"""Copies of this checkout, wheels built from them, and environments with such a wheel."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _START_SECONDS = 90
 
 
 def without_paths() -> dict[str, str]:
-    """The environment's variables but those that say where packages are."""
+    """Return the environment's variables without those that locate packages."""
     return {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
 
 
 def run(*command: str, folder: Path) -> str:
-    """Its output. Nothing of this process's paths is known to it."""
+    """Run a command without this process's paths; return its output."""
     done = subprocess.run(
         command, cwd=folder, env=without_paths(), capture_output=True, text=True, timeout=150, check=False
     )
@@ -41,7 +41,10 @@ def run(*command: str, folder: Path) -> str:
 
 
 def copy_checkout(checkout: Path) -> None:
-    """Copies what git does not ignore; skips the test where this is no checkout, or setuptools is too old for it."""
+    """Copy all files that git does not ignore.
+
+    Skips the test outside a checkout, or if setuptools is too old.
+    """
     # Not by importing it: it would take distutils' place in this process.
     if int(importlib.metadata.version("setuptools").split(".")[0]) < 77:
         pytest.skip("this environment's setuptools is older than 77")
@@ -56,20 +59,20 @@ def copy_checkout(checkout: Path) -> None:
 
 
 def copy_libraries(source: Path) -> None:
-    """The CPU kernels of this checkout: compiled from the same sources, they are not compiled again."""
+    """Copy this checkout's CPU kernels; with unchanged sources they are not compiled again."""
     if LIBRARIES.is_dir():
         shutil.copytree(LIBRARIES, source / LIBRARIES.relative_to(ROOT))
 
 
 def build(hook: str, source: Path, made: Path, suffix: str) -> Path:
-    """What a hook of the build backend makes in the folder ``made``."""
+    """Return the artefact that a hook of the build backend creates in the folder ``made``."""
     run(sys.executable, "-c", _BACKEND.format(hook), str(made), folder=source)
     (found,) = made.glob(f"*{suffix}")
     return found
 
 
 def environment_with(wheel: Path, environment: Path) -> Path:
-    """An environment with the wheel, in which of this one's packages only the others are."""
+    """Return an environment with the wheel and all packages of this one except ours."""
     packages = _environment(wheel, environment)
     # The others, as a line of a path file adds them: an editable install of ours is none of them.
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
@@ -77,9 +80,9 @@ def environment_with(wheel: Path, environment: Path) -> Path:
 
 
 def environment_of(wheel: Path, environment: Path, extra: str = "") -> Path:
-    """Makes an environment with what ``pip install kvsidecar[extra]`` would install, and nothing else.
+    """Create an environment with the packages that ``pip install kvsidecar[extra]`` would install.
 
-    The packages are those of this environment, file by file as links, so that nothing is fetched.
+    The packages are those of this environment, file by file as links, so that nothing is downloaded.
     """
     packages = _environment(wheel, environment)
     for name in closure(declared(extra)):
@@ -93,7 +96,7 @@ def environment_of(wheel: Path, environment: Path, extra: str = "") -> Path:
 
 
 def declared(extra: str = "") -> list[Requirement]:
-    """The requirements that pyproject.toml has of the base installation and of an extra, with the extras in it."""
+    """Return pyproject.toml's requirements of the base installation and of an extra, with nested extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = [Requirement(text) for text in project["dependencies"]]
     extras = [extra] if extra else []
@@ -107,7 +110,7 @@ def declared(extra: str = "") -> list[Requirement]:
 
 
 def closure(requirements: list[Requirement]) -> set[str]:
-    """The names of the distributions that requirements bring, by the metadata of those that are installed here."""
+    """Return the names of the distributions that requirements need, by the metadata of the installed ones."""
     found: set[str] = set()
     wanted = [(requirement, "") for requirement in requirements]
     for requirement, extra in wanted:
@@ -121,7 +124,7 @@ def closure(requirements: list[Requirement]) -> set[str]:
 
 
 def _environment(wheel: Path, environment: Path) -> Path:
-    """Installs the wheel alone; returns the folder of packages."""
+    """Install the wheel alone; return the folder of packages."""
     folder = environment.parent
     run(sys.executable, "-m", "venv", "--without-pip", str(environment), folder=folder)
     python = str(environment / "bin" / "python")
@@ -131,7 +134,7 @@ def _environment(wheel: Path, environment: Path) -> Path:
 
 
 def serves(environment: Path, folder: Path, runtime_dir: Path) -> str:
-    """Starts a node of the environment from a folder, asks it, ends it; the page that it served."""
+    """Start a node of the environment from a folder, query and stop it; return the page that it served."""
     kvsidecar, port = str(environment / "bin" / "kvsidecar"), free_port()
     flags = ("--port", str(port), "--runtime-dir", str(runtime_dir), "--store", "none")
     node = subprocess.Popen([kvsidecar, "serve", "demo", *flags], cwd=folder, env=without_paths())

@@ -1,4 +1,4 @@
-"""The manifests as a cluster would get them, and what kinds of things are in them."""
+"""Rendered manifests, as a cluster would get them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def _built(name: str) -> list[Resource]:
 
 
 def resources(name: str) -> list[Resource]:
-    """All resources of ``base`` or ``overlays/NAME``, not to be changed. Skips the test where nothing builds them."""
+    """Return all resources of ``base`` or ``overlays/NAME``, read-only.
+
+    Skips the test if no program can render them.
+    """
     return _built(name)
 
 
@@ -37,7 +40,7 @@ def of_kind(name: str, *kinds: str) -> list[Resource]:
 
 
 def pods(name: str) -> list[Resource]:
-    """The specifications of all pods."""
+    """Return the specifications of all pods."""
     return [r["spec"]["template"]["spec"] for r in of_kind(name, "StatefulSet", "DaemonSet", "Deployment", "Job")]
 
 
@@ -46,7 +49,7 @@ def containers(pod: Resource) -> list[Resource]:
 
 
 def settings(name: str, container: Resource) -> dict[str, str]:
-    """The environment that a container gets, without what only a cluster knows."""
+    """Return a container's environment, without cluster-provided values."""
     maps = {r["metadata"]["name"]: r["data"] for r in of_kind(name, "ConfigMap")}
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):

@@ -1,9 +1,9 @@
-"""The base manifests' pod under podman: what a kubelet would do and podman 4 does not is done here, and nothing else.
+"""Base manifests' pod under podman, with the kubelet's steps that podman 4 lacks.
 
 - A native sidecar becomes a container that starts first: podman waits for the end of init containers.
-- Volumes are folders of the host, with the owner and mode that a kubelet gives them by fsGroup.
+- Volumes are folders of the host, with the owner and mode that a kubelet sets by fsGroup.
 - The image has no files: the machine's own /usr, interpreter and checkout are mounted, read-only.
-- No network but the pod's own loopback; probes are asked for by the test.
+- No network except the pod's loopback; the test runs the probes.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ default_ulimits = ["nofile={0}:{0}", "nproc=4096:4096"]
 
 
 class Podman:
-    """podman with storage of its own in a folder, and with the first runtime that works on this machine."""
+    """podman with storage of its own, and the first runtime that works on this machine."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RuntimeError, with what was tried, where no container can be run."""
+        """Raises RuntimeError, with the attempts, if no container can run."""
         folder.mkdir()
         (folder / "containers.conf").write_text(
             _CONFIGURATION.format(resource.getrlimit(resource.RLIMIT_NOFILE)[1]), encoding="utf-8"
@@ -77,11 +77,11 @@ class Podman:
         return done.stdout.decode().strip()
 
     def close(self) -> None:
-        """Removes what is kept outside of the folder, as far as no container holds it."""
+        """Remove files outside the folder, unless a container uses them."""
         shutil.rmtree(self._state, ignore_errors=True)
 
     def _import_empty_image(self) -> None:
-        """An image of links and nothing else."""
+        """Import an image that contains only links."""
         archive = io.BytesIO()
         with tarfile.open(fileobj=archive, mode="w") as tar:
             for name in _MERGED:
@@ -92,7 +92,7 @@ class Podman:
 
 
 def pod_of(folder: Path, model_settings: dict[str, str]) -> str:
-    """The pod's YAML, with its configuration. Makes the folders of its volumes in ``folder``."""
+    """Return the pod's YAML with its configuration; create its volumes' folders in ``folder``."""
     (nodes,) = of_kind("base", "StatefulSet")
     template = copy.deepcopy(nodes["spec"]["template"])
     spec = template["spec"]
@@ -139,7 +139,7 @@ def _volume(name: str, path: Path) -> dict[str, Any]:
 
 
 def wait_for(condition: Any, seconds: float) -> Any:
-    """The first true answer of ``condition``. Raises TimeoutError."""
+    """Return the first true result of ``condition``. Raises TimeoutError."""
     deadline = time.monotonic() + seconds
     while not (answer := condition()):
         if time.monotonic() > deadline:

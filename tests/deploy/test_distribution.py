@@ -1,4 +1,4 @@
-"""What ``make dist`` makes: the wheel comes of the source distribution alone, and runs where no checkout is."""
+"""``make dist``: the wheel is built from the source distribution alone, and runs without a checkout."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import importlib, pathlib, sys
 for name in ("kvsidecar", "cache_daemon", "inference_svc", "kvkernels"):
     path = pathlib.Path(importlib.import_module(name).__file__)
     assert path.is_relative_to(sys.prefix), path
-from kvkernels.cpu.cpu_library import found
-print(found().library is not None)
+from kvkernels.cpu.cpu_library import loaded_library
+print(loaded_library().library is not None)
 """
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel that the source distribution makes, without a checkout."""
+    """Wheel built from the source distribution, without a checkout."""
     folder = tmp_path_factory.mktemp("dist")
     checkout, unpacked, made = folder / "checkout", folder / "unpacked", folder / "made"
     # What is built leaves traces, which are not to be left here.
@@ -43,7 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def empty(wheel: Path) -> Path:
-    """An environment with the wheel and all that is installed here, and no checkout."""
+    """Environment with the wheel and all installed packages, without a checkout."""
     return environment_with(wheel, wheel.parent.parent / "environment")
 
 
@@ -58,7 +58,7 @@ def test_a_node_runs_from_the_wheel(empty: Path, tmp_path: Path) -> None:
 
 
 def test_auditwheel_finds_libraries_where_it_accepts_them(wheel: Path) -> None:
-    """``make dist`` gives the wheel its manylinux tag, which auditwheel refuses to a wheel of pure Python."""
+    """``make dist`` sets the wheel's manylinux tag, which auditwheel refuses for pure Python wheels."""
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         (about,) = (email.message_from_bytes(file.read(n)) for n in names if n.endswith(".dist-info/WHEEL"))

@@ -1,6 +1,6 @@
-"""An editable install, as ``make setup`` makes it, used from the folder that holds the clone.
+"""Editable install, as by ``make setup``, used from the folder that contains the clone.
 
-Named ``kvsidecar``, the clone's own folder looks like a package of that name to whoever starts there.
+Named ``kvsidecar``, the clone's folder looks like a package of that name to a process started there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PACKAGES = ("kvsidecar", "cache_daemon", "inference_svc", "kvkernels")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An environment with an editable install of the clone ``kvsidecar`` beside it."""
+    """Environment with an editable install of the clone ``kvsidecar`` beside it."""
     folder = tmp_path_factory.mktemp("home")
     clone = folder / "kvsidecar"
     copy_checkout(clone)
@@ -43,7 +43,7 @@ def test_a_node_runs_from_the_clones_parent(installed: Path, tmp_path: Path) -> 
 
 
 def test_no_process_of_a_node_imports_from_the_folder_that_it_is_started_in(installed: Path, tmp_path: Path) -> None:
-    """Whatever the folder has: here a module that everything imports, and that ends whoever imports it."""
+    """The folder contains a module that shadows a common import and ends its importer."""
     for name in ("structlog", "grpc", "inference_svc", "cache_daemon"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')\n")
     assert "<title>" in serves(installed, tmp_path, tmp_path / "run")

@@ -1,4 +1,4 @@
-"""What each extra installs: the base without torch, the gateway without torch, and the worker."""
+"""Packages of each extra: base without torch, gateway without torch, worker."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_the_base_has_no_package_of_the_worker(base: Path) -> None:
 
 
 def test_the_base_is_small(base: Path) -> None:
-    """All files of site-packages, without the byte code that pip and Python add."""
+    """Counts all files of site-packages except byte code."""
     files = [Path(folder) / n for folder, _, names in os.walk(base / "lib") for n in names if not n.endswith(".pyc")]
     assert sum(file.stat().st_size for file in files) <= MAX_BASE_MB * 1e6
 
@@ -235,7 +235,7 @@ OURS = {"kvsidecar", "cache_daemon", "inference_svc", "kvkernels"}
 
 
 def imports(folder: Path) -> Iterator[str]:
-    """Names the packages that modules of a folder import, anywhere in them; of ``google`` with the next part."""
+    """Return the packages imported anywhere in a folder's modules; for ``google`` with the next part."""
     for path in folder.rglob("*.py"):
         if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
             continue

@@ -1,7 +1,7 @@
-"""The container file, built to its end with buildah, and what is in the image.
+"""Container file, built to the end with buildah, and the image's content.
 
-No registry is needed: the bases are images of links and nothing else, in which the machine's own /usr is mounted while
-something runs, and packages come from a folder that pip's own configuration here filled. Takes minutes.
+No registry is needed: the bases are images of links only, in which the machine's own /usr is mounted while a command
+runs, and packages come from a folder that pip's own configuration fills. Takes minutes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ BASE, IMAGE = "localhost/base:test", "localhost/kvsidecar:test"
 EXTRAS = "worker,encryption,otel"
 MOUNTED = ("/usr", "/etc/ld.so.cache", "/etc/alternatives")
 LINKS = ("bin", "lib", "lib64", "sbin")
-FACTS = "from kvkernels.cpu.cpu_library import found; import os, torch; print(found().library is not None, os.getuid())"
+FACTS = """import os, torch
+from kvkernels.cpu.cpu_library import loaded_library
+print(loaded_library().library is not None, os.getuid())"""
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 
@@ -36,7 +38,7 @@ class Buildah:
     """buildah with storage of its own in a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises RuntimeError, with what was tried, where nothing can be built."""
+        """Raises RuntimeError, with the attempts, if no image can be built."""
         folder.mkdir()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         settings = folder / "containers.conf"
@@ -71,7 +73,7 @@ class Buildah:
         self("commit", "--rm", "--quiet", container, BASE)
 
     def inside(self, *command: str) -> str:
-        """What a command says in the image, as the user that the image names, who may write nowhere but to /tmp."""
+        """Run a command in the image as its user, who may write to /tmp only; return its output."""
         container = self("from", "--pull-never", IMAGE)
         try:
             mounts = [f"--volume={path}:{path}:ro" for path in MOUNTED]
@@ -82,7 +84,7 @@ class Buildah:
 
 
 def why_not() -> str:
-    """What is missing for building an image here; nothing if nothing is."""
+    """Return the reason that no image can be built here; empty if one can."""
     if shutil.which("buildah") is None:
         return "buildah is not installed (Debian: buildah)"
     if os.geteuid() != 0:
@@ -96,7 +98,10 @@ def why_not() -> str:
 
 
 def index_of(wheels: Path) -> None:
-    """Makes a folder of wheels a package index: https://packaging.python.org/en/latest/specifications/simple-repository-api/"""
+    """Turn a folder of wheels into a package index.
+
+    https://packaging.python.org/en/latest/specifications/simple-repository-api/
+    """
     for wheel in list(wheels.glob("*.whl")):
         project = wheels / "simple" / re.sub(r"[-_.]+", "-", wheel.name.split("-")[0]).lower()
         project.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The manifests: valid to the letter, settings that the processes take, and doors that fit each other."""
+"""Manifests: strictly valid, with settings that the processes accept and matching listeners."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def process_of(container: Resource) -> str:
 
 
 def built(name: str) -> list[tuple[Resource, Resource]]:
-    """``(pod, container)`` for each service of ours."""
+    """Return ``(pod, container)`` for each of our services."""
     return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c) in CONFIGS]
 
 
 def config_of(name: str, container: Resource, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A container's settings, as the process reads them. Raises ValidationError for one that it would refuse."""
+    """Return a container's settings as the process reads them. Raises ValidationError."""
     with monkeypatch.context() as patch:
         for key, value in settings(name, container).items():
             patch.setenv(key, value)
@@ -92,7 +92,7 @@ def test_nothing_runs_with_more_rights_than_it_needs(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_who_shares_memory_is_one_user_in_a_folder_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon looks at SO_PEERCRED, and refuses a folder that others could enter: a mounted volume is root's."""
+    """The daemon checks SO_PEERCRED and needs a private folder; a mounted volume belongs to root."""
     users = {pod["securityContext"]["runAsUser"] for pod in pods(name)}
     assert len(users) == 1
     for _, container in built(name):
@@ -120,7 +120,7 @@ def test_the_daemon_that_workers_ask_is_there(name: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_socket_lies_on_one_volume_for_all_who_name_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A path says nothing: in another container it may be another folder, or none."""
+    """Equal paths in two containers may be different folders."""
     behind: dict[Path, list[Resource]] = {}
     for pod, container in built(name):
         config = config_of(name, container, monkeypatch)

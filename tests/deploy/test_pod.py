@@ -1,4 +1,4 @@
-"""The pod of the base manifests, for real: its users, its read-only roots, its shared sockets, and a worker's death."""
+"""Running pod of the base manifests: users, read-only roots, shared sockets, a worker's death."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ for probe in sys.argv[1:]:
 
 
 def podman_in(folder: Path) -> Podman:
-    """Skips the test, with the reason, where no pod can run."""
+    """Return podman; skips the test, with the reason, if no pod can run."""
     if shutil.which("podman") is None:
         pytest.skip("podman is not installed (Debian: podman runc catatonit)")
     if os.geteuid() != 0:
@@ -46,7 +46,7 @@ def podman_in(folder: Path) -> Podman:
 
 
 class Pod:
-    """The running pod."""
+    """Running pod."""
 
     def __init__(self, podman: Podman) -> None:
         self.podman = podman
@@ -54,27 +54,27 @@ class Pod:
         self._in_its_network = ThreadPoolExecutor(1, initializer=_enter, initargs=(network,))
 
     def inside(self, container: str, script: str, *arguments: str) -> str:
-        """What a Python script says that runs in a container."""
+        """Run a Python script in a container; return its output."""
         return self.podman("exec", f"kvsidecar-{container}", sys.executable, "-c", script, *arguments, check=False)
 
     def ask(self) -> dict[str, Any]:
-        """The gateway's answer to the prompt; empty while it has no worker."""
+        """Return the gateway's answer to the prompt; empty without a worker."""
         return self._in_its_network.submit(_ask).result()
 
     def state(self, container: str) -> tuple[int, bool]:
-        """``(pid, running)``."""
+        """Return ``(pid, running)``."""
         said = self.podman("inspect", "--format", "{{.State.Pid}} {{.State.Running}}", f"kvsidecar-{container}")
         pid, _, running = said.partition(" ")
         return int(pid), running == "true"
 
     def user(self, container: str) -> list[str]:
-        """Real, effective and saved user of a container's process."""
+        """Return real, effective and saved user of a container's process."""
         lines = Path(f"/proc/{self.state(container)[0]}/status").read_text(encoding="utf-8").splitlines()
         return next(line for line in lines if line.startswith("Uid:")).split()[1:]
 
 
 def _enter(network: str) -> None:
-    """Puts this thread, and what it opens, into the network of the pod."""
+    """Move this thread, and the sockets that it opens, into the pod's network namespace."""
     with Path(network).open("rb") as file:
         if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), "setns")
@@ -128,7 +128,7 @@ def test_all_are_one_user_and_cannot_write_to_their_root(pod: Pod) -> None:
 
 
 def test_memory_is_handed_from_container_to_container(pod: Pod) -> None:
-    """The arena and staging are mapped by the worker, which got them from the daemon in another container."""
+    """The worker maps arena and staging of the daemon in another container."""
     maps = Path(f"/proc/{pod.state('worker')[0]}/maps").read_text(encoding="utf-8")
     assert "/memfd:kvsidecar" in maps, [line for line in maps.splitlines() if "memfd" in line]
 

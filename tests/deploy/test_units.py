@@ -1,4 +1,4 @@
-"""The systemd units, as systemd reads them."""
+"""systemd units, verified by systemd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_EXPOSED = 25  # of 100, in tenths of `systemd-analyze security`
 
 @pytest.fixture(scope="module")
 def units(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Copies that name a program which is there: systemd looks at it."""
+    """Return copies that name an existing program, which systemd verifies."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
     folder = tmp_path_factory.mktemp("units")

@@ -1,4 +1,4 @@
-"""One version everywhere: ``kvsidecar.__version__``, which the packaging reads."""
+"""One version: the packaging reads ``kvsidecar.__version__``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard and the alerts, against what the processes export."""
+"""Dashboard and alerts against the exported metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_counters_are_shown_as_rates() -> None:
 def test_a_metric_that_nobody_exports_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = generate.Panel("wrong", "short", (("", "kvsidecar_cache_hits"),))
     monkeypatch.setitem(ROWS, "wrong", (wrong,))
-    with pytest.raises(ValueError, match="nobody exports kvsidecar_cache_hits"):
+    with pytest.raises(ValueError, match="no process exports kvsidecar_cache_hits"):
         generate.dashboard()
 
 

@@ -35,7 +35,7 @@ class Server:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """SmolLM2 where the user has it, the built-in model elsewhere."""
-    known = "from kvsidecar.models.model_library import Library as L; print(L().find('smollm2') or '')"
+    known = "from kvsidecar.models.model_library import ModelLibrary as L; print(L().find('smollm2') or '')"
     found = subprocess.run([_PYTHON, "-c", known], capture_output=True, text=True, check=True, cwd=_ROOT).stdout.strip()
     model = "smollm2" if found else "demo"
     folder = tmp_path_factory.mktemp("node")

@@ -52,8 +52,8 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=30)
     parser.add_argument("--share-across-machines", action="store_true")
     options = parser.parse_args()
-    usable = cpu_library.usable()
-    cpu_library.usable = lambda: [name for name in usable if name == options.variant]  # type: ignore[assignment]
+    usable = cpu_library.usable_variants()
+    cpu_library.usable_variants = lambda: [name for name in usable if name == options.variant]  # type: ignore[assignment]
     shares = options.share_across_machines
     with Engine.from_pretrained(
         "demo", cache=options.cache, dtype=options.dtype, pool_bytes=64 << 20, resident_sequences=0,

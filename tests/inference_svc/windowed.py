@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from inference_svc.context_reuse.chunking import FixedChunker
@@ -96,7 +96,7 @@ def windowed(
     pool = KVPool(*shape, tokens, loaded.dtype, loaded.device, windows, beyond)
     cache = None
     if node is not None:
-        link = DaemonConnection(Address(node.cache_socket), name, loaded.descriptor(16))
+        link = DaemonConnection(ServiceAddress(node.cache_socket), name, loaded.descriptor(16))
         cache = DaemonConnector(
             {b"": link}, loaded.geometry(16), ReusePolicy(FixedChunker(CHUNK), None, None, None), 0.1, 5.0
         )

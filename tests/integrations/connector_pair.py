@@ -16,14 +16,14 @@ from kvsidecar.integrations.vllm.step_metadata import StepJobs
 from kvsidecar.integrations.vllm.worker_connector import WorkerConnector
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
-from tests.kvsidecar.kv_transfer.caches import BLOCKS, PAGE_TOKENS, apart, fill, geometry, packed
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 
-PROMPT = list(range(500, 500 + 4 * PAGE_TOKENS + 3))
-WHOLE = 4 * PAGE_TOKENS
+PROMPT = list(range(500, 500 + 4 * BLOCK_TOKENS + 3))
+WHOLE = 4 * BLOCK_TOKENS
 
 
 class Status(enum.Enum):
@@ -70,21 +70,23 @@ class Vllm:
         *,
         ranks: int = 1,
         transposed: bool = False,
-        chunk_tokens: int = PAGE_TOKENS,
+        chunk_tokens: int = BLOCK_TOKENS,
         **roles: bool,
     ) -> None:
-        settings = ConnectorSettings(str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, least_tokens=1)
-        self.scheduler = SchedulerConnector(settings, PAGE_TOKENS, BLOCKS, **roles)
+        settings = ConnectorSettings(
+            str(node.cache_socket), chunk_tokens=chunk_tokens, timeout_ms=5000, min_load_tokens=1
+        )
+        self.scheduler = SchedulerConnector(settings, BLOCK_TOKENS, BLOCKS, **roles)
         self.caches, self.workers, self.writes = [], list[WorkerConnector](), []
         for rank in range(ranks):
             cache, write = apart("bhct") if transposed else packed()
             described = descriptor(name, geometry(torch.bfloat16))
             described.tensor_parallel_rank, described.tensor_parallel_size = rank, ranks
-            link = DaemonConnection(Address(node.cache_socket), f"{name}-{rank}", described)
+            link = DaemonConnection(ServiceAddress(node.cache_socket), f"{name}-{rank}", described)
             assert link.wait(10)
             self.caches.append(cache)
             self.writes.append(write)
-            self.workers.append(WorkerConnector(settings, cache, link, rank, PAGE_TOKENS))
+            self.workers.append(WorkerConnector(settings, cache, link, rank, BLOCK_TOKENS))
         self.scheduler.set_worker_handshakes({i: w.handshake() for i, w in enumerate(self.workers)})
         self.links = [rank.connection for rank in self.scheduler._ranks]
         assert all(link.wait(10) for link in self.links)
@@ -142,7 +144,7 @@ class Vllm:
         """Prefills the whole request in one step, and ends it."""
         self.allocated(request, blocks, 0)
         for i, write in enumerate(self.writes):
-            fill(write, torch.from_numpy(slots_of(blocks, PAGE_TOKENS)), torch.bfloat16, seed=i)
+            fill(write, torch.from_numpy(slots_of(blocks, BLOCK_TOKENS)), torch.bfloat16, seed=i)
         self.step({request.request_id: (request, request.num_tokens, blocks)})
         request.status = Status.FINISHED_STOPPED
         if self.scheduler.request_finished(request, blocks):
@@ -153,5 +155,5 @@ class Vllm:
         g = self.caches[rank].geometry
         header = new_header(Geometry(g.layers, g.kv_heads, g.head_dim, g.dtype, 16), [0] * len(blocks) * 8, 0)
         out = memoryview(bytearray(header.payload_bytes))
-        BlockCopier(self.caches[rank]).pack(slots_of(blocks, PAGE_TOKENS), header, out)
+        BlockCopier(self.caches[rank]).pack(slots_of(blocks, BLOCK_TOKENS), header, out)
         return bytes(out)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from kvsidecar.integrations.lmcache.l2_object_store import GEOMETRY, TOKEN_BYTES, L2ObjectStore, ObjectName
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -30,7 +30,7 @@ def node() -> Iterator[Node]:
 
 
 def keeper(node: Node, name: str) -> L2ObjectStore:
-    link = DaemonConnection(Address(node.cache_socket), name, descriptor(name, GEOMETRY))
+    link = DaemonConnection(ServiceAddress(node.cache_socket), name, descriptor(name, GEOMETRY))
     assert link.wait(10)
     return L2ObjectStore(link, timeout=5.0)
 

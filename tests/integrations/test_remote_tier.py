@@ -17,7 +17,7 @@ from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.block_copier import slots_of
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from benchmarks.remote_servers import RedisServer, why_no_valkey
@@ -25,11 +25,11 @@ from tests.cache_daemon.conftest import descriptor
 from tests.cache_daemon.rpc.test_cache_service import until
 from tests.integrations.connector_pair import Request, Status, Vllm
 from tests.integrations.pools import MHATokenToKVPoolHost
-from tests.kvsidecar.kv_transfer.caches import PAGE_TOKENS, fill
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, fill
 
 pytestmark = pytest.mark.skipif(bool(why_no_valkey()), reason=why_no_valkey())
 
-CHUNK = 2 * PAGE_TOKENS  # as many tokens as are worth asking a remote tier for
+CHUNK = 2 * BLOCK_TOKENS  # as many tokens as are worth asking a remote tier for
 
 
 @dataclass
@@ -96,31 +96,31 @@ def turn(engine: Vllm, name: str, tokens: list[int], blocks: list[int]) -> int:
 
 def test_what_a_vllm_of_another_node_read_is_found_to_the_last_whole_block(nodes: Nodes, engines: ExitStack) -> None:
     one, two = vllm(engines, nodes.one), vllm(engines, nodes.two)
-    ids = list(range(700, 700 + 3 * PAGE_TOKENS + 5))
-    fill(one.writes[0], torch.from_numpy(slots_of([0, 1, 2, 3], PAGE_TOKENS)), torch.bfloat16)
+    ids = list(range(700, 700 + 3 * BLOCK_TOKENS + 5))
+    fill(one.writes[0], torch.from_numpy(slots_of([0, 1, 2, 3], BLOCK_TOKENS)), torch.bfloat16)
     assert turn(one, "a", ids, [0, 1, 2, 3]) == 0
     nodes.sent()
-    assert turn(two, "b", ids, [4, 2, 0, 3]) == 3 * PAGE_TOKENS
+    assert turn(two, "b", ids, [4, 2, 0, 3]) == 3 * BLOCK_TOKENS
     assert two.payload(0, [4, 2, 0]) == one.payload(0, [0, 1, 2])
-    assert nodes.two.cache_stats().remote_tokens == 3 * PAGE_TOKENS
+    assert nodes.two.cache_stats().remote_tokens == 3 * BLOCK_TOKENS
     nodes.no_lease()
 
 
 def test_behind_a_turn_that_ended_within_a_chunk_prompts_are_cut_as_anywhere(nodes: Nodes, engines: ExitStack) -> None:
     """One conversation in two turns, of which another node hears only the second."""
     one, two = vllm(engines, nodes.one), vllm(engines, nodes.two)
-    ids = list(range(900, 900 + 5 * PAGE_TOKENS))
-    assert turn(one, "a", ids[: 3 * PAGE_TOKENS], [0, 1, 2]) == 0
+    ids = list(range(900, 900 + 5 * BLOCK_TOKENS))
+    assert turn(one, "a", ids[: 3 * BLOCK_TOKENS], [0, 1, 2]) == 0
     until(lambda: nodes.one.cache_stats().chunks == 2, 20)
-    assert turn(one, "b", ids, [0, 1, 2, 3, 4]) == 3 * PAGE_TOKENS
+    assert turn(one, "b", ids, [0, 1, 2, 3, 4]) == 3 * BLOCK_TOKENS
     until(lambda: nodes.one.cache_stats().chunks == 3, 20)
     nodes.sent()
-    assert turn(two, "c", ids, [4, 2, 0, 3, 1]) == 5 * PAGE_TOKENS
+    assert turn(two, "c", ids, [4, 2, 0, 3, 1]) == 5 * BLOCK_TOKENS
 
 
 def sglang(stack: ExitStack, node: Node, pool: MHATokenToKVPoolHost) -> PageStore:
     cache = host_pool_cache(pool, 16)
-    link = DaemonConnection(Address(node.cache_socket), "pages", descriptor("pages", cache.geometry))
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "pages", descriptor("pages", cache.geometry))
     stack.callback(link.close)
     assert link.wait(10)
     return PageStore(cache, link, timeout=5.0)
@@ -144,7 +144,9 @@ def test_pages_that_an_sglang_of_another_node_stored_are_found(nodes: Nodes, eng
 
 def test_objects_that_an_lmcache_of_another_node_stored_are_found_and_deleted(nodes: Nodes, engines: ExitStack) -> None:
     both = (nodes.one, nodes.two)
-    links = [DaemonConnection(Address(node.cache_socket), "objects", descriptor("objects", GEOMETRY)) for node in both]
+    links = [
+        DaemonConnection(ServiceAddress(node.cache_socket), "objects", descriptor("objects", GEOMETRY)) for node in both
+    ]
     for link in links:
         engines.callback(link.close)
         assert link.wait(10)

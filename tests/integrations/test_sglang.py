@@ -16,7 +16,7 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.integrations.sglang.host_pool_layout import host_pool_cache
 from kvsidecar.integrations.sglang.page_store import PageStore
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 from safetensors.torch import save_file
 
 from benchmarks.node import Node
@@ -44,7 +44,7 @@ def node() -> Iterator[Node]:
 
 def keeper(node: Node, name: str, pool: MHATokenToKVPoolHost, bits: int = 16) -> PageStore:
     cache = host_pool_cache(pool, bits)
-    link = DaemonConnection(Address(node.cache_socket), name, descriptor(name, cache.geometry))
+    link = DaemonConnection(ServiceAddress(node.cache_socket), name, descriptor(name, cache.geometry))
     assert link.wait(10)
     return PageStore(cache, link, timeout=5.0)
 

@@ -40,3 +40,10 @@ def test_sharing_across_machines_is_a_switch_of_the_connector() -> None:
     assert read_settings({"share_across_machines": True}).share_across_machines
     with pytest.raises(ConfigurationError, match="share_across_machines is 1; it must be true or false"):
         read_settings({"share_across_machines": 1})
+
+
+def test_the_old_name_of_min_load_tokens_is_accepted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert read_settings({"least_tokens": 32}).min_load_tokens == 32
+    assert "min_load_tokens" in caplog.text
+    with pytest.raises(ConfigurationError, match="least_tokens"):
+        read_settings({"least_tokens": 32, "min_load_tokens": 16})

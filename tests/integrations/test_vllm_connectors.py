@@ -20,7 +20,7 @@ from kvsidecar.kv_transfer.transport import NoTransport
 
 from benchmarks.node import Node
 from tests.integrations.connector_pair import PROMPT, WHOLE, Request, Status, Vllm
-from tests.kvsidecar.kv_transfer.caches import PAGE_TOKENS
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +82,10 @@ def test_what_vllm_has_of_its_own_is_not_loaded(node: Node, engines: ExitStack) 
     one = start(engines, node, "own")
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
     again = Request("b", PROMPT)
-    assert one.matched(again, 2 * PAGE_TOKENS) == (2 * PAGE_TOKENS, True)
-    one.allocated(again, [0, 1, 2, 3], 2 * PAGE_TOKENS)
+    assert one.matched(again, 2 * BLOCK_TOKENS) == (2 * BLOCK_TOKENS, True)
+    one.allocated(again, [0, 1, 2, 3], 2 * BLOCK_TOKENS)
     (load,) = one.step().loads
-    assert (load.first, len(load.tokens)) == (2 * PAGE_TOKENS, WHOLE)
+    assert (load.first, len(load.tokens)) == (2 * BLOCK_TOKENS, WHOLE)
     one.wait(set(), {"b"})
     assert one.matched(Request("c", PROMPT), WHOLE) == (0, False)
 
@@ -93,8 +93,8 @@ def test_what_vllm_has_of_its_own_is_not_loaded(node: Node, engines: ExitStack) 
 def test_what_is_being_loaded_for_one_request_is_waited_for_by_others(node: Node, engines: ExitStack) -> None:
     one = start(engines, node, "together")
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
-    branch = PROMPT[: 2 * PAGE_TOKENS] + [7] * (2 * PAGE_TOKENS + 1)
-    less = PROMPT[:PAGE_TOKENS] + [8] * (3 * PAGE_TOKENS + 1)
+    branch = PROMPT[: 2 * BLOCK_TOKENS] + [7] * (2 * BLOCK_TOKENS + 1)
+    less = PROMPT[:BLOCK_TOKENS] + [8] * (3 * BLOCK_TOKENS + 1)
     for name, ids in (("b", branch), ("c", less)):
         one.compute(Request(name, ids), [0, 1, 2, 3, 4])
     two, alone = start(engines, node, "together"), start(engines, node, "together", shares=False)
@@ -110,7 +110,7 @@ def test_what_is_being_loaded_for_one_request_is_waited_for_by_others(node: Node
     assert two.matched(stranger) == (0, False)
     two.step()
     two.wait(set(), {"d"})
-    assert two.matched(waiting, 2 * PAGE_TOKENS) == (2 * PAGE_TOKENS, True)
+    assert two.matched(waiting, 2 * BLOCK_TOKENS) == (2 * BLOCK_TOKENS, True)
     assert two.matched(same, WHOLE) == (0, False)
 
 
@@ -184,7 +184,7 @@ def test_stores_that_wait_keep_no_more_than_a_quarter_of_the_blocks(
         pack(*arguments)
 
     def run(name: str, blocks: list[int], first: int) -> bool:
-        request = Request(name, list(range(first, first + 2 * PAGE_TOKENS + 1)))
+        request = Request(name, list(range(first, first + 2 * BLOCK_TOKENS + 1)))
         one.matched(request)
         one.allocated(request, blocks, 0)
         one.step({name: (request, request.num_tokens, blocks)})
@@ -200,11 +200,11 @@ def test_stores_that_wait_keep_no_more_than_a_quarter_of_the_blocks(
         go.set()
     one.wait({"a"}, set())
     assert one.workers[0].stats.take()["dropped_stores"] == 1
-    assert one.matched(Request("c", list(range(8000, 8000 + 3 * PAGE_TOKENS)))) == (0, False)
+    assert one.matched(Request("c", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (0, False)
     assert run("d", [3, 4, 0], 8000)
     one.step()
     one.wait({"d"}, set())
-    assert one.matched(Request("e", list(range(8000, 8000 + 3 * PAGE_TOKENS)))) == (2 * PAGE_TOKENS, True)
+    assert one.matched(Request("e", list(range(8000, 8000 + 3 * BLOCK_TOKENS)))) == (2 * BLOCK_TOKENS, True)
 
 
 def test_a_load_that_breaks_off_names_its_blocks(node: Node, engines: ExitStack) -> None:
@@ -274,8 +274,8 @@ def test_after_a_reset_nothing_of_before_is_found_nor_by_others(node: Node, engi
     one.scheduler.reset_cache()
     assert one.matched(Request("b", PROMPT)) == (0, False)
     longer = [*PROMPT, *PROMPT]
-    one.compute(Request("c", longer[: 2 * PAGE_TOKENS + 1]), [0, 1, 2])
-    assert one.matched(Request("d", longer)) == (2 * PAGE_TOKENS, True)
+    one.compute(Request("c", longer[: 2 * BLOCK_TOKENS + 1]), [0, 1, 2])
+    assert one.matched(Request("d", longer)) == (2 * BLOCK_TOKENS, True)
     assert other.matched(Request("e", longer)) == (WHOLE, True), "of before, which is right for it"
 
 

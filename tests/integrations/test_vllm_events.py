@@ -42,7 +42,7 @@ def test_a_subscriber_cannot_tell_us_from_vllm(tmp_path: Path, monkeypatch: pyte
     ours_at = f"ipc://{tmp_path}/ours", f"ipc://{tmp_path}/ours-replay"
     monkeypatch.setattr(event_publisher.time, "time", lambda: TS)
     theirs = kv_events.ZmqEventPublisher(0, *theirs_at, topic="kv@a@m")
-    ours = event_publisher.Publisher(event_publisher.Endpoints(*ours_at, topic="kv@a@m"), lambda: None)
+    ours = event_publisher.EventPublisher(event_publisher.PublisherEndpoints(*ours_at, topic="kv@a@m"), lambda: None)
     try:
         expected = frames_of(
             *theirs_at, lambda: [theirs.publish(kv_events.KVEventBatch(TS, events(kv_events, n))) for n in BATCHES]

@@ -1,6 +1,6 @@
-// Every CPU kernel against plain loops in double or integers, without Python: for other architectures under qemu-user, and
-// under the address sanitizer. Every buffer is of exactly the size that the kernel may touch. Ends with 1 at the first
-// difference. With the argument `short`, one buffer is too short, which the sanitizer must see.
+// Tests every CPU kernel against plain loops in double or integers, without Python: for other architectures under
+// qemu-user, and under the address sanitizer. Every buffer has exactly the size that the kernel may access. Exits with 1
+// at the first difference. With the argument `short`, one buffer is too short, which the sanitizer must detect.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 using namespace kvk;
 
 static uint32_t state = 1;
-static float number() {  // of about a normal distribution
+static float number() {  // approximately normally distributed
   float sum = 0;
   for (int i = 0; i < 4; i++) state = state * 1664525u + 1013904223u, sum += (float)(state >> 8) / (1 << 24) - 0.5f;
   return 1.7f * sum;
@@ -48,13 +48,13 @@ static void expect(double found, double wanted, double tolerance, const char* wh
 
 // ---- attention ------------------------------------------------------------------------------------------------------
 
-// A tile has at most 256 rows times heads.
+// Requires at most 256 rows times heads, one tile.
 template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64_t window, int64_t shortened) {
-  const int64_t kv_heads = 2, per_kv = 3, heads = kv_heads * per_kv, pages = (keys + 63) / 64 * 2, slots = (pages + 1) * 32;
+  const int64_t kv_heads = 2, group_size = 3, heads = kv_heads * group_size, pages = (keys + 63) / 64 * 2, slots = (pages + 1) * 32;
   Buffer<T> k(kv_heads * slots * dim), v(kv_heads * slots * dim), q(rows * heads * dim), out(rows * heads * dim), again(rows * heads * dim);
   fill(q, rows * heads * dim), fill(k, kv_heads * slots * dim), fill(v, kv_heads * slots * dim);
   Buffer<int64_t> page(pages), positions(rows);
-  for (int64_t i = 0; i < pages; i++) page[i] = (pages - i) * 32;  // from the back
+  for (int64_t i = 0; i < pages; i++) page[i] = (pages - i) * 32;  // in reverse order
   for (int64_t i = 0; i < rows; i++) positions.at[i] = keys - rows + i;
   auto slot = [&](int64_t key) { return page[key / 32] + key % 32; };
   for (int64_t key = keys; key < pages * 32; key++)
@@ -62,13 +62,13 @@ template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64
       put(k[(d / dim * slots + slot(key)) * dim + d % dim], NAN), put(v[(d / dim * slots + slot(key)) * dim + d % dim], NAN);
 
   const int64_t pieces = (keys + 511) / 512;
-  Buffer<float> scratch(kvk_attention_scratch(dim)), partial(pieces * rows * heads * kvk_attention_state(dim)), looks(heads * pages * 32 - shortened);
-  Buffer<int64_t> ended(kv_heads);
+  Buffer<float> scratch(kvk_attention_scratch(dim)), partial(pieces * rows * heads * kvk_attention_state(dim)), max_probs(heads * pages * 32 - shortened);
+  Buffer<int64_t> finished_pieces(kv_heads);
   Buffer<AttentionUnit> units(pieces);
   AttentionBatch batch = {};
   batch.query = q.at, batch.out = out.at, batch.positions = positions.at, batch.pages = page.at;
-  batch.unit = units.at, batch.scratch = scratch.at, batch.partial = partial.at, batch.ended = ended.at, batch.looks = looks.at;
-  batch.look_size = pages * 32, batch.kv_heads = kv_heads, batch.per_kv = per_kv, batch.dim = dim, batch.head_size = slots * dim;
+  batch.unit = units.at, batch.scratch = scratch.at, batch.partial = partial.at, batch.finished_pieces = finished_pieces.at, batch.max_probs = max_probs.at;
+  batch.max_probs_stride = pages * 32, batch.kv_heads = kv_heads, batch.group_size = group_size, batch.dim = dim, batch.kv_head_stride = slots * dim;
   batch.of_bf16 = sizeof(T) == 2, batch.units = 1;
   AttentionJob job = {0, 0, &batch, k.at, v.at, window};
   const double scale = 1 / sqrt((double)dim);
@@ -76,17 +76,17 @@ template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64
   units[0] = {0, rows, 0, 0, -1, pieces, 0};
   kvk_attention(&job);
 
-  // The same in pieces, the last first; twice, for what the first leaves behind.
+  // The same in pieces, in reverse order; twice, to check that the first run leaves no state.
   for (int64_t i = 0; i < pieces; i++) units[i] = {0, rows, 0, 0, pieces - 1 - i, pieces, 0};
-  batch.out = again.at, batch.looks = nullptr, batch.units = pieces;
-  for (int time = 0; time < 2; time++) job.taken = job.joined = 0, kvk_attention(&job);
+  batch.out = again.at, batch.max_probs = nullptr, batch.units = pieces;
+  for (int time = 0; time < 2; time++) job.next_item = job.joined_threads = 0, kvk_attention(&job);
   if (memcmp(out.at, again.at, rows * heads * dim * sizeof(T))) expect(1, 0, 0, "attention: bits of pieces", 0);
 
   const double tolerance = sizeof(T) == 2 ? 2e-2 : 1e-5;
   Buffer<double> weight(keys), most(heads * keys);
   for (int64_t row = 0; row < rows; row++)
     for (int64_t head = 0; head < heads; head++) {
-      const T *mine = q.at + (row * heads + head) * dim, *its = k.at + head / per_kv * slots * dim;
+      const T *mine = q.at + (row * heads + head) * dim, *its = k.at + head / group_size * slots * dim;
       const int64_t last = keys - rows + row, first = last - window < -1 ? 0 : last - window + 1;
       double sum = 0;
       for (int64_t key = first; key <= last; key++) {
@@ -98,22 +98,22 @@ template <class T> void attention(int64_t dim, int64_t keys, int64_t rows, int64
       for (int64_t d = 0; d < dim; d++) {
         double wanted = 0;
         for (int64_t key = first; key <= last; key++)
-          wanted += weight[key] / sum * value(v[(head / per_kv * slots + slot(key)) * dim + d]);
+          wanted += weight[key] / sum * value(v[(head / group_size * slots + slot(key)) * dim + d]);
         expect(value(out[(row * heads + head) * dim + d]), wanted, tolerance, "attention", (row * heads + head) * dim + d);
       }
     }
   for (int64_t i = 0; i < heads * pages * 32; i++) {
     const int64_t key = i % (pages * 32);
-    expect(looks[i], key < keys ? most[i / (pages * 32) * keys + key] : 0, 1e-3, "looks", i);
+    expect(max_probs[i], key < keys ? most[i / (pages * 32) * keys + key] : 0, 1e-3, "max_probs", i);
   }
 }
 
-// ---- dense ----------------------------------------------------------------------------------------------------------
+// ---- f32_gemm -------------------------------------------------------------------------------------------------------
 
-// A number that a half holds, and its bits.
+// Returns a number representable as a half, and its bits.
 static float coarse(uint16_t* bits) {
   float x = number();
-  if (fabsf(x) < 1e-3f) x = 1;  // no denormal half
+  if (fabsf(x) < 1e-3f) x = 1;  // no subnormal half
   uint32_t whole;
   memcpy(&whole, &x, 4);
   whole &= 0xFFFFE000;
@@ -123,9 +123,9 @@ static float coarse(uint16_t* bits) {
   return out;
 }
 
-static void dense(int64_t kept, int64_t outputs, int64_t inputs, int64_t rows) {
-  const int64_t strips = (outputs + 31) / 32, bits = kept == DENSE_CODED4 ? 4 : kept == DENSE_CODED8 ? 8 : 0;
-  const int64_t group = bits * 128 + 128, size = kept == DENSE_FLOAT ? 4 : 2;
+static void check_f32_gemm(int64_t storage, int64_t outputs, int64_t inputs, int64_t rows) {
+  const int64_t strips = (outputs + 31) / 32, bits = storage == STORED_CODED4 ? 4 : storage == STORED_CODED8 ? 8 : 0;
+  const int64_t group = bits * 128 + 128, size = storage == STORED_FLOAT ? 4 : 2;
   Buffer<uint8_t> weight(bits ? strips * inputs / 32 * group : strips * inputs * 32 * size);
   Buffer<float> plain(strips * 32 * inputs), x(rows * inputs), bias(outputs), y(rows * outputs);
   fill(x, rows * inputs), fill(bias, outputs);
@@ -143,14 +143,14 @@ static void dense(int64_t kept, int64_t outputs, int64_t inputs, int64_t rows) {
         to = fmaf((float)code, scale, base);
       } else {
         uint8_t* at = weight.at + ((out / 32 * inputs + i) * 32 + out % 32) * size;
-        if (kept == DENSE_FLOAT) to = number(), memcpy(at, &to, 4);
-        if (kept == DENSE_HALF) to = coarse((uint16_t*)at);
-        if (kept == DENSE_BF16) put(*(bf16*)at, number()), to = value(*(bf16*)at);
+        if (storage == STORED_FLOAT) to = number(), memcpy(at, &to, 4);
+        if (storage == STORED_HALF) to = coarse((uint16_t*)at);
+        if (storage == STORED_BF16) put(*(bf16*)at, number()), to = value(*(bf16*)at);
       }
     }
   }
-  DenseJob job = {0, 3, weight.at, x.at, bias.at, y.at, rows, inputs, outputs, kept};
-  kvk_dense(&job);
+  F32GemmJob job = {0, 3, weight.at, x.at, bias.at, y.at, rows, inputs, outputs, storage};
+  kvk_f32_gemm(&job);
   for (int64_t row = 0; row < rows; row++)
     for (int64_t out = 0; out < outputs; out++) {
       float total = 0;
@@ -159,33 +159,33 @@ static void dense(int64_t kept, int64_t outputs, int64_t inputs, int64_t rows) {
         for (int64_t i = first; i < first + 128 && i < inputs; i++) sum = fmaf(plain[out * inputs + i], x[row * inputs + i], sum);
         total = first ? total + sum : sum;
       }
-      expect(y[row * outputs + out], total + bias[out], 0, "dense", row * outputs + out);
+      expect(y[row * outputs + out], total + bias[out], 0, "f32_gemm", row * outputs + out);
     }
 }
 
-// ---- chains ---------------------------------------------------------------------------------------------------------
+// ---- cpu_graph ------------------------------------------------------------------------------------------------------
 
-static void chains() {
+static void check_cpu_graph() {
   const int64_t rows = 3, width = 20;
   Buffer<float> hidden(rows * width), weight(width), normed(rows * width), gate_up(rows * width), out(rows * width / 2);
   fill(hidden, rows * width), fill(weight, width);
   Buffer<float> wanted(rows * width / 2);
-  NormJob norm = {7, rows, 0, width, hidden.at, nullptr, weight.at, normed.at, 1e-5};
-  GateJob gate = {9, 1, 0, width / 2, normed.at, out.at};
-  alignas(64) Link links[2] = {{5, (void (*)(void*))kvk_norm, &norm.taken, 1, nullptr, 1},
-                               {5, (void (*)(void*))kvk_gate, &gate.taken, 1, &gate.rows, rows}};
-  ChainJob job = {links, 2, 1};
-  for (int time = 0; time < 2; time++) kvk_chain_begin(&job), kvk_chain(&job);
-  norm.taken = gate.taken = 0, gate.out = wanted.at;
-  kvk_norm(&norm), kvk_gate(&gate);
-  if (gate.rows != rows || memcmp(out.at, wanted.at, rows * width / 2 * sizeof(float))) expect(1, 0, 0, "chain", 0);
+  RmsNormJob norm = {7, rows, 0, width, hidden.at, nullptr, weight.at, normed.at, 1e-5};
+  SiluJob gate = {9, 1, 0, width / 2, normed.at, out.at};
+  alignas(64) GraphNode nodes[2] = {{5, (void (*)(void*))kvk_rms_norm, &norm.next_item, 1, nullptr, 1},
+                               {5, (void (*)(void*))kvk_silu_and_mul, &gate.next_item, 1, &gate.rows, rows}};
+  CpuGraphJob job = {nodes, 2, 1};
+  for (int time = 0; time < 2; time++) kvk_cpu_graph_begin(&job), kvk_cpu_graph(&job);
+  norm.next_item = gate.next_item = 0, gate.out = wanted.at;
+  kvk_rms_norm(&norm), kvk_silu_and_mul(&gate);
+  if (gate.rows != rows || memcmp(out.at, wanted.at, rows * width / 2 * sizeof(float))) expect(1, 0, 0, "cpu_graph", 0);
 }
 
-// ---- chunks ---------------------------------------------------------------------------------------------------------
+// ---- kv_pack --------------------------------------------------------------------------------------------------------
 
 static int round_even(float x) { return (int)nearbyintf(fminf(fmaxf(x, 0), 255)); }
 
-template <class T> void chunks(int64_t bits, int64_t tokens, bool turned) {
+template <class T> void check_kv_pack(int64_t bits, int64_t tokens, bool turned) {
   const int64_t layers = 2, heads = 2, dim = 48, slots = 200, group = bits == 8 ? 40 : 32, sinks = bits == 16 ? 0 : 3, half = 12;
   const int64_t groups = (tokens + group - 1) / group, vectors = layers * tokens * heads, pool = layers * heads * slots * dim;
   Buffer<T> k(pool), v(pool), back_k(pool), back_v(pool);
@@ -197,11 +197,11 @@ template <class T> void chunks(int64_t bits, int64_t tokens, bool turned) {
   Buffer<float> ks(layers * groups * heads * dim), kz(layers * groups * heads * dim), vs(vectors), vz(vectors), cosine(half), sine(half);
   for (int64_t i = 0; i < half; i++) cosine[i] = cosf(0.3f * i), sine[i] = sinf(0.3f * i);
   Chunk chunk = {slot.at, keys.at, values.at, ks.at, kz.at, vs.at, vz.at, sink_k.at, sink_v.at, nullptr, nullptr, tokens, tokens, bits, bits == 16 ? 0 : group, sinks, 0};
-  ChunkJob job = {0, &chunk, 1, k.at, v.at, heads * slots * dim, slots * dim, 0, layers, heads, dim, sizeof(T) == 2};
-  kvk_pack(&job);
+  KvPackJob job = {0, &chunk, 1, k.at, v.at, heads * slots * dim, slots * dim, 0, layers, heads, dim, sizeof(T) == 2};
+  kvk_kv_pack(&job);
   if (turned) chunk.cosine = cosine.at, chunk.sine = sine.at, chunk.half = half;
-  job.taken = 0, job.keys = back_k.at, job.values = back_v.at;
-  kvk_unpack(&job);
+  job.next_item = 0, job.keys = back_k.at, job.values = back_v.at;
+  kvk_kv_unpack(&job);
 
   for (int64_t n = 0; n < vectors; n++) {
     const int64_t head = n % heads, token = n / heads % tokens, layer = n / heads / tokens;
@@ -235,7 +235,7 @@ template <class T> void chunks(int64_t bits, int64_t tokens, bool turned) {
   }
 }
 
-// ---- rows and products ----------------------------------------------------------------------------------------------
+// ---- norm_rope_silu, bf16_gemv, quantized_gemm ------------------------------------------------------------------------
 
 template <class T> void rows(int64_t width) {
   const int64_t count = 11, dim = 48, half = dim / 2;
@@ -245,8 +245,8 @@ template <class T> void rows(int64_t width) {
   fill(hidden, count * width), fill(delta, count * width), fill(gate_up, count * 2 * width), fill(weight, width);
   fill(cosine, count * dim), fill(sine, count * dim);
   for (int64_t i = 0; i < count * width; i++) sums[i] = value(hidden[i]) + value(delta[i]);
-  NormJob norm = {0, count, sizeof(T) == 2, width, hidden.at, delta.at, weight.at, out.at, 1e-6};
-  kvk_norm(&norm);
+  RmsNormJob norm = {0, count, sizeof(T) == 2, width, hidden.at, delta.at, weight.at, out.at, 1e-6};
+  kvk_rms_norm(&norm);
   for (int64_t row = 0; row < count; row++) {
     double squares = 0;
     for (int64_t c = 0; c < width; c++) squares += (double)sums[row * width + c] * sums[row * width + c];
@@ -255,8 +255,8 @@ template <class T> void rows(int64_t width) {
       expect(value(out[row * width + c]), wanted, tolerance * (1 + fabs(wanted)), "norm", row * width + c);
     }
   }
-  GateJob gate = {0, count, sizeof(T) == 2, width, gate_up.at, out.at};
-  kvk_gate(&gate);
+  SiluJob gate = {0, count, sizeof(T) == 2, width, gate_up.at, out.at};
+  kvk_silu_and_mul(&gate);
   for (int64_t i = 0; i < count * width; i++) {
     const double g = value(gate_up[i / width * 2 * width + i % width]), u = value(gate_up[i / width * 2 * width + width + i % width]);
     expect(value(out[i]), g / (1 + exp(-g)) * u, tolerance, "gate", i);
@@ -265,9 +265,9 @@ template <class T> void rows(int64_t width) {
   Buffer<int64_t> slots(count), again(2 * count);
   fill(qkv, count * 4 * dim);
   for (int64_t i = 0; i < count; i++) slots[i] = count - 1 - i;
-  for (int64_t i = 0; i < 2 * count; i++) again[i] = i % count ? -1 : count + i / count;  // the first row to two more
-  RotateJob rotate = {0, count, sizeof(T) == 2, 2, 1, dim, qkv.at, cosine.at, sine.at, nullptr, nullptr, slots.at, again.at, 2, count, keys.at, values.at, (count + 2) * dim, queries.at, 1e-6};
-  kvk_rotate(&rotate);
+  for (int64_t i = 0; i < 2 * count; i++) again[i] = i % count ? -1 : count + i / count;  // the first row is copied to two further slots
+  RopeJob rotate = {0, count, sizeof(T) == 2, 2, 1, dim, qkv.at, cosine.at, sine.at, nullptr, nullptr, slots.at, again.at, 2, count, keys.at, values.at, (count + 2) * dim, queries.at, 1e-6};
+  kvk_rope(&rotate);
   for (int64_t i = 0; i < 2 * dim; i++) {
     expect(value(keys[count * dim + i]), value(keys[(count - 1) * dim + i % dim]), 0, "key written again", i);
     expect(value(values[count * dim + i]), value(values[(count - 1) * dim + i % dim]), 0, "value written again", i);
@@ -283,12 +283,12 @@ template <class T> void rows(int64_t width) {
     }
 }
 
-static void product() {
+static void check_bf16_gemv() {
   const int64_t inputs = 100, outputs = 128, count = 8;
   Buffer<bf16> weight(inputs * outputs), x(count * inputs), bias(outputs), y(count * outputs);
   fill(weight, inputs * outputs), fill(x, count * inputs), fill(bias, outputs);
-  ProductJob job = {0, 2, (const int32_t*)weight.at, (const int32_t*)x.at, bias.at, y.at, inputs, outputs, 64, count};
-  kvk_product(&job);
+  Bf16GemvJob job = {0, 2, (const int32_t*)weight.at, (const int32_t*)x.at, bias.at, y.at, inputs, outputs, 64, count};
+  kvk_bf16_gemv(&job);
   for (int64_t row = 0; row < count; row++)
     for (int64_t o = 0; o < outputs; o++) {
       double wanted = value(bias[o]);
@@ -298,7 +298,7 @@ static void product() {
     }
 }
 
-// The kernel's own sums one after the other: bits must be equal.
+// The kernel's sums in sequential order: bits must be equal.
 template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, int64_t count) {
   const int64_t outputs = 48, block = group < QUANTIZED_BLOCK ? group : QUANTIZED_BLOCK, blocks = inputs / block;
   const int64_t code_bytes = group * 2 * bits, line = code_bytes + 64, groups = inputs / group;
@@ -310,12 +310,12 @@ template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, i
   for (int64_t g = 0; g < outputs / 16 * groups; g++) {
     for (int64_t i = 0; i < code_bytes; i++) weight[g * line + i] = (uint8_t)(g < 2 ? 255 : 128 + 100 * number());
     uint16_t parameters[32];
-    for (int i = 0; i < 16; i++) parameters[i] = (uint16_t)((8 + i) << 10 | 60 * i), parameters[16 + i] = (uint16_t)(16 + i % 3 << 10);  // zeros of 2, 4 and 8
+    for (int i = 0; i < 16; i++) parameters[i] = (uint16_t)((8 + i) << 10 | 60 * i), parameters[16 + i] = (uint16_t)(16 + i % 3 << 10);  // zero points of 2, 4 and 8
     memcpy(weight.at + g * line + code_bytes, parameters, 64);
   }
   for (int64_t i = 0; i < inputs; i++) put(x[i], i % 2 ? 127.0f : -127.0f), put(x[(count - 1) * inputs + i], 0);
-  QuantizedJob job = {0, 0, 0, 2, weight.at, x.at, bias.at, y.at, bytes.at, scales.at, sums.at, count, inputs, outputs, group, bits, sizeof(T) == 2};
-  kvk_quantized(&job);
+  QuantizedGemmJob job = {0, 0, 0, 2, weight.at, x.at, bias.at, y.at, bytes.at, scales.at, sums.at, count, inputs, outputs, group, bits, sizeof(T) == 2};
+  kvk_quantized_gemm(&job);
   for (int64_t row = 0; row < count; row++)
     for (int64_t o = 0; o < outputs; o++) {
       float total = 0;
@@ -340,11 +340,11 @@ template <class T> void quantized(int64_t bits, int64_t group, int64_t inputs, i
     }
 }
 
-// ---- codes ----------------------------------------------------------------------------------------------------------
+// ---- code_recovery --------------------------------------------------------------------------------------------------
 
-// Numbers of known codes: a scale of 2 ** -6 and some eighths of that, a base of -1/8, or one that gives `zero` the code 0.
-static void codes(int64_t kind, int64_t bits, int64_t outputs, int64_t inputs) {
-  const int64_t most = (1 << bits) - 1, zero = kind == CODES_CENTRED ? (most + 1) / 2 : 0, groups = inputs / 32;
+// Values of known codes: a scale of 2 ** -6 plus some eighths of it, a base of -1/8, or the base that decodes `zero` to 0.
+static void check_code_recovery(int64_t kind, int64_t bits, int64_t outputs, int64_t inputs) {
+  const int64_t most = (1 << bits) - 1, zero = kind == SYMMETRIC ? (most + 1) / 2 : 0, groups = inputs / 32;
   const int64_t strips = (outputs + 31) / 32, line = 4 * 32 * bits + 4 * 32;
   Buffer<float> weight(outputs * inputs);
   Buffer<uint8_t> code(outputs * inputs), data(strips * groups * line);
@@ -354,12 +354,12 @@ static void codes(int64_t kind, int64_t bits, int64_t outputs, int64_t inputs) {
       const int64_t at = o * inputs + i, drawn = (int64_t)(fabsf(number()) * 1000) % (most + 1);
       const float scale = ldexpf(1 + eighths(o, i / 32) / 8.0f, -6);
       code[at] = (uint8_t)(i % 32 == 7 ? 0 : i % 32 == 21 ? most : drawn);
-      weight[at] = kind == CODES_FALLING ? 0.125f - code[at] * scale : code[at] * scale - (zero ? zero * scale : 0.125f);
+      weight[at] = kind == MAX_BASED ? 0.125f - code[at] * scale : code[at] * scale - (zero ? zero * scale : 0.125f);
     }
-  const CodeGuess guess[] = {{CODES_RISING, 3, 0}, {kind, (float)(zero ? zero : most), (float)zero}};
+  const QuantizerCandidate guess[] = {{MIN_BASED, 3, 0}, {kind, (float)(zero ? zero : most), (float)zero}};
   int64_t right[3] = {};
-  CodesJob job = {0, weight.at, data.at, outputs, inputs, groups * line, most, guess, 2, right};
-  kvk_codes(&job);
+  CodeRecoveryJob job = {0, weight.at, data.at, outputs, inputs, groups * line, most, guess, 2, right};
+  kvk_code_recovery(&job);
   expect(right[0], 0, 0, "the wrong guess", kind);
   expect(right[1], outputs * groups, 0, "the right guess", kind);
   expect(right[2], 0, 0, "without codes", kind);
@@ -371,12 +371,12 @@ static void codes(int64_t kind, int64_t bits, int64_t outputs, int64_t inputs) {
       uint16_t scale, base;
       memcpy(&scale, group + 4 * 32 * bits + o % 32 * 2, 2), memcpy(&base, group + 4 * 32 * bits + 64 + o % 32 * 2, 2);
       const int64_t part = eighths(o, i / 32) << 7;
-      expect(scale, (kind == CODES_FALLING ? 0x8000 : 0) | 9 << 10 | part, 0, "a scale", o);
-      expect(base, zero ? 0x8000 | (9 + bits - 1) << 10 | part : kind == CODES_FALLING ? 0x3000 : 0xB000, 0, "a base", o);
+      expect(scale, (kind == MAX_BASED ? 0x8000 : 0) | 9 << 10 | part, 0, "a scale", o);
+      expect(base, zero ? 0x8000 | (9 + bits - 1) << 10 | part : kind == MAX_BASED ? 0x3000 : 0xB000, 0, "a base", o);
     }
   weight[outputs * inputs - 1] = NAN;
-  job.taken = 0;
-  kvk_codes(&job);
+  job.next_item = 0;
+  kvk_code_recovery(&job);
   expect(right[2], 1, 0, "NaN without a code", kind);
 }
 
@@ -387,13 +387,13 @@ int main(int arguments, char**) {
   attention<float>(80, 130, 70, 33, 0);
   attention<bf16>(64, 600, 80, 1 << 30, 0);
   for (int64_t bits = 16; bits >= 4; bits /= 2)
-    for (int turned = 0; turned < 2; turned++) chunks<float>(bits, 70, turned), chunks<bf16>(bits, 81, turned);
+    for (int turned = 0; turned < 2; turned++) check_kv_pack<float>(bits, 70, turned), check_kv_pack<bf16>(bits, 81, turned);
   rows<float>(75), rows<bf16>(75), rows<bf16>(64);
-  product();
-  for (int64_t kept = DENSE_FLOAT; kept <= DENSE_CODED8; kept++)
-    for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) dense(kept, 70, 160, rows);
-  chains();
-  for (int64_t kind = CODES_CENTRED; kind <= CODES_FALLING; kind++) codes(kind, 4, 40, 96), codes(kind, 8, 40, 96);
+  check_bf16_gemv();
+  for (int64_t storage = STORED_FLOAT; storage <= STORED_CODED8; storage++)
+    for (int64_t rows = 1; rows < 300; rows += rows * rows + 3) check_f32_gemm(storage, 70, 160, rows);
+  check_cpu_graph();
+  for (int64_t kind = SYMMETRIC; kind <= MAX_BASED; kind++) check_code_recovery(kind, 4, 40, 96), check_code_recovery(kind, 8, 40, 96);
   quantized<float>(4, 32, 96, 7), quantized<bf16>(4, 128, 256, 70), quantized<bf16>(8, 32, 96, 5), quantized<float>(8, 64, 192, 15);
   printf("all kernels agree with plain loops\n");
 }

@@ -1,4 +1,4 @@
-"""The product of few rows gives oneDNN's bits, or leaves the work to oneDNN."""
+"""BF16 GEMV has oneDNN's bits, or oneDNN computes the product."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from kvkernels.cpu import bf16_gemv as cpu_products
-from kvkernels.cpu.bf16_gemv import MOST_ROWS, ROWS
+from kvkernels.cpu.bf16_gemv import MAX_ROWS, ROWS
 from torch import Tensor
 
 from inference_svc.models.linear.packed_linear import PackedLinear
@@ -28,7 +28,7 @@ def two_threads() -> Iterator[None]:
 
 
 def wide(*shape: int) -> Tensor:
-    """Values of very different sizes, whose sums depend on their order."""
+    """Return values of very different magnitudes, whose sums depend on the order."""
     return (torch.randn(*shape) * torch.exp2(torch.randint(-12, 13, shape).float())).bfloat16()
 
 
@@ -37,7 +37,7 @@ def wide(*shape: int) -> Tensor:
 def test_bits_are_those_of_one_dnn(outputs: int, inputs: int, biased: bool) -> None:
     torch.manual_seed(outputs + inputs)
     layer = PackedLinear(wide(outputs, inputs), wide(outputs) if biased else None)
-    for rows in range(ROWS, MOST_ROWS + 1, ROWS):
+    for rows in range(ROWS, MAX_ROWS + 1, ROWS):
         x = wide(rows, inputs)
         assert torch.equal(layer(x), layer.by_onednn(x)), f"{rows} rows"
     assert layer._streamed is not None, "all is right, and as slow as before"
@@ -49,7 +49,7 @@ def test_what_it_does_not_serve_one_dnn_does() -> None:
         (448, 1090, 4),
         (100, 64, 4),
         (512, 64, 3),
-        (512, 64, MOST_ROWS + ROWS),
+        (512, 64, MAX_ROWS + ROWS),
     ):
         layer, x = PackedLinear(wide(outputs, inputs), None), wide(rows, inputs)
         assert torch.equal(layer(x), layer.by_onednn(x))

@@ -1,4 +1,4 @@
-"""Attention on the CPU: right, and with the same bits however rows are put together."""
+"""CPU attention is correct and batch-invariant."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import pytest
 import torch
 from kvkernels.cpu import cpu_attention, cpu_library
 from kvkernels.cpu import thread_pool as threads
-from kvkernels.cpu.cpu_attention import PAGE, Attention, Rows, pages_for
+from kvkernels.cpu.cpu_attention import PAGE, Attention, SequenceRows, num_pages
 from numpy.typing import NDArray
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(cpu_library.found().library is None, reason=cpu_library.found().why)
+pytestmark = pytest.mark.skipif(cpu_library.loaded_library().library is None, reason=cpu_library.loaded_library().why)
 
 LAYERS, LAYER = 2, 1
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 1.5e-2}
 
 
 class Case:
-    """A sequence of ``keys`` tokens over shuffled pages, and queries at some of its positions."""
+    """Sequence of ``keys`` tokens over shuffled pages, and queries at some positions."""
 
     def __init__(
         self, dtype: torch.dtype, dim: int, heads: int, kv_heads: int, keys: int, positions: NDArray[np.int64]
     ) -> None:
         random = torch.Generator().manual_seed(keys + dim)
-        count = pages_for(keys)
+        count = num_pages(keys)
         shape = LAYERS, kv_heads, (count + 4) * PAGE, dim
         self.keys, self.values = (torch.randn(shape, generator=random).to(dtype) for _ in range(2))
         self.pages = torch.randperm(count + 3, generator=random)[:count].numpy() * PAGE
@@ -38,10 +38,10 @@ class Case:
     def attend(
         self, first: int = 0, end: int | None = None, window: int | None = None, cap: float | None = None
     ) -> Tensor:
-        """The rows ``first`` to ``end`` by the kernel."""
+        """Compute the rows ``first`` to ``end`` by the kernel."""
         query, positions = self.query[first:end].contiguous(), self.positions[first:end].copy()
         out = torch.full_like(query, float("nan"))
-        rows = [Rows(0, len(query), self.pages[: pages_for(int(positions[-1]) + 1)])]
+        rows = [SequenceRows(0, len(query), self.pages[: num_pages(int(positions[-1]) + 1)])]
         attention = Attention(positions, rows, query.shape[1], (self.keys, self.values), cap)
         attention.bind(query, out)
         attention(LAYER, query.shape[2] ** -0.5, window)
@@ -56,7 +56,7 @@ class Case:
         return self.query.shape[1] // self.keys.shape[1]
 
     def weights(self, window: int | None = None, cap: float | None = None) -> Tensor:
-        """Probabilities ``[heads, rows, keys]``."""
+        """Return probabilities ``[heads, rows, keys]``."""
         k = self.keys[LAYER][:, self.slots].double().repeat_interleave(self.per_kv, 0)
         scores = torch.einsum("rhd,hkd->hrk", self.query.double(), k) * self.query.shape[2] ** -0.5
         if cap is not None:
@@ -72,11 +72,11 @@ def last(count: int, keys: int) -> NDArray[np.int64]:
     return np.arange(keys - count, keys)
 
 
-@pytest.fixture(params=cpu_library.usable(), autouse=True)
+@pytest.fixture(params=cpu_library.usable_variants(), autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant that this CPU can run."""
-    chosen = cpu_library.Found(cpu_library.Library(request.param), request.param)
-    monkeypatch.setattr(cpu_attention, "found", lambda: chosen)
+    chosen = cpu_library.LoadedLibrary(cpu_library.KernelLibrary(request.param), request.param)
+    monkeypatch.setattr(cpu_attention, "loaded_library", lambda: chosen)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -116,12 +116,12 @@ def test_rows_may_be_scattered(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 100])
 def test_it_says_how_hard_keys_are_looked_at(dtype: torch.dtype, window: int | None) -> None:
     case = Case(dtype, 64, 14, 2, 500, last(300, 500))
-    rows, out = [Rows(0, 300, case.pages)], torch.empty_like(case.query)
-    attention = Attention(case.positions, rows, 14, (case.keys, case.values), observed=True)
+    rows, out = [SequenceRows(0, 300, case.pages)], torch.empty_like(case.query)
+    attention = Attention(case.positions, rows, 14, (case.keys, case.values), record_max_probs=True)
     attention.bind(case.query, out)
     for _ in range(2):
         attention(LAYER, 0.125, window)
-        found = torch.from_numpy(attention.strongest())
+        found = torch.from_numpy(attention.max_probs())
         want = case.weights(window).amax(1).float()
         torch.testing.assert_close(found[:, :500], want, atol=1e-6, rtol=1e-3)
         assert not found[:, 500:].any()
@@ -161,7 +161,7 @@ def test_one_long_sequence_is_for_all_threads_and_keeps_its_bits(dtype: torch.dt
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(one, found[0]) for one in found)
-    work = cpu_attention._Work.of(case.positions, [Rows(0, 2, case.pages)], 2, 2, 8, False)
+    work = cpu_attention._Work.of(case.positions, [SequenceRows(0, 2, case.pages)], 2, 2, 8, False)
     assert len(work.units) == 5, "a piece of 512 keys for each thread that comes"
 
 
@@ -184,7 +184,7 @@ def test_sequences_in_one_call_are_strangers(dtype: torch.dtype) -> None:
     pieces = [(0, 10), (390, 391), (100, 250), (399, 400)]
     rows, at = [], 0
     for first, end in pieces:
-        rows.append(Rows(at, end - first, case.pages[: pages_for(end)]))
+        rows.append(SequenceRows(at, end - first, case.pages[: num_pages(end)]))
         at += end - first
     query = torch.cat([case.query[a:b] for a, b in pieces])
     out = torch.empty_like(query)
@@ -211,7 +211,7 @@ def test_what_lies_behind_a_row_does_not_matter(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [1, 40, 64, 100])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_what_lies_before_a_window_does_not_matter(dtype: torch.dtype, window: int, rows: int) -> None:
-    """The pages there may have been given to others, whose damage must not get in."""
+    """Pages before the window may be reused by other sequences, whose NaN must not leak."""
     case = Case(dtype, 64, 4, 2, 300, last(rows, 300))
     before = case.attend(window=window)
     unseen = case.slots[: 300 - rows - window + 1]
@@ -257,6 +257,6 @@ def test_two_threads_at_a_time_do_not_meet() -> None:
 def test_others_are_refused(dtype: torch.dtype, dim: int) -> None:
     assert not cpu_attention.serves(dtype, dim)
     pool = torch.zeros(1, 1, PAGE * 2, dim, dtype=dtype)
-    rows = [Rows(0, 1, np.array([0, PAGE]))]
+    rows = [SequenceRows(0, 1, np.array([0, PAGE]))]
     with pytest.raises(ValueError, match=f"heads of {dim} on this CPU"):
         Attention(np.zeros(1, np.int64), rows, 1, (pool, pool))

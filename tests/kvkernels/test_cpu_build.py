@@ -1,4 +1,4 @@
-"""The CPU kernels are compiled where that is possible, say so where it is not, and are right on other architectures."""
+"""Build of the CPU kernels: fallbacks, messages, and correctness on other architectures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = ("-std=c++17", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-m
 
 
 def compile_check(command: Sequence[str], folder: Path, *flags: str) -> Path:
-    """The check and the kernels as one program; files are compiled beside each other."""
+    """Compile the check and the kernels to one program, in parallel."""
     sources, program = cpu_build.sources(), folder / "check"
     objects = [str(folder / f"{name}.o") for name in ("check", *cpu_build.KERNELS)]
 
@@ -45,10 +45,10 @@ def run_check(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
-    """Pairs of bfloat16 as on CPUs with units for them, here by other instructions."""
-    if not (gxx := shutil.which("g++")) or not cpu_library.usable():
+    """Includes the bfloat16 pairs of CPUs with such units, emulated."""
+    if not (gxx := shutil.which("g++")) or not cpu_library.usable_variants():
         pytest.skip("no g++, or a CPU without a variant of the kernels")
-    variant = cpu_build.variants()[cpu_library.usable()[0]]
+    variant = cpu_build.variants()[cpu_library.usable_variants()[0]]
     flags = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-DKVK_EMULATE_PAIRS")
     program = str(compile_check([gxx], tmp_path, *flags, *variant))
     done = run_check(program)
@@ -56,11 +56,11 @@ def test_no_kernel_touches_memory_that_is_not_its_own(tmp_path: Path) -> None:
     planted = run_check(program, "short")
     assert planted.returncode != 0
     assert "AddressSanitizer" in planted.stderr
-    assert "look_at" in planted.stderr, "the kernel, not the check"
+    assert "update_max_probs" in planted.stderr, "the kernel, not the check"
 
 
 def cross_compiler(architecture: str) -> list[str] | None:
-    """A compiler for another architecture: GNU's, or ziglang."""
+    """Return a compiler for another architecture: GNU's, or ziglang."""
     if found := shutil.which(f"{architecture}-linux-gnu-g++"):
         return [found, "-static"]
     if importlib.util.find_spec("ziglang") is not None:
@@ -84,12 +84,12 @@ def test_a_named_compiler_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "false")
     assert cpu_build.compiler() is None
-    assert not cpu_build.asks_for_ziglang(), "whoever says false wants none"
+    assert not cpu_build.needs_ziglang(), "whoever says false wants none"
     monkeypatch.delenv("CC")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cpu_build.compiler() is None
-    assert cpu_build.asks_for_ziglang()
+    assert cpu_build.needs_ziglang()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert cpu_build.compiler() == [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"]
 
@@ -99,12 +99,12 @@ def test_without_a_compiler_torch_serves_and_says_why(tmp_path: Path, monkeypatc
     with pytest.raises(RuntimeError, match="install g"):
         cpu_build.build(tmp_path / "lib")
     monkeypatch.setattr(cpu_build, "LIBRARIES", tmp_path / "lib")
-    none = cpu_library.found.__wrapped__()
+    none = cpu_library.loaded_library.__wrapped__()
     assert none.library is None
     assert none.why == "the CPU kernels were not compiled when kvsidecar was installed"
     assert "pip install ziglang" in none.advice
     for module in (cpu_attention, kv_pack):
-        monkeypatch.setattr(module, "found", lambda: none)
+        monkeypatch.setattr(module, "loaded_library", lambda: none)
         assert none.why in module.about()
     assert not cpu_attention.serves(torch.float32, 64)
     assert not kv_pack.serves(torch.zeros(1, 1, 32, 64))
@@ -113,7 +113,7 @@ def test_without_a_compiler_torch_serves_and_says_why(tmp_path: Path, monkeypatc
 def test_older_kernels_than_their_sources_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / cpu_build.STAMP).write_text("of other sources")
     monkeypatch.setattr(cpu_build, "LIBRARIES", tmp_path)
-    assert cpu_library.found.__wrapped__().why == "the CPU kernels are older than their sources"
+    assert cpu_library.loaded_library.__wrapped__().why == "the CPU kernels are older than their sources"
 
 
 def test_a_compilers_message_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,5 +124,5 @@ def test_a_compilers_message_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
     command = cpu_build.compiler()
     assert command is not None
     with pytest.raises(RuntimeError, match=r"does not compile the CPU kernels:[\s\S]*broken.cpp"):
-        cpu_build.compile_one(command, tmp_path / "broken.so", ("broken.cpp",), ())
+        cpu_build.compile_library(command, tmp_path / "broken.so", ("broken.cpp",), ())
     assert not (tmp_path / "broken.so").exists()

@@ -1,4 +1,4 @@
-"""A model's type follows what the CPU can do, and not what oneDNN emulates."""
+"""The dtype follows the CPU's native features, not oneDNN's emulation."""
 
 from __future__ import annotations
 

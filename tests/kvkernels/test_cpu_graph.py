@@ -1,4 +1,4 @@
-"""Kernels in one call give what they give one by one, whoever comes late."""
+"""A kernel graph gives the results of separate calls, also with late threads."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 import torch
 from kvkernels.cpu import cpu_graph, cpu_library, f32_gemm, quantized_gemm
 from kvkernels.cpu import norm_rope_silu as cpu_rows
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor
 
-pytestmark = pytest.mark.skipif(not cpu_library.usable(), reason="no variant of the kernels runs here")
-WIDTH, INNER, MOST = 320, 640, 30
+pytestmark = pytest.mark.skipif(not cpu_library.usable_variants(), reason="no variant of the kernels runs here")
+WIDTH, INNER, MAX_ROWS = 320, 640, 30
 
 
-@pytest.fixture(params=cpu_library.usable(), autouse=True)
+@pytest.fixture(params=cpu_library.usable_variants(), autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every variant that this CPU can run."""
-    chosen = cpu_library.Found(cpu_library.Library(request.param), request.param)
+    chosen = cpu_library.LoadedLibrary(cpu_library.KernelLibrary(request.param), request.param)
     for module in (cpu_graph, cpu_library, cpu_rows):
-        monkeypatch.setattr(module, "found", lambda: chosen)
+        monkeypatch.setattr(module, "loaded_library", lambda: chosen)
     for made in (f32_gemm.kernel, quantized_gemm.kernel, cpu_rows._kernel):
         made.cache_clear()
     yield
@@ -31,27 +31,27 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Blocks:
-    """Feed-forward blocks, as a model has them, over buffers that stay."""
+    """Feed-forward blocks over fixed buffers."""
 
     def __init__(self, count: int, bits: int) -> None:
         torch.manual_seed(count)
-        self.hidden, self.normed, self.delta = (torch.zeros(MOST, WIDTH) for _ in range(3))
-        self.gate_up, self.gated = torch.zeros(MOST, 2 * INNER), torch.zeros(MOST, INNER)
-        self.calls: list[Call] = []
+        self.hidden, self.normed, self.delta = (torch.zeros(MAX_ROWS, WIDTH) for _ in range(3))
+        self.gate_up, self.gated = torch.zeros(MAX_ROWS, 2 * INNER), torch.zeros(MAX_ROWS, INNER)
+        self.calls: list[KernelCall] = []
         for i in range(count):
             norm = torch.rand(WIDTH)
             self.calls += [
-                cpu_rows.norm(MOST, self.hidden, self.delta if i else None, norm, 1e-5, self.normed),
+                cpu_rows.rms_norm(MAX_ROWS, self.hidden, self.delta if i else None, norm, 1e-5, self.normed),
                 self._product(2 * INNER, WIDTH, bits, self.normed, self.gate_up),
-                cpu_rows.gate(MOST, self.gate_up, self.gated),
+                cpu_rows.silu_and_mul(MAX_ROWS, self.gate_up, self.gated),
                 self._product(WIDTH, INNER, bits, self.gated, self.delta),
             ]
 
-    def _product(self, outputs: int, inputs: int, bits: int, x: Tensor, y: Tensor) -> Call:
+    def _product(self, outputs: int, inputs: int, bits: int, x: Tensor, y: Tensor) -> KernelCall:
         weight = torch.randn(outputs, inputs) / inputs**0.5
         if bits == 16:
-            return f32_gemm.call(x, f32_gemm.pack(weight.bfloat16().float()), None, y)
-        return quantized_gemm.call(x, quantized_gemm.quantize(weight, bits, 64), None, y)
+            return f32_gemm.gemm_call(x, f32_gemm.pack(weight.bfloat16().float()), None, y)
+        return quantized_gemm.gemm_call(x, quantized_gemm.quantize(weight, bits, 64), None, y)
 
     def one_by_one(self, x: Tensor) -> Tensor:
         self.hidden[: len(x)] = x
@@ -59,16 +59,16 @@ class Blocks:
             for i in range(call.counters):
                 setattr(call.job, call.job._fields_[i][0], 0)
             call.job.rows = len(x)
-            call.together(1)
+            call.run(1)
         return self.delta[: len(x)].clone()
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_it_gives_what_they_give_one_by_one(bits: int, threads: int) -> None:
-    blocks, x = Blocks(3, bits), torch.randn(MOST, WIDTH)
-    whole = cpu_graph.Chain(blocks.calls)
-    for rows in (1, 4, 7, MOST, 2):
+    blocks, x = Blocks(3, bits), torch.randn(MAX_ROWS, WIDTH)
+    whole = cpu_graph.KernelGraph(blocks.calls)
+    for rows in (1, 4, 7, MAX_ROWS, 2):
         want = blocks.one_by_one(x[:rows])
         for _ in range(3):
             blocks.hidden[:rows] = x[:rows]
@@ -78,15 +78,15 @@ def test_it_gives_what_they_give_one_by_one(bits: int, threads: int) -> None:
 
 def test_rows_are_rounded_up_for_kernels_that_want_it_so() -> None:
     x, y = torch.randn(8, WIDTH), torch.zeros(8, 64)
-    call = f32_gemm.call(x, f32_gemm.pack(torch.randn(64, WIDTH)), None, y)
-    cpu_graph.Chain([Call(call.kernel, call.job, call.held, rounded=4)]).run(5, 1)
+    call = f32_gemm.gemm_call(x, f32_gemm.pack(torch.randn(64, WIDTH)), None, y)
+    cpu_graph.KernelGraph([KernelCall(call.kernel, call.job, call.held, rounded=4)]).run(5, 1)
     assert y.any(1).tolist() == [True] * 8
 
 
 def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
-    """Many more threads than cores, and others that want them: the same bits, however late each of them comes."""
-    blocks, x = Blocks(8, 8), torch.randn(MOST, WIDTH)
-    whole, want, stop = cpu_graph.Chain(blocks.calls), blocks.one_by_one(x), threading.Event()
+    """Oversubscribed threads, competing for cores, give the same bits."""
+    blocks, x = Blocks(8, 8), torch.randn(MAX_ROWS, WIDTH)
+    whole, want, stop = cpu_graph.KernelGraph(blocks.calls), blocks.one_by_one(x), threading.Event()
 
     def want_a_core() -> None:
         while not stop.is_set():
@@ -98,7 +98,7 @@ def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
     try:
         for _ in range(20):
             blocks.hidden[:] = x
-            whole.run(MOST, 4 * (os.cpu_count() or 1))
+            whole.run(MAX_ROWS, 4 * (os.cpu_count() or 1))
             assert torch.equal(blocks.delta, want)
     finally:
         stop.set()
@@ -107,6 +107,8 @@ def test_threads_that_get_no_core_hold_nobody_up_for_good() -> None:
 
 
 def test_without_kernels_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_graph, "found", lambda: cpu_library.Found(None, "this CPU has none of them"))
+    monkeypatch.setattr(
+        cpu_graph, "loaded_library", lambda: cpu_library.LoadedLibrary(None, "this CPU has none of them")
+    )
     with pytest.raises(RuntimeError, match="this CPU has none"):
-        cpu_graph.Chain([])
+        cpu_graph.KernelGraph([])

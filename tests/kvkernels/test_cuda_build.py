@@ -1,4 +1,4 @@
-"""Building the CUDA kernels without a GPU, and choosing among what was built."""
+"""Build of the CUDA kernels without a GPU, and kernel selection."""
 
 import json
 from pathlib import Path
@@ -10,9 +10,9 @@ from kvkernels.chunk_payload import DeviceBytes
 from kvkernels.cuda import cuda_build, cuda_sources, kernel_select, nvrtc
 from kvkernels.cuda.awq_gemm import _AwqParams
 from kvkernels.cuda.cuda_attention import _AttentionParams, _CombineParams
-from kvkernels.cuda.cuda_kv_pack import _ChunkParams
-from kvkernels.cuda.cuda_library import KernelFailed, SharedLibrary
-from kvkernels.cuda.device_visible_memory import adopt, give_up, using
+from kvkernels.cuda.cuda_kv_pack import _KvPackParams
+from kvkernels.cuda.cuda_library import KernelLaunchError, SharedLibrary
+from kvkernels.cuda.device_visible_memory import device_address, register_range, unregister_range
 
 REPORT = cuda_sources.folder() / "resources.json"
 LOG = """\
@@ -62,21 +62,21 @@ def test_the_library_loads_anywhere_and_knows_its_parameters() -> None:
     for name, params in (
         ("attention_chunks4_bf16_256", _AttentionParams),
         ("combine_bf16", _CombineParams),
-        ("unpack8_f16", _ChunkParams),
+        ("unpack8_f16", _KvPackParams),
         ("awq_gemm_bf16", _AwqParams),
     ):
         assert library.has(name, params), name
         assert not library.has(name, _CombineParams if params is _AwqParams else _AwqParams)
     if library.devices < 1:
-        with pytest.raises(KernelFailed, match="combine_f16 on a grid of"):
+        with pytest.raises(KernelLaunchError, match="combine_f16 on a grid of"):
             library.launch("combine_f16", (1, 1, 1), 128, 0, _CombineParams(), 0)
-        with pytest.raises(KernelFailed, match="no such kernel"):
+        with pytest.raises(KernelLaunchError, match="no such kernel"):
             library.launch("nonsense", (1, 1, 1), 128, 0, _CombineParams(), 0)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(nvrtc.find() is None, reason="no NVRTC with CUDA headers (pip install 'kvsidecar[kernels]')")
+@pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no NVRTC with CUDA headers (pip install 'kvsidecar[kernels]')")
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_90"])
 def test_nvrtc_compiles_the_same_sources(architecture: str) -> None:
     cubin = nvrtc.compile_kernels(architecture)
@@ -89,17 +89,17 @@ def test_compiled_code_is_kept(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(nvrtc, "compile_kernels", lambda architecture: architecture.encode())
-    assert nvrtc.cached("sm_90") == b"sm_90"
+    assert nvrtc.cached_cubin("sm_90") == b"sm_90"
     assert "compiling CUDA kernels for sm_90" in capsys.readouterr().err
     monkeypatch.setattr(nvrtc, "compile_kernels", lambda architecture: pytest.fail("compiled twice"))
-    assert nvrtc.cached("sm_90") == b"sm_90"
+    assert nvrtc.cached_cubin("sm_90") == b"sm_90"
 
 
 def test_every_way_that_fails_says_why() -> None:
     def missing() -> SharedLibrary:
         raise OSError("it has not been built (make kernels)")
 
-    choice = kernel_select.attempt(("fat library", missing), ("compiled by NVRTC", missing))
+    choice = kernel_select.first_working(("fat library", missing), ("compiled by NVRTC", missing))
     assert choice.kernels is None
     assert choice.why.count("it has not been built") == 2
 
@@ -111,14 +111,14 @@ def test_without_a_device_the_table_says_so() -> None:
 
 def test_device_memory_is_used_and_given_up_under_one_lock() -> None:
     part = DeviceBytes(4096 + 64, 32)
-    adopt(4096, 4096)
-    with using(part) as address:
+    register_range(4096, 4096)
+    with device_address(part) as address:
         assert address == 4160
     given_up: list[str] = []
-    give_up(4096, lambda: given_up.append("once"))
-    give_up(4096, lambda: given_up.append("twice"))
+    unregister_range(4096, lambda: given_up.append("once"))
+    unregister_range(4096, lambda: given_up.append("twice"))
     assert given_up == ["once"]
-    with pytest.raises(ValueError, match="its session has ended"), using(part):
+    with pytest.raises(ValueError, match="its session has ended"), device_address(part):
         pass
-    with using(memoryview(bytearray(8))) as address:
+    with device_address(memoryview(bytearray(8))) as address:
         assert address is None

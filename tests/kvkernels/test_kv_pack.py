@@ -1,10 +1,10 @@
-"""The compiled chunk kernels against the torch reference, and both against what quantization may lose."""
+"""Compiled KV packing against the torch reference, and the quantization error of both."""
 
 import pytest
 import torch
-from kvkernels import Piece, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
+from kvkernels import ChunkPlacement, kv_pack_reference, pack_chunk, unpack_chunk, unpack_chunks
 from kvkernels.cpu import kv_pack as cpu
-from kvkernels.cpu.cpu_library import found
+from kvkernels.cpu.cpu_library import loaded_library
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 
@@ -12,7 +12,7 @@ TYPES = {torch.float32: DATA_TYPE_FLOAT32, torch.bfloat16: DATA_TYPE_BFLOAT16}
 
 
 def pools(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values with an outlier channel and an outlier token, as real models have them."""
+    """Return keys and values with an outlier channel and an outlier token, as in real models."""
     generator = torch.Generator().manual_seed(seed)
     keys, values = (torch.randn(3, 2, 400, 32, generator=generator) for _ in range(2))
     keys[..., 5] *= 40
@@ -21,11 +21,11 @@ def pools(dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor
     return keys.to(dtype), values.to(dtype)
 
 
-def by_kernels(keys: torch.Tensor, values: torch.Tensor, piece: Piece, layers: range) -> None:
-    cpu.Unpacking(keys, values, [piece])(layers)
+def by_kernels(keys: torch.Tensor, values: torch.Tensor, piece: ChunkPlacement, layers: range) -> None:
+    cpu.ChunkUnpacker(keys, values, [piece])(layers)
 
 
-def by_reference(keys: torch.Tensor, values: torch.Tensor, piece: Piece, layers: range) -> None:
+def by_reference(keys: torch.Tensor, values: torch.Tensor, piece: ChunkPlacement, layers: range) -> None:
     assert isinstance(piece.payload, memoryview)
     arrays = layout_of(piece.header).arrays(piece.payload)
     kv_pack_reference.unpack(keys, values, piece.slots, piece.header, arrays, piece.rotation, layers)
@@ -58,7 +58,7 @@ def test_a_round_trip_loses_what_the_bits_allow(dtype: torch.dtype, bits: int, t
     assert ((v - got_v).abs() <= 0.51 * step_v[..., None] + rounding * v.abs() + 1e-6).all()
 
 
-@pytest.mark.skipif(found().library is None, reason=found().why)
+@pytest.mark.skipif(loaded_library().library is None, reason=loaded_library().why)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize(("tokens", "start"), [(128, 0), (70, 128), (2, 0)])
@@ -74,14 +74,14 @@ def test_compiled_and_reference_write_the_same_bytes(dtype: torch.dtype, bits: i
         outs = []
         for unpack in (by_kernels, by_reference):
             out_k, out_v = torch.zeros_like(keys), torch.zeros_like(values)
-            unpack(out_k, out_v, Piece(header, mine, slots[:count]), range(3))
+            unpack(out_k, out_v, ChunkPlacement(header, mine, slots[:count]), range(3))
             outs.append((out_k, out_v))
         assert torch.equal(outs[0][0], outs[1][0])
         assert torch.equal(outs[0][1], outs[1][1])
 
 
 def test_the_axes_matter() -> None:
-    """One outlier channel must not cost the other channels their precision (swapped axes would)."""
+    """One outlier channel must not cost other channels precision, as swapped axes would."""
     keys, values = pools(torch.float32)
     header = new_header(Geometry(3, 2, 32, DATA_TYPE_FLOAT32, 8), list(range(128)), 128)
     payload = memoryview(bytearray(header.payload_bytes))
@@ -94,12 +94,12 @@ def test_the_axes_matter() -> None:
     assert error < 0.01
 
 
-@pytest.mark.skipif(found().library is None, reason=found().why)
+@pytest.mark.skipif(loaded_library().library is None, reason=loaded_library().why)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 @pytest.mark.parametrize("rotary", [32, 8])
 def test_compiled_and_reference_rotate_alike(dtype: torch.dtype, bits: int, rotary: int) -> None:
-    """Some layers only, some channels only, the unquantized first tokens as well."""
+    """Some layers, some channels, and the unquantized sink tokens."""
     keys, values = pools(dtype, seed=3)
     header = new_header(Geometry(3, 2, 32, TYPES[dtype], bits), list(range(70)), 0)
     slots = torch.arange(9, 79)
@@ -110,7 +110,7 @@ def test_compiled_and_reference_rotate_alike(dtype: torch.dtype, bits: int, rota
     outs = []
     for unpack in (by_kernels, by_reference):
         out_k, out_v = torch.zeros_like(keys), torch.zeros_like(values)
-        unpack(out_k, out_v, Piece(header, payload, slots, rotation), range(1, 3))
+        unpack(out_k, out_v, ChunkPlacement(header, payload, slots, rotation), range(1, 3))
         outs.append((out_k, out_v))
     (mine_k, mine_v), (theirs_k, theirs_v) = outs
     torch.testing.assert_close(mine_k, theirs_k, atol=1e-5, rtol=2**-7 if dtype == torch.bfloat16 else 1e-5)
@@ -123,7 +123,7 @@ def test_compiled_and_reference_rotate_alike(dtype: torch.dtype, bits: int, rota
     torch.testing.assert_close(*norms, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.skipif(found().library is None, reason=found().why)
+@pytest.mark.skipif(loaded_library().library is None, reason=loaded_library().why)
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_many_chunks_at_once_are_as_one_after_the_other(bits: int) -> None:
     keys, values = pools(torch.bfloat16, seed=4)
@@ -133,7 +133,7 @@ def test_many_chunks_at_once_are_as_one_after_the_other(bits: int) -> None:
         payload = memoryview(bytearray(header.payload_bytes))
         slots = torch.arange(at, at + tokens)
         pack_chunk(keys, values, slots, header, payload)
-        pieces.append(Piece(header, payload, slots[:used].flip(0)))
+        pieces.append(ChunkPlacement(header, payload, slots[:used].flip(0)))
         at += tokens
     one, all_at_once = ((torch.zeros_like(keys), torch.zeros_like(values)) for _ in range(2))
     for piece in pieces:
@@ -162,7 +162,7 @@ def test_damage_stays_visible(bits: int) -> None:
     assert not out_v[:2].isnan().any()
 
 
-@pytest.mark.skipif(found().library is None, reason=found().why)
+@pytest.mark.skipif(loaded_library().library is None, reason=loaded_library().why)
 def test_a_payload_of_another_length_is_refused() -> None:
     keys, values = pools(torch.bfloat16)
     header = new_header(Geometry(3, 2, 32, DATA_TYPE_BFLOAT16, 8), list(range(60)), 0)

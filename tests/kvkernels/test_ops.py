@@ -1,14 +1,14 @@
-"""The operators: torch's own checks, and equality of reference and kernels (by the emulator)."""
+"""Custom operators: torch's opcheck, and equality of reference and kernels."""
 
 import pytest
 import torch
 from kvkernels import ops
 from kvkernels.cuda import awq_gemm
-from kvkernels.cuda.cuda_attention import InPool, Rows, attend
+from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 
 from tests.kvkernels.emulated.conftest import Emulated, library
 from tests.kvkernels.emulated.oracle import int32
-from tests.kvkernels.emulated.test_awq import layer
+from tests.kvkernels.emulated.test_awq_gemm import layer
 
 Arguments = tuple[torch.Tensor | int | float, ...]
 
@@ -42,9 +42,9 @@ def test_torch_accepts_the_operators(window: int, softcap: float) -> None:
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (16, 30.0)])
 def test_reference_and_kernel_attend_alike(emulated: Emulated, window: int, softcap: float) -> None:
     given = attention_arguments(window, softcap)
-    query, keys, values, row_start, key_count, positions, slots, longest, most_keys, scale, *_ = given
-    rows = Rows(row_start, key_count, positions, longest, most_keys)
-    ours = attend(emulated, query, InPool(keys, values, pages=slots), rows, scale, window, softcap)
+    query, keys, values, qo_indptr, kv_lens, positions, slots, max_q_len, max_kv_len, scale, *_ = given
+    rows = AttentionRows(qo_indptr, kv_lens, positions, max_q_len, max_kv_len)
+    ours = attend(emulated, query, PagedKV(keys, values, pages=slots), rows, scale, window, softcap)
     output, lse = ops.attention(*given)
     assert (ours[0].float() - output.float()).abs().max() < 2e-3
     assert (ours[1] - lse).abs().max() < 1e-4
@@ -53,7 +53,7 @@ def test_reference_and_kernel_attend_alike(emulated: Emulated, window: int, soft
 def test_reference_and_kernel_multiply_alike(emulated: Emulated) -> None:
     words = layer(128, 64, 64, torch.float16)
     packed = awq_gemm.repack(*words)
-    assert torch.equal(awq_gemm.unpacked(packed), awq_gemm.reference_weight(*words))
+    assert torch.equal(awq_gemm.dequantize_reference(packed), awq_gemm.reference_weight(*words))
     x, *_ = awq_arguments()
     assert isinstance(x, torch.Tensor)
     product = ops.awq_gemm(*awq_arguments())

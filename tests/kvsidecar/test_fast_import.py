@@ -15,7 +15,8 @@ _RICH = {"rich", "pygments"}
 _REMOTE = {"glide", "obstore", "blosc2", "cryptography"}
 _DAEMON = "cache_daemon.config, cache_daemon.prefork_supervisor, cache_daemon.server"
 _SERVICE = (
-    "from kvsidecar.process.fast_import import import_lean; import_lean(); import kvsidecar.cli.service_settings, "
+    "from kvsidecar.process.fast_import import skip_optional_imports; skip_optional_imports(); "
+    "import kvsidecar.cli.service_settings, "
 )
 
 
@@ -83,7 +84,7 @@ def test_a_command_line_is_read_before_what_computes_is_imported(given: list[str
 
 def test_rich_can_be_imported_afterwards() -> None:
     assert "rich.console" in imported(
-        "from kvsidecar.process.fast_import import import_lean; import_lean(); import rich.console"
+        "from kvsidecar.process.fast_import import skip_optional_imports; skip_optional_imports(); import rich.console"
     )
 
 
@@ -98,7 +99,7 @@ def test_the_package_as_a_library_decides_nothing_for_its_program() -> None:
 def test_a_traceback_on_a_terminal_is_plain() -> None:
     """Without rich, and without local variables: those hold prompts."""
     code = (
-        "from kvsidecar.process.fast_import import import_lean; import_lean()\n"
+        "from kvsidecar.process.fast_import import skip_optional_imports; skip_optional_imports()\n"
         "import io, sys, structlog\n"
         "from kvsidecar.cli.service_settings import configure_logging\n"
         "sys.stderr = file = io.StringIO(); file.isatty = lambda: True\n"
@@ -159,8 +160,8 @@ def test_nobody_looks_for_garbage_among_what_is_imported(
 
 def test_a_collector_that_is_off_stays_off() -> None:
     code = (
-        "import gc; from kvsidecar.process.fast_import import collecting_later; gc.disable()\n"
-        "with collecting_later(): pass\n"
+        "import gc; from kvsidecar.process.fast_import import gc_paused; gc.disable()\n"
+        "with gc_paused(): pass\n"
         "assert not gc.isenabled()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -19,7 +19,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.channel import aio_channel, channel, read_token
-from kvsidecar.net.grpc_server import CLIENT_KEEPALIVE, Door, Endpoint, Limits, listening, listening_at, refuse_second
+from kvsidecar.net.grpc_server import (
+    CLIENT_KEEPALIVE,
+    Endpoint,
+    Listener,
+    ListenerLimits,
+    hold_socket_lock,
+    serve_endpoint,
+    serve_listeners,
+)
 
 NAME = "kvsidecar.test.Service"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -58,7 +66,7 @@ async def health_at(address: str, service: str = "") -> int:
 
 async def test_a_tcp_port_answers_like_the_socket(tmp_path: Path) -> None:
     endpoint = Endpoint(NAME, tmp_path / "s", "127.0.0.1:0")
-    async with listening(endpoint, naming(b"one"), lambda: 0.0) as addresses:
+    async with serve_endpoint(endpoint, naming(b"one"), lambda: 0.0) as addresses:
         assert addresses[0] == f"unix:{tmp_path / 's'}"
         assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
         for address in addresses:
@@ -69,18 +77,18 @@ async def test_a_tcp_port_answers_like_the_socket(tmp_path: Path) -> None:
 
 async def test_every_door_has_its_own_servicer(tmp_path: Path) -> None:
     doors = [
-        Door(tmp_path / "a", naming(b"a")),
-        Door(tmp_path / "b", naming(b"b"), group=""),
-        Door(ANYWHERE, naming(b"c")),
+        Listener(tmp_path / "a", naming(b"a")),
+        Listener(tmp_path / "b", naming(b"b"), group=""),
+        Listener(ANYWHERE, naming(b"c")),
     ]
-    async with listening_at(NAME, doors, lambda: 0.0) as addresses:
+    async with serve_listeners(NAME, doors, lambda: 0.0) as addresses:
         assert [await name_at(address) for address in addresses] == [b"a", b"b", b"c"]
         assert [(tmp_path / x).stat().st_mode & 0o777 for x in "ab"] == [0o600, 0o660]
 
 
 async def test_a_door_without_a_servicer_answers_health_alone(tmp_path: Path) -> None:
     endpoint = Endpoint(NAME, tmp_path / "s", health_tcp="127.0.0.1:0")
-    async with listening(endpoint, naming(b"a"), lambda: 0.0) as (_, address):
+    async with serve_endpoint(endpoint, naming(b"a"), lambda: 0.0) as (_, address):
         assert await health_at(address) == await health_at(address, NAME) == SERVING
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await name_at(address)
@@ -95,15 +103,17 @@ async def test_a_door_that_cannot_open_leaves_nothing_behind(tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         busy = TcpAddress(*taken.getsockname()[:2])
         with pytest.raises(ConfigurationError, match=f"cannot listen on {busy}: Address already in use; choose"):
-            async with listening_at(NAME, [Door(tmp_path / "s", naming(b"")), Door(busy, naming(b""))], lambda: 0.0):
+            async with serve_listeners(
+                NAME, [Listener(tmp_path / "s", naming(b"")), Listener(busy, naming(b""))], lambda: 0.0
+            ):
                 pytest.fail("it serves although a door is shut")
     assert list(tmp_path.iterdir()) == []
 
 
 async def test_the_end_waits_for_calls_at_all_doors_together(tmp_path: Path) -> None:
     hold, arrived = asyncio.Event(), asyncio.Semaphore(0)
-    doors = [Door(tmp_path / name, naming(name.encode(), hold, arrived)) for name in ("a", "b")]
-    async with listening_at(NAME, doors, lambda: 5.0) as addresses:
+    doors = [Listener(tmp_path / name, naming(name.encode(), hold, arrived)) for name in ("a", "b")]
+    async with serve_listeners(NAME, doors, lambda: 5.0) as addresses:
         calls = [asyncio.create_task(name_at(address)) for address in addresses]
         for _ in calls:
             await arrived.acquire()
@@ -114,7 +124,7 @@ async def test_the_end_waits_for_calls_at_all_doors_together(tmp_path: Path) -> 
 
 
 async def test_health_says_that_the_end_has_begun(tmp_path: Path) -> None:
-    async with listening(Endpoint(NAME, tmp_path / "s"), naming(b""), lambda: 1.0) as (address,):
+    async with serve_endpoint(Endpoint(NAME, tmp_path / "s"), naming(b""), lambda: 1.0) as (address,):
         open_channel = aio_channel(address)
         watch = health_pb2_grpc.HealthStub(open_channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == SERVING
@@ -124,8 +134,8 @@ async def test_health_says_that_the_end_has_begun(tmp_path: Path) -> None:
 
 
 async def test_too_much_metadata_is_refused(tmp_path: Path) -> None:
-    limits = Limits(metadata_bytes=4096)
-    async with listening_at(NAME, [Door(tmp_path / "s", naming(b"yes"))], lambda: 0.0, limits) as (address,):
+    limits = ListenerLimits(metadata_bytes=4096)
+    async with serve_listeners(NAME, [Listener(tmp_path / "s", naming(b"yes"))], lambda: 0.0, limits) as (address,):
         assert await name_at(address, metadata=[("x", "y" * 1000)]) == b"yes"
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await name_at(address, metadata=[("x", "y" * 8000)])
@@ -133,8 +143,8 @@ async def test_too_much_metadata_is_refused(tmp_path: Path) -> None:
 
 
 async def test_too_long_a_message_is_refused(tmp_path: Path) -> None:
-    limits = Limits(message_bytes=1000)
-    async with listening_at(NAME, [Door(tmp_path / "s", naming(b"yes"))], lambda: 0.0, limits) as (address,):
+    limits = ListenerLimits(message_bytes=1000)
+    async with serve_listeners(NAME, [Listener(tmp_path / "s", naming(b"yes"))], lambda: 0.0, limits) as (address,):
         assert await name_at(address, bytes(900)) == b"yes"
         with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
             await name_at(address, bytes(2000))
@@ -153,7 +163,7 @@ async def test_a_connection_has_only_so_many_calls_at_once(tmp_path: Path) -> No
         handlers = {"Name": grpc.unary_unary_rpc_method_handler(call)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
 
-    at_door = listening_at(NAME, [Door(tmp_path / "s", counting)], lambda: 0.0, Limits(streams=3))
+    at_door = serve_listeners(NAME, [Listener(tmp_path / "s", counting)], lambda: 0.0, ListenerLimits(streams=3))
     async with at_door as (address,), aio_channel(address) as open_channel:
         await open_channel.channel_ready()
         calls = [open_channel.unary_unary(f"/{NAME}/Name")(b"", timeout=20) for _ in range(8)]
@@ -173,11 +183,11 @@ async def test_our_clients_pings_are_not_too_fast_for_our_servers(
     the answer to a ping, which a busy machine may keep waiting."""
     from kvsidecar.net import grpc_server
 
-    for name in ("_SERVER_KEEPALIVE_MS", "_CLIENT_KEEPALIVE_MS", "_FASTEST_PING_MS"):
+    for name in ("_SERVER_KEEPALIVE_MS", "_CLIENT_KEEPALIVE_MS", "_MIN_PING_INTERVAL_MS"):
         monkeypatch.setattr(grpc_server, name, getattr(grpc_server, name) // 50)
     faster = [(key, value if "timeout" in key else value // 50) for key, value in CLIENT_KEEPALIVE]
     hold = asyncio.Event()
-    at_door = listening_at(NAME, [Door(ANYWHERE, naming(b"late", hold))], lambda: 0.0)
+    at_door = serve_listeners(NAME, [Listener(ANYWHERE, naming(b"late", hold))], lambda: 0.0)
     async with at_door as (address,), aio_channel(address, options=faster) as open_channel:
         call = asyncio.ensure_future(open_channel.unary_unary(f"/{NAME}/Name")(b"", timeout=30))
         await asyncio.sleep(4)
@@ -192,7 +202,7 @@ def test_a_dead_ones_socket_is_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    with refuse_second(path):
+    with hold_socket_lock(path):
         assert not path.exists()
 
 
@@ -208,7 +218,7 @@ def test_a_live_one_with_a_full_backlog_is_not_taken_for_dead(tmp_path: Path) ->
             waiting.append(caller)
             if caller.connect_ex(str(path)):
                 break
-        with pytest.raises(ConfigurationError, match="another daemon listens on"), refuse_second(path):
+        with pytest.raises(ConfigurationError, match="another daemon listens on"), hold_socket_lock(path):
             pytest.fail("two at once")
         assert path.is_socket()
         for caller in waiting:
@@ -218,7 +228,7 @@ def test_a_live_one_with_a_full_backlog_is_not_taken_for_dead(tmp_path: Path) ->
 def test_what_is_no_socket_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("somebody's notes")
-    with pytest.raises(ConfigurationError, match="is no socket"), refuse_second(path):
+    with pytest.raises(ConfigurationError, match="is no socket"), hold_socket_lock(path):
         pytest.fail("it was taken")
     assert path.read_text() == "somebody's notes"
 
@@ -226,7 +236,7 @@ def test_what_is_no_socket_is_not_removed(tmp_path: Path) -> None:
 def _try(path: Path, begin: Any, inside: Any, came: Any, together: Any, leave: Any) -> None:
     begin.wait()
     try:
-        with refuse_second(path):
+        with hold_socket_lock(path):
             with inside.get_lock():
                 inside.value += 1
             came.set()
@@ -260,8 +270,8 @@ def test_of_many_that_start_at_once_one_comes_in(tmp_path: Path) -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from kvsidecar.net.grpc_server import refuse_second
-with refuse_second(Path(sys.argv[1])):
+from kvsidecar.net.grpc_server import hold_socket_lock
+with hold_socket_lock(Path(sys.argv[1])):
     print("held", flush=True)
     input()
 """
@@ -272,10 +282,10 @@ def test_the_place_is_free_when_its_process_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, stdin=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        with pytest.raises(ConfigurationError), refuse_second(path):
+        with pytest.raises(ConfigurationError), hold_socket_lock(path):
             pytest.fail("two at once")
         process.kill()
-    with refuse_second(path):
+    with hold_socket_lock(path):
         pass
 
 
@@ -355,7 +365,7 @@ async def test_a_token_never_goes_over_a_plain_connection() -> None:
 
 def test_the_lock_is_not_inherited(tmp_path: Path) -> None:
     """A child that outlives the daemon must not keep its place."""
-    with refuse_second(tmp_path / "s"), subprocess.Popen(["sleep", "30"], close_fds=False) as child:
+    with hold_socket_lock(tmp_path / "s"), subprocess.Popen(["sleep", "30"], close_fds=False) as child:
         held = [os.readlink(f"/proc/{child.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{child.pid}/fd")]
         child.kill()
     assert not any(path.endswith("s.lock") for path in held)

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from kvsidecar.cli.node_commands import parts_in
-from kvsidecar.process.node_report import LOCK, supervised
+from kvsidecar.process.node_report import LOCK, find_node
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,5 +64,5 @@ def test_what_a_node_that_was_killed_said_of_itself_counts_no_more(folder: Path)
     """Nor does a file that is none of ours; its number may be another process's by now."""
     for text in ("", "[]", "{}", '{"pid": "x"}', '{"pid": %d, "url": "http://x:1", "workers": 2, "cache": true}'):
         (folder / LOCK).write_text(text % os.getpid() if "%d" in text else text)
-        assert supervised(folder) is None
+        assert find_node(folder) is None
     assert parts_in(folder) == []

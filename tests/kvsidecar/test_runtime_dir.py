@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvsidecar.errors import ConfigurationError
-from kvsidecar.process.runtime_dir import listener_of, require_private_dir
+from kvsidecar.process.runtime_dir import listener_pid, require_private_dir
 
 from benchmarks.node import free_port
 
@@ -77,5 +77,5 @@ def test_another_users_link_to_a_folder_of_ones_own_is_refused(tmp_path: Path) -
 
 def test_a_link_in_place_of_a_socket_is_refused(folder: Path, listener: socket.socket) -> None:
     with pytest.raises(ConfigurationError, match="is a link and no socket"):
-        listener_of(folder / "worker-0.sock", 1.0)
-    assert listener_of(folder / "agent", 1.0) == os.getpid()
+        listener_pid(folder / "worker-0.sock", 1.0)
+    assert listener_pid(folder / "agent", 1.0) == os.getpid()

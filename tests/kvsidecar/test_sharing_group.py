@@ -12,7 +12,7 @@ from kvsidecar.cli.node_commands import parts_in
 from kvsidecar.cli.sharing_group import numerics_text
 from kvsidecar.inference.v1.inference_pb2 import Numerics
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 
@@ -33,7 +33,7 @@ def daemon() -> Iterator[Node]:
     with ExitStack() as stack:
         node = stack.enter_context(Node(workers=0, arena_bytes="4MiB"))
         for name, descriptor in attached.items():
-            link = DaemonConnection(Address(node.cache_socket), name, descriptor)
+            link = DaemonConnection(ServiceAddress(node.cache_socket), name, descriptor)
             stack.callback(link.close)
             assert link.wait(10)
         yield node

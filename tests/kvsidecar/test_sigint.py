@@ -22,19 +22,19 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 def test_within_the_block_the_process_ends_quietly() -> None:
     done = run(
-        "import os, signal; from kvsidecar.process.sigint import ending_quietly\n"
+        "import os, signal; from kvsidecar.process.sigint import quiet_sigint\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whoever runs the tests may ignore it
-        "with ending_quietly(): os.kill(os.getpid(), signal.SIGINT)"
+        "with quiet_sigint(): os.kill(os.getpid(), signal.SIGINT)"
     )
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
 
 
 def test_after_it_python_raises_again() -> None:
-    from kvsidecar.process.sigint import ending_quietly
+    from kvsidecar.process.sigint import quiet_sigint
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with ending_quietly():
+        with quiet_sigint():
             pass
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
@@ -44,9 +44,9 @@ def test_after_it_python_raises_again() -> None:
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
     done = run(
-        "import os, signal; from kvsidecar.process.sigint import ending_quietly\n"
+        "import os, signal; from kvsidecar.process.sigint import quiet_sigint\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "with ending_quietly(): os.kill(os.getpid(), signal.SIGINT)\n"
+        "with quiet_sigint(): os.kill(os.getpid(), signal.SIGINT)\n"
         "print('goes on')"
     )
     assert done.stdout == "goes on\n"

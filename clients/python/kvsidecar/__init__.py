@@ -1,7 +1,7 @@
-"""KVSidecar's client side: the stubs, the key and chunk formats, the clients and the command line.
+"""KVSidecar's client library: gRPC stubs, key and chunk formats, clients, command line.
 
-Imports neither torch nor the servers; both of them import this. ``paged`` and what ``integrations`` has of engines need
-torch and the kernels, and nothing here imports them.
+The servers import this package. It imports neither them nor torch; only ``kv_transfer`` and ``integrations`` need torch
+and the kernels, and no other module imports these two.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Lazily: most of what imports a module of this package needs no client, which brings gRPC.
+    # Lazy: most importers of this package's modules need no client, which imports gRPC.
     if name in __all__:
         from kvsidecar import client, errors
 

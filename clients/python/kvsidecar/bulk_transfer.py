@@ -1,5 +1,8 @@
-"""Chunks carried from one daemon to another, by Fetch and Store: each is checked by its checksum at both ends, and is
-stored there as if it had been read there. What requests asked to be kept for a time is kept for what is left of it."""
+"""Copies a tenant's chunks from one daemon to another, by Fetch and Store.
+
+Both ends verify each chunk's checksum, and the target stores a chunk as if it had been computed there. A TTL is
+transferred as its remaining time.
+"""
 
 from __future__ import annotations
 
@@ -20,24 +23,27 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, Overloaded, from_rpc
 
 _PAGE = 1000
-_AT_ONCE = 4  # a daemon serves many more streams; the link is full before that
+_NUM_THREADS = 4  # a daemon serves many more streams, but the link is saturated before that
 _CALL_SECONDS = 120.0
-# Two lists are read one after the other: so much later is no longer time.
+# The two lists are read one after the other: an expiry this much later counts as equal.
 _SLACK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Tenant:
-    """Of a namespace, 32 bytes."""
+class TenantScope:
+    """A tenant: namespace (32 bytes) and salt."""
 
     namespace: bytes
     salt: bytes = b""
 
 
 @dataclass(frozen=True)
-class Carried:
-    """``known`` chunks were there already; ``lost`` ones were evicted before they could be fetched, or their time was
-    over, or their beginning was gone, at one end or the other, or somebody else was writing them there."""
+class TransferResult:
+    """Result of a transfer.
+
+    ``known`` chunks were at the target already. ``lost`` ones were evicted before they could be fetched, or had
+    expired, or their parent was gone at one of the ends, or another client was writing them to the target.
+    """
 
     chunks: int = 0
     payload_bytes: int = 0
@@ -46,21 +52,23 @@ class Carried:
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """A chunk, and when its time is over (``time.monotonic``; infinite when it has no end)."""
+class _ListedChunk:
+    """A chunk and its expiry (``time.monotonic``; infinite without a TTL)."""
 
     info: pb.ChunkInfo
     ends_at: float
 
 
 def descriptor_of(namespace: bytes, *daemons: Any) -> NamespaceDescriptor:
-    """What the chunks of a namespace look like, as workers said that are attached to one of these daemons. Raises
-    InvalidRequest when no worker of the namespace is, grpc.RpcError."""
+    """Return a namespace's descriptor, from a worker that is attached to one of these daemons.
+
+    Raises InvalidRequest when none is attached, grpc.RpcError.
+    """
     for daemon in daemons:
         try:
             sessions = daemon.Stats(pb.StatsRequest(), timeout=_CALL_SECONDS).session_details
         except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.PERMISSION_DENIED:  # guests are not told
+            if error.code() is not grpc.StatusCode.PERMISSION_DENIED:  # guests may not see sessions
                 raise
             continue
         for session in sessions:
@@ -73,23 +81,24 @@ def descriptor_of(namespace: bytes, *daemons: Any) -> NamespaceDescriptor:
     )
 
 
-def carry(
+def transfer_tenant(
     source: Any,
     target: Any,
-    tenant: Tenant,
+    tenant: TenantScope,
     descriptor: NamespaceDescriptor,
     heard: Callable[[int, int], None] = lambda done, total: None,
-) -> Carried:
-    """Stores at ``target`` what ``source`` has of a tenant and ``target`` has not, or keeps for less time; both are
-    stubs. Parents go before children. ``heard`` is told of the chunks that are done. Raises KVSidecarErrors; what was
-    carried until then stays.
+) -> TransferResult:
+    """Copy a tenant's chunks that ``target`` lacks, or has with an earlier expiry; both arguments are stubs.
+
+    Copies parents before children. Calls ``heard(done, total)`` after each wave. Raises KVSidecarErrors; chunks that
+    were copied until then stay.
     """
     there = {chunk.info.prefix_hash: chunk.ends_at for chunk in _listed(target, tenant)}
     found = _listed(source, tenant)
     missing = [chunk for chunk in found if chunk.ends_at > there.get(chunk.info.prefix_hash, -inf) + _SLACK_SECONDS]
-    carried, lost = Carried(known=len(found) - len(missing)), set[bytes]()
+    carried, lost = TransferResult(known=len(found) - len(missing)), set[bytes]()
     done = 0
-    with ThreadPoolExecutor(_AT_ONCE, "carry") as threads:
+    with ThreadPoolExecutor(_NUM_THREADS, "carry") as threads:
         for wave in _waves(missing):
             sent = [chunk for chunk in wave if chunk.info.parent_prefix_hash not in lost]
             outcomes = threads.map(lambda chunk: _carry_one(source, target, tenant, descriptor, chunk), sent)
@@ -108,10 +117,10 @@ def carry(
     return carried
 
 
-def _waves(chunks: list[_Listed]) -> Iterator[list[_Listed]]:
-    """Those that continue nothing of these, then their children, and so on."""
+def _waves(chunks: list[_ListedChunk]) -> Iterator[list[_ListedChunk]]:
+    """Yield the chunks without a parent among these, then their children, and so on."""
     names = {chunk.info.prefix_hash for chunk in chunks}
-    children: dict[bytes, list[_Listed]] = defaultdict(list)
+    children: dict[bytes, list[_ListedChunk]] = defaultdict(list)
     for chunk in chunks:
         children[chunk.info.parent_prefix_hash].append(chunk)
     wave = [chunk for chunk in chunks if chunk.info.parent_prefix_hash not in names]
@@ -120,8 +129,8 @@ def _waves(chunks: list[_Listed]) -> Iterator[list[_Listed]]:
         wave = [child for chunk in wave for child in children[chunk.info.prefix_hash]]
 
 
-def _listed(daemon: Any, tenant: Tenant) -> list[_Listed]:
-    found, token = list[_Listed](), b""
+def _listed(daemon: Any, tenant: TenantScope) -> list[_ListedChunk]:
+    found, token = list[_ListedChunk](), b""
     while True:
         request = pb.ListRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, page_size=_PAGE, page_token=token)
         try:
@@ -130,7 +139,8 @@ def _listed(daemon: Any, tenant: Tenant) -> list[_Listed]:
             raise from_rpc(error) from error
         now = time.monotonic()
         found += [
-            _Listed(chunk, now + chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf) for chunk in page.chunks
+            _ListedChunk(chunk, now + chunk.ttl_seconds if chunk.HasField("ttl_seconds") else inf)
+            for chunk in page.chunks
         ]
         token = page.next_page_token
         if not token:
@@ -138,10 +148,12 @@ def _listed(daemon: Any, tenant: Tenant) -> list[_Listed]:
 
 
 def _carry_one(
-    source: Any, target: Any, tenant: Tenant, descriptor: NamespaceDescriptor, listed: _Listed
+    source: Any, target: Any, tenant: TenantScope, descriptor: NamespaceDescriptor, listed: _ListedChunk
 ) -> int | None:
-    """Bytes of the payload, 0 when it was there; None when the chunk, or what it continues, is gone. Raises
-    KVSidecarErrors."""
+    """Copy one chunk; return its payload's bytes, 0 when the target had it, None when it or its parent is gone.
+
+    Raises KVSidecarErrors.
+    """
     chunk, left = listed.info, listed.ends_at - time.monotonic()
     if left <= 0:
         return None
@@ -168,12 +180,15 @@ def _carry_one(
 def _pieces(
     fetched: Any,
     header: ChunkHeader,
-    tenant: Tenant,
+    tenant: TenantScope,
     descriptor: NamespaceDescriptor,
     ttl_seconds: int,
     failed: list[grpc.RpcError],
 ) -> Iterator[pb.StoreRequest]:
-    """What Store is sent. gRPC reads it on a thread of its own and would only say that it failed: why is ``failed``."""
+    """Yield the requests of a Store.
+
+    gRPC consumes them on a thread of its own, and reports only that it failed; the cause is appended to ``failed``.
+    """
     start = pb.StoreStart(descriptor=descriptor, tenant_salt=tenant.salt, header=header, ttl_seconds=ttl_seconds)
     yield pb.StoreRequest(start=start)
     try:
@@ -183,8 +198,8 @@ def _pieces(
         failed.append(error)
 
 
-def _has_no_parent(target: Any, tenant: Tenant, chunk: pb.ChunkInfo) -> bool:
-    """Whether the daemon says that what a chunk continues is not stored."""
+def _has_no_parent(target: Any, tenant: TenantScope, chunk: pb.ChunkInfo) -> bool:
+    """Return whether the daemon reports that a chunk's parent is not stored."""
     parent = chunk.parent_prefix_hash
     if parent == keys.tenant_root(tenant.namespace, tenant.salt):
         return False

@@ -1,4 +1,4 @@
-"""Byte counts as people write them."""
+"""Parses and formats byte counts such as ``512MiB``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
-    """``"512MiB"`` to 536870912. Raises ValueError."""
+    """Parse ``"512MiB"`` to 536870912. Raises ValueError."""
     found = _PATTERN.fullmatch(text)
     if not found:
         raise ValueError(f"{text!r} is not a size; write it like 512MiB, 8GiB or 1000000")
@@ -19,7 +19,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """536870912 to ``"512.0 MiB"``."""
+    """Format 536870912 as ``"512.0 MiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size_bytes < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"

@@ -1,6 +1,6 @@
-"""Where the sections of a chunk's payload lie.
+"""Layout of a chunk's payload: its sections and their offsets.
 
-Computed from the header alone; the specification is the head of ``protos/kvsidecar/cache/v1/chunk.proto``.
+Computed from the header alone; the head of ``protos/kvsidecar/cache/v1/chunk.proto`` is the specification.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ STORAGE_TYPE: dict[int, str] = {DATA_TYPE_FLOAT32: "<f4", DATA_TYPE_FLOAT16: "<u
 KEY_GROUP_TOKENS = {16: 0, 8: 256, 4: 32}
 SINK_TOKENS = 4
 MAX_CHUNK_TOKENS = 4096
-# Ends of chunks that a Match may name.
+# Most chunk ends that a Match may name.
 MAX_CUTS = 8192
-# So long anything is kept on a request's word: 30 days.
+# Longest TTL of a request: 30 days.
 MAX_TTL_SECONDS = 30 * 86400
 
 
 @dataclass(frozen=True)
 class Section:
-    """One array of a payload; ``offset`` in bytes from the payload's start."""
+    """One array of a payload; ``offset`` is in bytes from the payload's start."""
 
     name: str
     offset: int
     shape: tuple[int, ...]
     type: str
-    """NumPy's name of an element's type, which ends with its bytes: ``<f4``."""
+    """NumPy's name of the element type, which ends with its size in bytes: ``<f4``."""
 
     @property
     def size_bytes(self) -> int:
@@ -53,7 +53,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What the payload's layout depends on, beside the tokens."""
+    """A model's KV geometry: with the number of tokens, it determines a payload's layout."""
 
     layers: int
     kv_heads: int
@@ -68,13 +68,13 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The sections of one payload and its length in bytes."""
+    """Sections of one payload, and its length in bytes."""
 
     sections: tuple[Section, ...]
     size_bytes: int
 
     def arrays(self, payload: memoryview) -> dict[str, NDArray[Any]]:
-        """Views of the sections over ``payload``, which must be ``size_bytes`` long; nothing is copied."""
+        """Return views of the sections of ``payload``, which must be ``size_bytes`` long; copies nothing."""
         import numpy as np  # here: the command line and the gateway read no payloads
 
         return {s.name: np.frombuffer(payload, s.type, prod(s.shape), s.offset).reshape(s.shape) for s in self.sections}
@@ -82,7 +82,7 @@ class Layout:
 
 @lru_cache(maxsize=1024)
 def layout(geometry: Geometry, tokens: int, key_group_tokens: int, sink_tokens: int) -> Layout:
-    """The layout of a payload. Raises InvalidRequest when a parameter is out of range."""
+    """Compute the layout of a payload. Raises InvalidRequest when a parameter is out of range."""
     g = geometry
     if g.bits not in KEY_GROUP_TOKENS:
         raise InvalidRequest(f"bits is {g.bits}; allowed are 16, 8 and 4")
@@ -129,14 +129,14 @@ def layout(geometry: Geometry, tokens: int, key_group_tokens: int, sink_tokens: 
 
 
 def layout_of(header: ChunkHeader) -> Layout:
-    """The layout that a header describes. Raises InvalidRequest."""
+    """Return the layout that a header describes. Raises InvalidRequest."""
     if header.format_version != FORMAT_VERSION:
         raise InvalidRequest(f"format_version is {header.format_version}; this version reads {FORMAT_VERSION}")
     return layout(Geometry.of(header), header.token_count, header.key_group_tokens, header.sink_tokens)
 
 
 def new_header(geometry: Geometry, tokens: list[int], start_position: int) -> ChunkHeader:
-    """The header of a chunk to be written, without hashes and checksum."""
+    """Create the header of a new chunk, without hashes and checksum."""
     group = KEY_GROUP_TOKENS[geometry.bits]
     sinks = min(SINK_TOKENS, len(tokens)) if start_position == 0 and geometry.bits != 16 else 0
     return ChunkHeader(

@@ -18,14 +18,14 @@ from kvsidecar.errors import Unavailable, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
 from kvsidecar.telemetry.tracing import context_metadata
-from kvsidecar.worker_targets import Workers
+from kvsidecar.worker_targets import WorkerChannels
 
 _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. Times in milliseconds, from the request's arrival at the worker."""
+    """A complete answer. Times are in milliseconds since the request's arrival at the worker."""
 
     text: str
     token_ids: list[int]
@@ -44,7 +44,7 @@ class Completion:
     prompt_text: str = field(default="", repr=False)
     prompt_logprobs: list[pb.TokenLogprob] = field(default_factory=list, repr=False)
     stopped_by: str | int | None = None
-    """The stop string or token of the request's that ended it."""
+    """The request's stop string or stop token that ended the answer."""
 
     @property
     def ttft_ms(self) -> float:
@@ -53,7 +53,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionChunk:
-    """A piece of an answer; ``final`` is set in the last one."""
+    """A chunk of a streamed answer; ``final`` is set in the last one."""
 
     text: str
     token_ids: list[int]
@@ -61,7 +61,7 @@ class CompletionChunk:
     tool_calls: list[pb.ToolCallDelta] = field(default_factory=list)
 
 
-_Prompt = pb.GenerateResponse | pb.GenerateStreamResponse  # what says something of the prompt: a stream's first part
+_Prompt = pb.GenerateResponse | pb.GenerateStreamResponse  # the message with the prompt's data: a stream's first part
 _FINISH = {
     pb.FINISH_REASON_STOP: "stop",
     pb.FINISH_REASON_LENGTH: "length",
@@ -70,7 +70,7 @@ _FINISH = {
 
 
 def timings_dict(timings: pb.Timings) -> dict[str, float]:
-    """All fields of a Timings message, zeros included."""
+    """Return all fields of a Timings message, zeros included."""
     return {f.name: getattr(timings, f.name) for f in timings.DESCRIPTOR.fields}
 
 
@@ -110,16 +110,18 @@ def _whole(response: pb.GenerateResponse) -> Completion:
 
 
 class Client:
-    """Synchronous client. Thread-safe; close it, or use it as a context manager. Without an address it asks the first
-    worker of the node, and goes on with the others when that one is not there: an answer of which nothing came is
-    asked for again."""
+    """Synchronous client of an inference worker.
+
+    Thread-safe. Close it, or use it as a context manager. Without an address it calls the first worker of the local
+    node, and fails over to the others: a request without any output so far is sent again.
+    """
 
     def __init__(self, address: str | Path | None = None) -> None:
-        self._workers = Workers(address, lambda target: grpc.insecure_channel(target, options=_OPTIONS))
+        self._workers = WorkerChannels(address, lambda target: grpc.insecure_channel(target, options=_OPTIONS))
 
     @property
     def stub(self) -> Any:
-        """gRPC's own, of the worker that is asked now."""
+        """The gRPC stub of the current worker."""
         return self._workers.stub
 
     def __enter__(self) -> Client:
@@ -133,16 +135,16 @@ class Client:
             channel.close()
 
     def wait_ready(self, seconds: float) -> None:
-        """Waits until the worker listens. Raises TimeoutError."""
+        """Wait until the worker listens. Raises TimeoutError."""
         try:
             grpc.channel_ready_future(self._workers.channels[self._workers.now]).result(timeout=seconds)
         except grpc.FutureTimeoutError:
             raise TimeoutError(f"no worker answered within {seconds} s") from None
 
     def generate(self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]) -> Completion:
-        """Generates and waits for the end. Options are those of ``to_request``."""
+        """Generate an answer and wait for its end. Options are those of ``to_request``."""
         check_options("generate", options)
-        request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
+        request, tries = to_request(prompt, **options), _RetryState(self._workers, deadline)
         while True:
             try:
                 return _whole(self._call(tries.stub().Generate, request, tries.left()))
@@ -153,10 +155,10 @@ class Client:
     def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> Generator[CompletionChunk, None, None]:
-        """Generates piece by piece. Closing the iterator cancels the request."""
+        """Generate an answer as a stream. Closing the iterator cancels the request."""
         check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
+        tries, gather, begun = _RetryState(self._workers, deadline), _StreamAccumulator(), False
         while True:
             call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
             try:
@@ -181,17 +183,17 @@ class Client:
         model: str = "",
         cache_ttl_seconds: int | None = None,
     ) -> pb.WarmResponse:
-        """Reads a prompt into the cache, for an adapter if ``model`` names one."""
+        """Prefill a prompt into the cache, for an adapter if ``model`` names one."""
         request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
 
     def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids that a worker makes of a prompt."""
+        """Return the token ids of a prompt."""
         return list(self._call(self.stub.Tokenize, pb.TokenizeRequest(prompt=to_prompt(prompt)), 30).token_ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return str(self._call(self.stub.Detokenize, pb.DetokenizeRequest(token_ids=ids), 30).text)
 
     def model(self) -> pb.GetModelResponse:
@@ -211,16 +213,16 @@ class Client:
 
 
 class AsyncClient:
-    """Asynchronous client for one event loop, otherwise as ``Client``. ``options`` are gRPC's, for channels."""
+    """Asynchronous client for one event loop, otherwise like ``Client``. ``options`` are gRPC channel options."""
 
     def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
-        self._workers = Workers(
+        self._workers = WorkerChannels(
             address, lambda target: grpc.aio.insecure_channel(target, options=[*_OPTIONS, *options])
         )
 
     @property
     def stub(self) -> Any:
-        """gRPC's own, of the worker that is asked now."""
+        """The gRPC stub of the current worker."""
         return self._workers.stub
 
     async def __aenter__(self) -> AsyncClient:
@@ -236,9 +238,9 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> Completion:
-        """Generates and waits for the end. Options are those of ``to_request``."""
+        """Generate an answer and wait for its end. Options are those of ``to_request``."""
         check_options("generate", options)
-        request, tries = to_request(prompt, **options), _Tries(self._workers, deadline)
+        request, tries = to_request(prompt, **options), _RetryState(self._workers, deadline)
         while True:
             try:
                 return _whole(await self._call(tries.stub().Generate, request, tries.left()))
@@ -249,10 +251,10 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, *, deadline: float | None = None, **options: Unpack[Options]
     ) -> AsyncIterator[CompletionChunk]:
-        """Generates piece by piece. Closing the iterator cancels the request."""
+        """Generate an answer as a stream. Closing the iterator cancels the request."""
         check_options("stream", options)
         request = pb.GenerateStreamRequest(request=to_request(prompt, **options))
-        tries, gather, begun = _Tries(self._workers, deadline), _Gather(), False
+        tries, gather, begun = _RetryState(self._workers, deadline), _StreamAccumulator(), False
         while True:
             call = tries.stub().GenerateStream(request, timeout=tries.left(), metadata=context_metadata())
             try:
@@ -277,17 +279,17 @@ class AsyncClient:
         model: str = "",
         cache_ttl_seconds: int | None = None,
     ) -> pb.WarmResponse:
-        """Reads a prompt into the cache, for an adapter if ``model`` names one."""
+        """Prefill a prompt into the cache, for an adapter if ``model`` names one."""
         request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
-        """The token ids that a worker makes of a prompt."""
+        """Return the token ids of a prompt."""
         return list((await self._call(self.stub.Tokenize, pb.TokenizeRequest(prompt=to_prompt(prompt)), 30)).token_ids)
 
     async def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return str((await self._call(self.stub.Detokenize, pb.DetokenizeRequest(token_ids=ids), 30)).text)
 
     async def model(self) -> pb.GetModelResponse:
@@ -306,10 +308,10 @@ class AsyncClient:
             raise from_rpc(error) from error
 
 
-class _Tries:
-    """The workers that were asked for one answer, and the time that is left for it."""
+class _RetryState:
+    """Retry state of one request: the workers tried, and the time left."""
 
-    def __init__(self, workers: Workers, deadline: float | None) -> None:
+    def __init__(self, workers: WorkerChannels, deadline: float | None) -> None:
         self._workers, self._tried, self._asked = workers, set[str](), ""
         self._until = None if deadline is None else time.monotonic() + deadline
 
@@ -321,13 +323,13 @@ class _Tries:
         return None if self._until is None else max(0.0, self._until - time.monotonic())
 
     def again(self) -> bool:
-        """The worker that was asked is not there; whether there is another one."""
+        """Record the current worker as unavailable; return whether there is another one."""
         self._tried.add(self._asked)
         return self._workers.another(self._tried)
 
 
-class _Gather:
-    """Adds up the parts of a stream."""
+class _StreamAccumulator:
+    """Accumulates the parts of a stream into a Completion."""
 
     def __init__(self) -> None:
         self._text: list[str] = []

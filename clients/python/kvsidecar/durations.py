@@ -1,4 +1,4 @@
-"""Times as people write them."""
+"""Parses durations such as ``12h``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def parse_duration(text: str) -> int:
-    """``"12h"`` to 43200 seconds. Raises ValueError."""
+    """Parse ``"12h"`` to 43200 seconds. Raises ValueError."""
     found = _PATTERN.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no time; write it like 7d, 12h, 30m or 45s")

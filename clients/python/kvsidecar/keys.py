@@ -1,8 +1,8 @@
-"""Names of things in the cache: namespaces, tenant roots, prefix hashes, content hashes, checksums.
+"""Cache keys: namespace ids, tenant roots, prefix hashes, content hashes, checksums.
 
-``protos/kvsidecar/cache/v1/chunk.proto`` is the specification, ``docs/protocol.md`` has test vectors. Every hash names
-its purpose and delimits its parts, so that nothing that a caller chooses (a salt, tokens) can be made to equal another
-hash's input.
+``protos/kvsidecar/cache/v1/chunk.proto`` is the specification, ``docs/protocol.md`` has test vectors. Every hash input
+begins with its purpose and delimits its parts, so that no value of a caller (a salt, tokens) can imitate another hash's
+input.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ QUANTIZER_VERSION = 1
 MAX_SALT_BYTES = 256
 TOKEN_BYTES = 4
 
-# No name begins another one; so the purpose ends where it ends.
+# No purpose is a prefix of another one, so its end is unambiguous.
 _NAMESPACE, _ROOT, _TENANT = b"kvsidecar/2/namespace", b"kvsidecar/2/root", b"kvsidecar/2/tenant"
 _PREFIX, _CONTENT, _HEAD = b"kvsidecar/2/prefix", b"kvsidecar/2/content", b"kvsidecar/2/head"
 _LENGTH = struct.Struct("<I")
 
 Tokens = Sequence[int] | bytes
-"""Token ids, or the same as uint32 little-endian."""
+"""Token ids, or their encoding as uint32 little-endian."""
 
 
 def canonical_encoding(descriptor: NamespaceDescriptor) -> bytes:
-    """The descriptor as ``name=value\\n`` lines in the order of field numbers."""
+    """Encode the descriptor as ``name=value\\n`` lines in the order of field numbers."""
     lines = []
     for field in sorted(descriptor.DESCRIPTOR.fields, key=lambda f: f.number):
         value = getattr(descriptor, field.name)
@@ -46,46 +46,46 @@ def canonical_encoding(descriptor: NamespaceDescriptor) -> bytes:
 
 
 def namespace_id(descriptor: NamespaceDescriptor) -> bytes:
-    """Identity of everything that decides a chunk's bytes."""
+    """Return the id of a namespace: everything that decides a chunk's bytes."""
     return _hash(_NAMESPACE, _sized(canonical_encoding(descriptor)))
 
 
 def tenant_root(namespace: bytes, tenant_salt: bytes) -> bytes:
-    """Root of a tenant's chunks in a namespace; tenants with different salts share nothing."""
+    """Return the root of a tenant's chunks in a namespace; tenants with different salts share nothing."""
     return _hash(_ROOT, namespace, _sized(tenant_salt))
 
 
 def tenant_id(tenant_salt: bytes) -> bytes:
-    """Identity of a tenant in all namespaces: what quotas count by."""
+    """Return a tenant's id across namespaces, which quotas count by."""
     return _hash(_TENANT, _sized(tenant_salt))
 
 
 def token_bytes(tokens: Tokens) -> bytes:
-    """Token ids as uint32 little-endian. Raises OverflowError for an id outside 32 bits."""
+    """Encode token ids as uint32 little-endian. Raises OverflowError for an id outside 32 bits."""
     if isinstance(tokens, bytes):
         return tokens
-    import numpy as np  # here: the command line hashes nothing, and starts much sooner without it
+    import numpy as np  # lazy: the command line hashes nothing, and starts much faster without it
 
     return np.array(tokens, "<u4").tobytes()
 
 
 def prefix_hash(parent: bytes, tokens: Tokens) -> bytes:
-    """Identity of a chunk together with everything before it."""
+    """Return the id of a chunk together with its whole prefix."""
     return _hash_tokens(_PREFIX, parent, tokens)
 
 
 def content_hash(root: bytes, tokens: Tokens) -> bytes:
-    """Identity of a chunk's tokens wherever they stand."""
+    """Return the id of a chunk's tokens, independent of their position."""
     return _hash_tokens(_CONTENT, root, tokens)
 
 
 def head_hash(root: bytes, tokens: Tokens) -> bytes:
-    """What the index summary knows a prompt's beginning by."""
+    """Return the key of a prompt's first tokens in the index summary."""
     return _hash_tokens(_HEAD, root, tokens)
 
 
 def checksum(payload: bytes | bytearray | memoryview) -> int:
-    """XXH3-64 of a payload. Runs without the GIL."""
+    """Return XXH3-64 of a payload. Releases the GIL."""
     return xxhash.xxh3_64_intdigest(payload)
 
 

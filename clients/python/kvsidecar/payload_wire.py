@@ -1,4 +1,4 @@
-"""Pieces of payloads as they are on the wire: protobuf would copy each twice more, at both ends of a link.
+"""Wire format of Fetch messages, without protobuf's two extra copies at each end.
 
 A FetchResponse that has nothing but ``data`` is the tag of field 2 (length-delimited), the length as a varint, and the
 bytes (https://protobuf.dev/programming-guides/encoding). Any protobuf library reads and writes the same.
@@ -12,8 +12,8 @@ _TAG = (FetchResponse.DATA_FIELD_NUMBER << 3 | 2).to_bytes(1)
 _MOST_LENGTH_BYTES = 5
 
 
-def encoded_piece(payload: memoryview) -> bytes:
-    """``FetchResponse(data=payload)``, serialized."""
+def encode_data(payload: memoryview) -> bytes:
+    """Serialize ``FetchResponse(data=payload)``."""
     length, rest = bytearray(), len(payload)
     while rest > 0x7F:
         length.append(rest & 0x7F | 0x80)
@@ -22,8 +22,8 @@ def encoded_piece(payload: memoryview) -> bytes:
     return b"".join((_TAG, length, payload))
 
 
-def decoded_piece(message: bytes) -> memoryview | FetchResponse:
-    """The data of a message that has nothing else, uncopied; any other message. Raises DecodeError."""
+def decode_message(message: bytes) -> memoryview | FetchResponse:
+    """Return the data of a data-only message without a copy, or any other message decoded. Raises DecodeError."""
     if message[:1] == _TAG:
         length = 0
         for at, byte in enumerate(message[1 : 1 + _MOST_LENGTH_BYTES]):

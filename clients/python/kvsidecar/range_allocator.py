@@ -1,4 +1,4 @@
-"""Best-fit allocation of contiguous ranges; used by the daemon's arena and the worker's KV pool."""
+"""Best-fit allocator of contiguous ranges, for the daemon's arena and the worker's KV pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RangeAllocator:
         self._used: SortedDict[int, int] = SortedDict()  # taken range: start -> length
 
     def allocate(self, units: int) -> int | None:
-        """Takes ``units`` contiguous units and returns where they begin, or None when no range is long enough."""
+        """Allocate ``units`` contiguous units; return their start, or None when no range is long enough."""
         if units < 1:
             raise ValueError(f"cannot allocate {units} units")
         i = self._by_size.bisect_left((units, -1))
@@ -37,7 +37,7 @@ class RangeAllocator:
         return int(start)
 
     def extend(self, end: int, units: int) -> bool:
-        """Lengthens the taken range that ends at ``end`` by ``units`` if the units behind it are free."""
+        """Extend the used range that ends at ``end`` by ``units``, if the following units are free."""
         length = self._size_at.get(end, 0)
         if length < units:
             return False
@@ -52,13 +52,13 @@ class RangeAllocator:
         return True
 
     def free(self, start: int) -> int:
-        """Frees the range at ``start`` and returns its length. Raises KeyError when none begins there."""
+        """Free the range at ``start``; return its length. Raises KeyError when none begins there."""
         units = int(self._used.pop(start))
-        self._give_back(start, units)
+        self._release(start, units)
         return units
 
     def free_part(self, start: int, units: int) -> None:
-        """Frees a part of one taken range. Raises KeyError when not all of it is taken, by one range."""
+        """Free a part of one used range. Raises KeyError unless one used range contains all of it."""
         at = self._used.bisect_right(start) - 1
         first, length = self._used.peekitem(at) if at >= 0 else (0, 0)
         if units < 1 or start + units > first + length:
@@ -69,9 +69,9 @@ class RangeAllocator:
             self._used[first] = before
         if after:
             self._used[start + units] = after
-        self._give_back(start, units)
+        self._release(start, units)
 
-    def _give_back(self, start: int, length: int) -> None:
+    def _release(self, start: int, length: int) -> None:
         self.free_units += length
         before = self._start_of_end.get(start)
         if before is not None:
@@ -90,7 +90,7 @@ class RangeAllocator:
         return int(self._by_size[-1][0]) if self._by_size else 0
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless free and used ranges tile the whole exactly."""
+        """Raise AssertionError unless free and used ranges tile the capacity exactly."""
         at = 0
         ranges = sorted([*self._size_at.items(), *self._used.items()])
         for start, length in ranges:

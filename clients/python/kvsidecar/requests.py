@@ -1,6 +1,6 @@
-"""Python values into requests of the protocol.
+"""Builds protocol requests from Python values.
 
-Raises InvalidRequest, naming the field, for what no message can hold; all else the worker checks.
+Raises InvalidRequest, with the field's name, for values that a message cannot hold; the worker checks everything else.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 MAX_GRAMMAR_BYTES = 1 << 16
-"""The largest grammar, schema or list of choices that a worker takes."""
+"""Maximum size of a grammar, schema or list of choices."""
 REST_OF_CONTEXT = 2**32 - 1
-"""``max_tokens`` of an answer that may have all that the context still holds."""
+"""``max_tokens`` of an answer that may fill the rest of the context."""
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -35,8 +35,11 @@ _MODES = {
 
 
 def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Prompt:
-    """Text, token ids, or chat messages to a Prompt. A message is ``{"role", "content"}``, an assistant's may have
-    ``tool_calls``, a tool's ``tool_call_id``; these and ``tools`` have OpenAI's form."""
+    """Convert text, token ids or chat messages to a Prompt.
+
+    A message is ``{"role", "content"}``; an assistant's may have ``tool_calls``, a tool's ``tool_call_id``. These and
+    ``tools`` have OpenAI's form.
+    """
     if isinstance(prompt, str):
         _check_text("prompt", prompt)
         return pb.Prompt(text=prompt)
@@ -53,7 +56,7 @@ def to_warm_request(
     model: str = "",
     cache_ttl_seconds: int | None = None,
 ) -> pb.WarmRequest:
-    """What is to be read into the cache, for whom, and for which adapter if ``model`` names one."""
+    """Build a WarmRequest: prompt, tenant, and the adapter if ``model`` names one."""
     _check_text("model", model)
     _check_number("cache_ttl_seconds", cache_ttl_seconds)
     cache = pb.CacheOptions(tenant_salt=tenant_salt, ttl_seconds=cache_ttl_seconds)
@@ -61,7 +64,7 @@ def to_warm_request(
 
 
 class Options(TypedDict, total=False):
-    """What ``to_request`` takes besides the prompt, for the methods that hand it on."""
+    """Options of ``to_request``, for the methods that pass them on."""
 
     max_tokens: int | None
     temperature: float | None
@@ -106,7 +109,7 @@ class Options(TypedDict, total=False):
 
 
 def check_options(method: str, options: Iterable[str]) -> None:
-    """Raises TypeError for an option that there is not, as the method of that name does for its own."""
+    """Raise TypeError for an unknown option, as Python does for a method's own arguments."""
     for name in options:
         if name not in Options.__annotations__:
             close = difflib.get_close_matches(name, Options.__annotations__, n=1)
@@ -158,12 +161,13 @@ def to_request(
     explain: bool = False,
     model: str = "",
 ) -> pb.GenerateRequest:
-    """A GenerateRequest; what is None is left to the worker's default. At most one of ``json_schema``, ``regex``,
-    ``choice`` and ``grammar`` says what the answer must be. ``tool_choice`` is auto, none, required, or a tool's name;
-    ``speculation`` is off, ngram, draft or auto, ``speculation_branches`` how many ways of going on are guessed at once
-    at most (0: as the worker is set to). ``truncate`` is left or middle: where a prompt that is too long loses tokens.
-    ``model`` is the name of the worker's model or of one of its adapters. What the request uses and stores is kept for
-    ``cache_ttl_seconds``, or for as long as there is room.
+    """Build a GenerateRequest; None leaves an option to the worker's default.
+
+    At most one of ``json_schema``, ``regex``, ``choice`` and ``grammar`` constrains the answer. ``tool_choice`` is
+    auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is
+    the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: where a prompt
+    that is too long loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is the
+    TTL of the chunks that the request uses and stores; without it they do not expire.
     """
     for name, number in (
         ("max_tokens", max_tokens),
@@ -232,21 +236,21 @@ def to_request(
 
 
 def speculation_of(name: str | None) -> pb.Speculation.ValueType:
-    """Who guesses, by name; None for as the worker is set to."""
+    """Return the proposer of draft tokens by name; None for the worker's setting."""
     if name is not None and name not in _SPECULATION:
         raise InvalidRequest(f"speculation is {name!r}; allowed are {', '.join(_SPECULATION)}", param="speculation")
     return pb.SPECULATION_UNSPECIFIED if name is None else _SPECULATION[name]
 
 
 def truncation_of(name: str | None) -> pb.Truncation.ValueType:
-    """Where a prompt that is too long loses tokens, by name; None for what ``truncate_prompt_tokens`` says."""
+    """Return the side that a prompt is truncated at, by name; None follows ``truncate_prompt_tokens``."""
     if name is not None and name not in _TRUNCATION:
         raise InvalidRequest(f"truncate is {name!r}; allowed are {', '.join(_TRUNCATION)}", param="truncate")
     return pb.TRUNCATION_UNSPECIFIED if name is None else _TRUNCATION[name]
 
 
 def add_calls(calls: MutableSequence[pb.ToolCall], deltas: Iterable[pb.ToolCallDelta]) -> None:
-    """Adds pieces of calls to the calls so far."""
+    """Add deltas to the accumulated tool calls."""
     for delta in deltas:
         if delta.index == len(calls):
             calls.append(pb.ToolCall(id=delta.id, name=delta.name))

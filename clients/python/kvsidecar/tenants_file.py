@@ -1,5 +1,4 @@
-"""What all readers of a tenants file agree on: who may read it, its form, and what a token and a salt look like in it.
-``docs/security.md`` shows one."""
+"""Tenants file: permissions, format, token digests and salts. ``docs/security.md`` shows an example."""
 
 from __future__ import annotations
 
@@ -20,8 +19,11 @@ T = TypeVar("T")
 
 
 def read_tables(path: Path) -> dict[str, Any]:
-    """The tables of a tenants file. Raises ConfigurationError with one sentence, which never holds a salt or a token,
-    also for a file that others may read or change."""
+    """Read the tables of a tenants file.
+
+    Raises ConfigurationError, whose text never contains a salt or a token, also for a file that other users may read or
+    change.
+    """
     try:
         with path.open("rb") as file:
             _refuse_open_file(path, os.fstat(file.fileno()))
@@ -30,7 +32,7 @@ def read_tables(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"cannot read the tenants file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"the tenants file {path} is not UTF-8 at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:  # of what is nested too deeply, or a number with too many digits
+    except (ValueError, RecursionError) as error:  # nested too deeply, or a number with too many digits
         raise ConfigurationError(f"the tenants file {path} is not TOML: {error}") from None
 
 
@@ -46,19 +48,21 @@ def _refuse_open_file(path: Path, found: os.stat_result) -> None:
 
 
 def hash_token(token: str) -> str:
-    """A token as the file has it."""
+    """Return the form of a token in the file."""
     return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
 
 
-def digest_of(entry: object) -> bytes | None:
-    """What an entry of ``tokens`` says of a token, or None for one that is no hash."""
+def parse_token_digest(entry: object) -> bytes | None:
+    """Parse an entry of ``tokens`` to a digest; None for an invalid one."""
     found = _TOKEN.fullmatch(entry) if isinstance(entry, str) else None
     return bytes.fromhex(found[1]) if found else None
 
 
-def by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
-    """Whom a token names, among those ``known`` by ``digest_of`` theirs. All are compared, in constant time, whichever
-    it is."""
+def find_by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
+    """Find the entry of a token, among those ``known`` by their digests.
+
+    Compares with all digests in constant time, whichever matches.
+    """
     given, found = hashlib.sha256(token).digest(), None
     for digest, one in known.items():
         if hmac.compare_digest(given, digest):
@@ -66,8 +70,8 @@ def by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
     return found
 
 
-def salt_of(table: Mapping[str, Any]) -> bytes:
-    """The salt of a tenant's table. Raises ValueError with what is wrong, without the salt."""
+def salt_of_table(table: Mapping[str, Any]) -> bytes:
+    """Return the salt of a tenant's table. Raises ValueError, whose text does not contain the salt."""
     named = [key for key in ("salt", "salt_hex") if key in table]
     if len(named) != 1:
         raise ValueError("it needs salt (text) or salt_hex, one of them")

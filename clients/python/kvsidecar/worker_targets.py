@@ -1,4 +1,4 @@
-"""The workers that a client may ask: the one of its address, or all of the node that ``kvsidecar serve`` runs."""
+"""Workers that a client may call: the one at its address, or all of the local node."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from kvsidecar.process.runtime_dir import own_runtime_dir, socket_target
 
 
 def default_target() -> str:
-    """The first worker of ``kvsidecar serve``."""
+    """Return the target of the first worker of ``kvsidecar serve``."""
     return socket_target(own_runtime_dir() / "worker-0.sock")
 
 
 def target_of(address: str | Path | None) -> str:
-    """A gRPC target from a socket's path, ``host:port``, or None for the default."""
+    """Return the gRPC target of a socket path, of ``host:port``, or of None for the default."""
     if address is None:
         return default_target()
     path = socket_path(address)
     return str(address) if path is None else socket_target(path)
 
 
-class Workers:
-    """Channels to them, and which is asked now. Thread-safe. A channel stays open until the client is closed, because
-    others may still wait for an answer on it; whoever made it closes it."""
+class WorkerChannels:
+    """Channels to the workers, and the current one. Thread-safe.
+
+    A channel stays open until the client is closed, because other threads may wait for an answer on it. The client
+    closes the channels.
+    """
 
     def __init__(self, address: str | Path | None, connect: Callable[[str], Any]) -> None:
         self._address, self._connect = address, connect
@@ -41,11 +44,11 @@ class Workers:
         return self._stubs[self.now]
 
     def stub_of(self, target: str) -> Any:
-        """Of one that is or was asked."""
+        """Return the stub of the current worker or of an earlier one."""
         return self._stubs[target]
 
     def another(self, tried: set[str]) -> bool:
-        """Whether there is a worker that was not tried; it is the one that is asked from now on."""
+        """Switch to an untried worker; return whether there is one."""
         with self._lock:
             if self.now not in tried:  # another thread has found one
                 return True

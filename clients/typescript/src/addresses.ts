@@ -20,7 +20,7 @@ export function refuseUrl(target: string): void {
   if (/^https?:/i.test(target)) throw isHttp(target);
 }
 
-/** The error that a failed call stands for. Where no gRPC was found at host:port, it looks whether HTTP is spoken there. */
+/** Converts the error of a failed call. Without gRPC at host:port, checks whether an HTTP server answers there. */
 export async function failureAt(target: string, error: ServiceError): Promise<KVSidecarError> {
   const elsewhere = error.code === status.UNAVAILABLE && /^[^/]+:\d+$/.test(target) && !target.startsWith("unix");
   return elsewhere && (await speaksHttp(target)) ? isHttp(target) : KVSidecarError.from(error);

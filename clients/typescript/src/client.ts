@@ -14,29 +14,29 @@ import type { WarmResponse__Output } from "../gen/kvsidecar/inference/v1/WarmRes
 import { defaultTarget, failureAt, refuseUrl } from "./addresses.js";
 import { refusal, refuseNumbers } from "./numbers.js";
 
-/** How a call ends early. */
+/** Options that end a call early. */
 export interface CallOptions {
   /** Aborting it ends the request at the worker and frees its memory. */
   signal?: AbortSignal;
-  /** The call fails with DEADLINE_EXCEEDED after so many milliseconds; without it, it takes as long as it takes. */
+  /** The call fails with DEADLINE_EXCEEDED after this time; without it, there is no limit. */
   deadlineMs?: number;
 }
 
-// A dead worker is noticed within 40 s while a call is open. Pings must not come faster than the worker permits.
+// Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
 const CHANNEL: grpc.ChannelOptions = { "grpc.keepalive_time_ms": 30_000, "grpc.keepalive_timeout_ms": 10_000 };
 
 const PROTO = fileURLToPath(new URL("../protos/inference/v1/inference.proto", import.meta.url));
 
 /**
  * A client of an inference worker. Requests and answers are those of kvsidecar.inference.v1 in camel case, whose fields
- * say their units and defaults. Calls that fail throw KVSidecarError. Close it when it is not needed any more.
+ * document units and defaults. Failed calls throw KVSidecarError. Close it after use.
  */
 export class Client {
-  /** Every method of the service, for what this class does not wrap. */
+  /** Every method of the service, for methods that this class does not wrap. */
   readonly stub: InferenceServiceClient;
   private readonly request: protobuf.Type;
 
-  /** "unix:/PATH" or "host:port". Connects when it is first used. Throws KVSidecarError for the URL of a gateway. */
+  /** "unix:/PATH" or "host:port". Connects at first use. Throws KVSidecarError for the URL of a gateway. */
   constructor(private readonly target = defaultTarget(), credentials = grpc.credentials.createInsecure()) {
     refuseUrl(target);
     this.request = protobuf.loadSync(PROTO).lookupType("kvsidecar.inference.v1.GenerateRequest");
@@ -54,7 +54,7 @@ export class Client {
     this.stub.close();
   }
 
-  /** Answers when the whole text is there. */
+  /** Returns the complete answer. */
   generate(request: GenerateRequest, options: CallOptions = {}): Promise<GenerateResponse__Output> {
     return this.unary(options, (callOptions, done) => {
       refuseNumbers(request, this.request);
@@ -62,7 +62,7 @@ export class Client {
     });
   }
 
-  /** Gives every piece as it appears; the last one has finishReason, usage and timings. Leaving the loop cancels. */
+  /** Yields every chunk; the last one has finishReason, usage and timings. Leaving the loop cancels. */
   async *stream(request: GenerateRequest, options: CallOptions = {}): AsyncGenerator<GenerateStreamResponse__Output> {
     refuseNumbers(request, this.request);
     const call = this.stub.generateStream({ request }, deadlineOf(options));
@@ -79,7 +79,7 @@ export class Client {
     }
   }
 
-  /** Reads a prompt into the cache, and answers when the daemon has it. */
+  /** Prefills a prompt into the cache, and returns when the daemon has stored it. */
   warm(prompt: Prompt, options: CallOptions = {}): Promise<WarmResponse__Output> {
     return this.unary(options, (callOptions, done) => {
       refuseNumbers({ prompt }, this.request);

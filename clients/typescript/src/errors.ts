@@ -12,7 +12,7 @@ const rpc = protobuf.Root.fromJSON({
 const Status = rpc.lookupType("Status");
 const ErrorInfo = rpc.lookupType("ErrorInfo");
 
-// What has no details was not said by the worker but by gRPC on either side.
+// An error without details comes from gRPC on either side, not from the worker.
 const REASONS: Partial<Record<status, string>> = {
   [status.CANCELLED]: "CANCELLED",
   [status.DEADLINE_EXCEEDED]: "DEADLINE_EXCEEDED",
@@ -22,7 +22,7 @@ const REASONS: Partial<Record<status, string>> = {
 
 /**
  * A call that failed. `reason` is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
- * clients/python/kvsidecar/errors.py); `message` is one sentence for people.
+ * clients/python/kvsidecar/errors); `message` is one sentence for people.
  */
 export class KVSidecarError extends Error {
   constructor(
@@ -35,7 +35,7 @@ export class KVSidecarError extends Error {
     this.name = "KVSidecarError";
   }
 
-  /** The error that a failed call stands for. */
+  /** Converts the error of a failed call. */
   static from(error: ServiceError): KVSidecarError {
     let [reason, domain] = [REASONS[error.code] ?? "INTERNAL", ""];
     for (const packed of error.metadata?.get("grpc-status-details-bin") ?? []) {

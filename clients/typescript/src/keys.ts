@@ -1,9 +1,9 @@
-// Names of things in the cache. The specification is protos/kvsidecar/cache/v1/chunk.proto.
+// Keys of the cache. The specification is protos/kvsidecar/cache/v1/chunk.proto.
 import { createHash } from "node:crypto";
 
 import { xxhash3 } from "hash-wasm";
 
-/** What decides a chunk's bytes: kvsidecar.cache.v1.NamespaceDescriptor in camel case, `dtype` as its number. */
+/** Everything that decides a chunk's bytes: kvsidecar.cache.v1.NamespaceDescriptor in camel case, `dtype` as its number. */
 export interface NamespaceDescriptor {
   modelFingerprint: Uint8Array;
   architecture: string;
@@ -21,7 +21,7 @@ export interface NamespaceDescriptor {
   producer: string;
 }
 
-/** What a namespace is the hash of: a line for each field, in the order of field numbers. */
+/** Hash input of a namespace id: a line per field, in the order of field numbers. */
 export function canonicalEncoding(d: NamespaceDescriptor): string {
   const escaped = (text: string) => text.replaceAll("\\", "\\\\").replaceAll("\n", "\\n");
   const fields: [string, string | number][] = [
@@ -43,22 +43,22 @@ export function canonicalEncoding(d: NamespaceDescriptor): string {
   return fields.map(([name, value]) => `${name}=${value}\n`).join("");
 }
 
-/** Names everything that decides a chunk's bytes. */
+/** Id of everything that decides a chunk's bytes. */
 export const namespaceId = (d: NamespaceDescriptor) => hashed("namespace", sized(Buffer.from(canonicalEncoding(d))));
 
 /** The root of a tenant's chunks in a namespace. */
 export const tenantRoot = (namespace: Uint8Array, salt: Uint8Array) => hashed("root", namespace, sized(salt));
 
-/** Names a tenant in all namespaces. */
+/** Id of a tenant across namespaces. */
 export const tenantId = (salt: Uint8Array) => hashed("tenant", sized(salt));
 
-/** Names a chunk together with everything before it; the first chunk's parent is the tenant root. */
+/** Id of a chunk together with its whole prefix; the first chunk's parent is the tenant root. */
 export const prefixHash = (parent: Uint8Array, tokens: number[]) => hashed("prefix", parent, counted(tokens));
 
-/** Names a chunk's tokens wherever they stand. */
+/** Id of a chunk's tokens, independent of their position. */
 export const contentHash = (root: Uint8Array, tokens: number[]) => hashed("content", root, counted(tokens));
 
-/** What the index summary knows a prompt's beginning by. */
+/** Key of a prompt's first tokens in the index summary. */
 export const headHash = (root: Uint8Array, tokens: number[]) => hashed("head", root, counted(tokens));
 
 /** XXH3-64 of a payload, as 16 hexadecimal digits. */
@@ -72,5 +72,5 @@ function hashed(purpose: string, ...parts: Uint8Array[]): Buffer {
 
 const sized = (part: Uint8Array) => Buffer.concat([Buffer.from(Uint32Array.of(part.length).buffer), part]);
 
-/** Typed arrays are little-endian wherever Node runs. */
+/** Typed arrays are little-endian on all platforms of Node. */
 const counted = (tokens: number[]) => Buffer.from(Uint32Array.of(tokens.length, ...tokens).buffer);

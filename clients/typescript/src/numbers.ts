@@ -3,13 +3,13 @@ import protobuf from "protobufjs";
 
 import { KVSidecarError } from "./errors.js";
 
-// Of the fields that hold whole numbers, those that do not begin at 0.
+// Integer fields that allow negative numbers.
 const LEAST: Record<string, number> = { maxTokens: 1, ttlSeconds: 1 };
 const MOST: Record<string, bigint> = { uint32: 2n ** 32n - 1n, uint64: 2n ** 64n - 1n };
 
 /**
  * Refuses numbers that a message's unsigned fields cannot hold: protobufjs would write -3 as 4294967293 and 2.5 as 2.
- * Throws KVSidecarError with the field's name, the value and what is allowed. Further limits are the worker's to say.
+ * Throws KVSidecarError with the field's name, the value and what is allowed. The worker checks further limits.
  */
 export function refuseNumbers(message: object, type: protobuf.Type, within = ""): void {
   for (const [name, value] of Object.entries(message)) {
@@ -29,7 +29,7 @@ export function refuseNumbers(message: object, type: protobuf.Type, within = "")
   }
 }
 
-/** An error of this side, which no worker was asked about. */
+/** An error of the client itself, without a call. */
 export function refusal(message: string): KVSidecarError {
   return new KVSidecarError(message, status.INVALID_ARGUMENT, "INVALID_REQUEST", "");
 }

@@ -7,7 +7,7 @@ export function chat(messages: ChatMessage[], more: Omit<Chat, "messages"> = {})
   return { chat: { ...more, messages } };
 }
 
-/** Text that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it. */
+/** Plain text without a chat template: a chat model continues it instead of answering it. */
 export function text(text: string): Prompt {
   return { text };
 }

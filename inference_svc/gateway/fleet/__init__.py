@@ -1,6 +1,5 @@
-"""The gateway over nodes: the same paths, keys and errors, handed on to the node that has read most of a prompt.
+"""The fleet gateway: forwards requests to the node with the longest cached prefix.
 
-``addresses`` and ``members`` know which nodes there are, ``placing`` who gets what (numbers in, decisions out),
-``asking`` what a node has of a prompt, ``relaying`` brings the answer, ``app`` has the paths. Imports the rest of
-``inference_svc.gateway``.
+``discovery`` finds and polls nodes, ``prefix_query`` asks them for cached prefixes, ``fleet_router`` decides, ``proxy``
+forwards. May import the rest of ``inference_svc.gateway``, which does not import this package at import time.
 """

@@ -1,4 +1,4 @@
-"""The nodes of a fleet as its gateway sees them: found, asked every second, given up when they say nothing."""
+"""Discovers the nodes of a fleet and polls their health every second."""
 
 from __future__ import annotations
 
@@ -15,100 +15,102 @@ import structlog
 from kvsidecar.errors import Unavailable
 from kvsidecar.net.addresses import TcpAddress
 
-from inference_svc.gateway.fleet.fleet_router import Ring, Standing
-from inference_svc.gateway.fleet.node_addresses import Place
-from inference_svc.gateway.fleet_api import SERVING
+from inference_svc.gateway.fleet.fleet_router import HashRing, RouteCandidate
+from inference_svc.gateway.fleet.node_addresses import NodeAddress
+from inference_svc.gateway.fleet_api import SERVING_PATH
 
 log = structlog.get_logger("gateway")
 
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
-_LOOK_UP_SECONDS = 5.0
-_SILENCES = 3
+_RESOLVE_SECONDS = 5.0
+_MAX_TIMEOUTS = 3
 
 
-# A connection that failed. TLS refuses a certificate after the handshake, and httpx hands that on as it is.
-BROKEN = (httpx.HTTPError, ssl.SSLError)
-# An answer that is no node's, whatever JSON it is: a proxy's, or that of another service.
-NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+# Failed connections. TLS may refuse a certificate after the handshake, and httpx passes that on as ssl.SSLError.
+CONNECTION_ERRORS = (httpx.HTTPError, ssl.SSLError)
+# Raised by answers that are not a node's, such as a proxy's or another service's JSON.
+BAD_RESPONSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class NodeFailed(Exception):
-    """The node did not answer, or said that it cannot. Another may."""
+    """The node did not answer, or answered that it cannot. Another node may succeed."""
 
 
 @dataclass(eq=False)
 class Node:
-    """One node. ``host`` is what its certificate must be of, and ``url`` the address that is called."""
+    """One node: ``url`` is the address to call, ``host`` the name that its certificate must have."""
 
     url: str
     host: str
-    patience_seconds: float
+    timeout_seconds: float
     alive: bool = False
-    seen: bool = False  # it was alive once
-    starting: bool = False  # it has no worker, and says that it is starting one
-    leaving: bool = False  # nobody names it any more
-    named: Place | None = None  # the name that it was found by
+    was_up: bool = False  # it was alive once
+    starting: bool = False  # it has no worker, and reports that it is starting one
+    removed: bool = False  # its name no longer resolves to it
+    named: NodeAddress | None = None  # the DNS name that it was found by
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int = 1
-    busy: int = 0  # requests that the node has, whoever sent them, when it last said so; operators alone are told
-    in_flight: int = 0  # those that this gateway has sent
+    busy: int = 0  # requests that the node reports, of all senders; nodes report it to operators only
+    in_flight: int = 0  # requests that this gateway has sent
     why: str = "it has not answered yet"
-    _silences: int = 0
+    _num_timeouts: int = 0
     _waiting: set[asyncio.Timeout] = field(default_factory=set)
 
-    def standing(self, held_tokens: int = 0) -> Standing:
-        return Standing(self.url, max(self.busy, self.in_flight) / self.workers, held_tokens)
+    def route_candidate(self, held_tokens: int = 0) -> RouteCandidate:
+        return RouteCandidate(self.url, max(self.busy, self.in_flight) / self.workers, held_tokens)
 
     def serves(self, model: str) -> bool:
-        return self.alive and not self.leaving and (not model or model in self.models)
+        return self.alive and not self.removed and (not model or model in self.models)
 
     @property
     def extensions(self) -> dict[str, Any]:
-        """For the HTTP client: whose certificate is asked for."""
+        """Extensions for the HTTP client: the server name for TLS."""
         return {"sni_hostname": self.host}
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
-        """A request that the node has meanwhile."""
+    def counting_request(self) -> Iterator[None]:
+        """Count a request while the node has it."""
         self.in_flight += 1
         try:
             yield
         finally:
             self.in_flight -= 1
 
-    async def until(self, waited: Any, deadline: float) -> Any:
-        """Awaits something of the node, until the loop's time ``deadline`` or the node is given up. Raises NodeFailed,
-        TimeoutError."""
+    async def wait_for(self, waited: Any, deadline: float) -> Any:
+        """Await a result of the node, until ``deadline`` (loop time) or until the node counts as failed.
+
+        Raises NodeFailed, TimeoutError.
+        """
         try:
-            async with asyncio.timeout_at(deadline) as patience:
-                self._waiting.add(patience)
+            async with asyncio.timeout_at(deadline) as timeout:
+                self._waiting.add(timeout)
                 try:
                     return await waited
                 finally:
-                    self._waiting.discard(patience)
+                    self._waiting.discard(timeout)
         except TimeoutError:
             if asyncio.get_running_loop().time() < deadline:
                 raise NodeFailed(self.why) from None
             raise
 
     async def poll(self, client: httpx.AsyncClient) -> None:
-        """Asks the node what it serves."""
+        """Query the node's serving status."""
         try:
-            async with asyncio.timeout(self.patience_seconds):
-                answer = await client.get(self.url + SERVING, extensions=self.extensions)
+            async with asyncio.timeout(self.timeout_seconds):
+                answer = await client.get(self.url + SERVING_PATH, extensions=self.extensions)
         except (TimeoutError, httpx.TimeoutException):
-            self._silences += 1
-            self.down(f"it did not answer within {self.patience_seconds:g} s")
-            if self._silences >= _SILENCES:
-                self._give_up()
-        except BROKEN as error:
-            self._silences = 0
+            self._num_timeouts += 1
+            self.down(f"it did not answer within {self.timeout_seconds:g} s")
+            if self._num_timeouts >= _MAX_TIMEOUTS:
+                self._cancel_waiters()
+        except CONNECTION_ERRORS as error:
+            self._num_timeouts = 0
             self.down(str(error) or type(error).__name__)
         else:
-            self._silences = 0
-            self._take(answer)
+            self._num_timeouts = 0
+            self._read_status(answer)
 
-    def _take(self, answer: httpx.Response) -> None:
+    def _read_status(self, answer: httpx.Response) -> None:
         try:
             found = answer.raise_for_status().json()
             models = {model["id"]: model for model in found["models"]}
@@ -118,7 +120,7 @@ class Node:
             hint = "; give its key as KVSIDECAR_GATEWAY_NODE_KEY" if answer.status_code == 401 else ""
             self.down(f"it answers {answer.status_code}{hint}")
             return
-        except NONSENSE:
+        except BAD_RESPONSE_ERRORS:
             self.down("what answers is no gateway of a node")
             return
         if workers < 1:
@@ -128,97 +130,97 @@ class Node:
         self.models, self.workers, self.busy = models, workers, busy
         if not self.alive:
             log.info("node is up", node=self.url, models=sorted(models))
-        self.alive = self.seen = True
+        self.alive = self.was_up = True
         self.starting = False
 
     def down(self, why: str) -> None:
-        """Sends it nothing until it answers again."""
+        """Mark the node as down: it gets no requests until it answers again."""
         if self.alive or why != self.why:
             log.warning("node is down", node=self.url, error=why)
         self.alive, self.starting, self.why = False, False, why
 
-    def _give_up(self) -> None:
-        """Ends the waiting of all who hope for an answer."""
+    def _cancel_waiters(self) -> None:
+        """Fail all requests that wait for this node."""
         now = asyncio.get_running_loop().time()
-        for patience in list(self._waiting):
-            with suppress(RuntimeError):  # its own time is over in this moment
-                patience.reschedule(now)
+        for timeout in list(self._waiting):
+            with suppress(RuntimeError):  # its own deadline expires at this moment
+                timeout.reschedule(now)
 
 
-class Members:
-    """Keeps track of the nodes. ``client`` is the caller's."""
+class NodeDiscovery:
+    """Tracks the nodes of a fleet. The caller owns ``client``."""
 
-    def __init__(self, places: list[Place], client: httpx.AsyncClient, patience_seconds: float) -> None:
-        self._places, self._client, self._patience = places, client, patience_seconds
-        self._nodes = {str(p): Node(str(p), p.host, patience_seconds) for p in places if not p.every}
+    def __init__(self, places: list[NodeAddress], client: httpx.AsyncClient, timeout_seconds: float) -> None:
+        self._places, self._client, self._timeout_seconds = places, client, timeout_seconds
+        self._nodes = {str(p): Node(str(p), p.host, timeout_seconds) for p in places if not p.every}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.ring = Ring(self._nodes)
+        self.ring = HashRing(self._nodes)
 
     @property
     def all(self) -> list[Node]:
-        return [node for node in self._nodes.values() if not node.leaving]
+        return [node for node in self._nodes.values() if not node.removed]
 
     @property
     def alive(self) -> list[Node]:
         return [node for node in self.all if node.alive]
 
     def models(self) -> dict[str, dict[str, Any]]:
-        """What is served, by name. Raises Unavailable when no node is up."""
+        """Return the served models by name. Raises Unavailable when no node is up."""
         found = {name: model for node in self.alive for name, model in node.models.items()}
         if not found:
-            raise self.none()
+            raise self.none_up()
         return found
 
-    def none(self) -> Unavailable:
-        """The error for when nobody can answer."""
-        if any(node.seen for node in self.all):
+    def none_up(self) -> Unavailable:
+        """Return the error for a fleet without a live node."""
+        if any(node.was_up for node in self.all):
             return Unavailable("no node of the fleet is up; try again in a moment")
         return Unavailable("no node of the fleet is ready yet; try again in a moment")
 
     async def start(self) -> None:
         by_name = [place for place in self._places if place.every]
-        await asyncio.gather(*(self._look_up(place) for place in by_name))
+        await asyncio.gather(*(self._resolve(place) for place in by_name))
         await asyncio.gather(*(node.poll(self._client) for node in self.all))
         for node in self.all:
-            self._follow(node)
+            self._start_polling(node)
         for place in by_name:
-            self._tasks[f"names of {place}"] = asyncio.create_task(self._look_up_again(place))
+            self._tasks[f"names of {place}"] = asyncio.create_task(self._keep_resolving(place))
 
     async def close(self) -> None:
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    def _follow(self, node: Node) -> None:
+    def _start_polling(self, node: Node) -> None:
         if node.url not in self._tasks or self._tasks[node.url].done():
             self._tasks[node.url] = asyncio.create_task(self._poll(node))
 
     async def _poll(self, node: Node) -> None:
-        """Until nobody names the node any more, and nobody waits for it."""
-        while not node.leaving or node.in_flight:
+        """Poll until the node is removed and has no requests."""
+        while not node.removed or node.in_flight:
             await asyncio.sleep(_POLL_SECONDS if node.alive else _WAITING_POLL_SECONDS)
             await node.poll(self._client)
-        del self._nodes[node.url], self._tasks[node.url]  # addresses of a cluster's pods hardly come again
+        del self._nodes[node.url], self._tasks[node.url]  # addresses of a cluster's pods are rarely reused
 
-    async def _look_up_again(self, place: Place) -> None:
+    async def _keep_resolving(self, place: NodeAddress) -> None:
         while True:
-            await asyncio.sleep(_LOOK_UP_SECONDS)
-            await self._look_up(place)
+            await asyncio.sleep(_RESOLVE_SECONDS)
+            await self._resolve(place)
             for node in self.all:
-                self._follow(node)
+                self._start_polling(node)
 
-    async def _look_up(self, place: Place) -> None:
-        """Takes in the addresses that a name has now. One that cannot be looked up keeps those that it had."""
+    async def _resolve(self, place: NodeAddress) -> None:
+        """Update the nodes of a DNS name. A failed lookup keeps the known ones."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
-            log.warning("a name cannot be looked up, keeping what it had", name=place.host, error=str(error))
+            log.warning("a name cannot be resolved; keeping its known nodes", name=place.host, error=str(error))
             return
         now = {f"{place.scheme}://{TcpAddress(str(address[0]), place.port)}" for *_, address in found}
         for url in now:
-            node = self._nodes.setdefault(url, Node(url, place.host, self._patience, named=place))
-            node.leaving = False
+            node = self._nodes.setdefault(url, Node(url, place.host, self._timeout_seconds, named=place))
+            node.removed = False
         for node in self._nodes.values():
             if node.named == place and node.url not in now:
-                node.leaving = True
-        self.ring = Ring(node.url for node in self.all)
+                node.removed = True
+        self.ring = HashRing(node.url for node in self.all)

@@ -1,4 +1,4 @@
-"""The HTTP application over nodes: the paths of a node, handed on, and those that tell of the fleet."""
+"""The fleet gateway's application: forwards a node's paths, serves the fleet's status."""
 
 from __future__ import annotations
 
@@ -25,69 +25,77 @@ from kvsidecar.errors import (
 )
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from inference_svc.gateway.api_keys import Keys
-from inference_svc.gateway.app_factory import new_application, surround
+from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
-from inference_svc.gateway.fleet.discovery import BROKEN, Members, Node, NodeFailed
+from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_wait import NodeWait
-from inference_svc.gateway.fleet.prefix_query import RESPONSES, Asking, to_place
-from inference_svc.gateway.fleet.proxy import Relay, whole
-from inference_svc.gateway.fleet_api import WARM
+from inference_svc.gateway.fleet.prefix_query import RESPONSES, PrefixQuery, to_routed_request
+from inference_svc.gateway.fleet.proxy import Proxy, proxied_response
+from inference_svc.gateway.fleet_api import WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
-from inference_svc.gateway.request_guard import FLEET, Guard
+from inference_svc.gateway.request_guard import FLEET, RequestGuard
 from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-# What has a body with a prompt or tokens, for any one node.
-_RELAYED = ("/v1/chat/completions", "/v1/completions", RESPONSES, "/v1/embeddings", "/tokenize", "/detokenize", WARM)
+# Paths whose body has a prompt or tokens; any one node can answer.
+_FORWARDED_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    RESPONSES,
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+    WARM_PATH,
+)
 _CONNECT_SECONDS = 2.0
-# Less than the 5 s after which a node's server closes a connection that nobody uses.
+# Less than the 5 s after which a node's server closes an idle connection.
 _IDLE_SECONDS = 3.0
 
 
-class Fleet:
-    """The handlers. One instance per process. Raises ConfigurationError for certificates that cannot be used."""
+class FleetHandlers:
+    """Handlers of a fleet gateway. One instance per process. Raises ConfigurationError for unusable certificates."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        self.keys, self.metrics = Keys(config), FleetMetrics()
+        self.keys, self.metrics = ApiKeys(config), FleetMetrics()
         self.bodies = BodyReader(config, self.keys)
         self.client = _client(config)
-        self.members = Members(config.places, self.client, config.node_seconds)
-        self.metrics.watch(self.members)
-        self._asking = Asking(self.members, self.client, self.metrics.asking)
-        wait = NodeWait(self.members, config.worker_start_seconds)
-        self._relay = Relay(self._asking, self.client, self.metrics, config.request_seconds, wait)
+        self.discovery = NodeDiscovery(config.node_addresses, self.client, config.node_seconds)
+        self.metrics.watch(self.discovery)
+        self._prefix_query = PrefixQuery(self.discovery, self.client, self.metrics.prefix_query_seconds)
+        wait = NodeWait(self.discovery, config.worker_start_seconds)
+        self._proxy = Proxy(self._prefix_query, self.client, self.metrics, config.request_seconds, wait)
 
-    async def relay(self, request: Request) -> Response:
-        read = await self.bodies.read(request, partial(to_place, request.url.path))
-        return await self._relay.answer(request, replace(read, wait_seconds=preferred_wait_seconds(request.headers)))
+    async def forward(self, request: Request) -> Response:
+        read = await self.bodies.read(request, partial(to_routed_request, request.url.path))
+        return await self._proxy.answer(request, replace(read, wait_seconds=preferred_wait_seconds(request.headers)))
 
     async def response(self, request: Request) -> Response:
-        """A response that some node keeps, or its deletion."""
+        """Return or delete a response that one of the nodes stores."""
         name = request.path_params["name"]
-        node = await self._asking.holder(name)
+        node = await self._prefix_query.node_with_response(name)
         if node is None:
             raise UnknownResponse(f"the response {name[:80]!r} is not kept by any node that is up")
         url, deadline = f"{node.url}{RESPONSES}/{name}", asyncio.get_running_loop().time() + self._config.node_seconds
         try:
             asked = self.client.request(request.method, url, extensions=node.extensions)
-            answer = await node.until(asked, deadline)
-        except (*BROKEN, NodeFailed, TimeoutError) as error:
+            answer = await node.wait_for(asked, deadline)
+        except (*CONNECTION_ERRORS, NodeFailed, TimeoutError) as error:
             raise Unavailable("the node that keeps the response does not answer; try again in a moment") from error
-        return whole(answer, answer.content)
+        return proxied_response(answer, answer.content)
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": list(self.members.models().values())})
+        return JSONResponse({"object": "list", "data": list(self.discovery.models().values())})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._asking.check_model(name)
-        found = self.members.models().get(name)
+        self._prefix_query.check_model(name)
+        found = self.discovery.models().get(name)
         if found is None:
             raise UnknownModel("name a model", param="model")
         return JSONResponse(found)
@@ -96,7 +104,7 @@ class Fleet:
         return JSONResponse({"version": __version__})
 
     async def health(self, request: Request) -> Response:
-        up, known = len(self.members.alive), len(self.members.all)
+        up, known = len(self.discovery.alive), len(self.discovery.all)
         body = {"status": "ok" if up else "no node is up", "nodes_up": up, "nodes": known}
         return JSONResponse(body, status_code=200 if up else 503)
 
@@ -110,16 +118,16 @@ class Fleet:
         return PlainTextResponse(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def show_fleet(self, request: Request) -> Response:
-        if not self.keys.of_operator(request.scope):
+        if not self.keys.is_operator(request.scope):
             raise PermissionDenied("what the fleet does is for operators; send the operator's key")
-        shown = [_shown(node) for node in sorted(self.members.all, key=lambda node: node.url)]
+        shown = [_shown(node) for node in sorted(self.discovery.all, key=lambda node: node.url)]
         return JSONResponse({"version": __version__, "nodes": shown}, headers={"Cache-Control": "no-store"})
 
 
 def _shown(node: Node) -> dict[str, Any]:
     return {
         "node": node.url,
-        "state": "ready" if node.alive else "down" if node.seen else "starting",
+        "state": "ready" if node.alive else "down" if node.was_up else "starting",
         "why": "" if node.alive else node.why,
         "models": sorted(node.models),
         "workers": node.workers,
@@ -130,7 +138,7 @@ def _shown(node: Node) -> dict[str, Any]:
 
 def _client(config: GatewayConfig) -> httpx.AsyncClient:
     key = config.node_key.get_secret_value()
-    if any(place.in_clear for place in config.places):
+    if any(place.in_clear for place in config.node_addresses):
         log.warning("prompts and the nodes' key can be read on the way to nodes beyond this machine; use https there")
     try:
         tls = ssl.create_default_context(cafile=config.node_ca)
@@ -149,23 +157,23 @@ def _client(config: GatewayConfig) -> httpx.AsyncClient:
 
 
 def create_app(config: GatewayConfig) -> FastAPI:
-    """The application; its nodes are asked from startup to shutdown. Raises ConfigurationError."""
-    fleet = Fleet(config)
+    """Create the application; it polls the nodes from startup to shutdown. Raises ConfigurationError."""
+    fleet = FleetHandlers(config)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await fleet.members.start()
+        await fleet.discovery.start()
         yield
         fleet.bodies.close()
-        await fleet.members.close()
+        await fleet.discovery.close()
         await fleet.client.aclose()
 
-    app = new_application(lifespan)
-    app.state.fleet, app.state.counted = fleet, fleet.metrics
-    app.add_middleware(Guard, keys=fleet.keys, policy=OriginPolicy(config), metrics=fleet.metrics)
-    surround(app, config.origins)
-    for path in _RELAYED:
-        app.add_api_route(path, fleet.relay, methods=["POST"])
+    app = create_base_app(lifespan)
+    app.state.fleet, app.state.counters = fleet, fleet.metrics
+    app.add_middleware(RequestGuard, keys=fleet.keys, policy=OriginPolicy(config), metrics=fleet.metrics)
+    add_outer_middleware(app, config.origins)
+    for path in _FORWARDED_PATHS:
+        app.add_api_route(path, fleet.forward, methods=["POST"])
     app.add_api_route(RESPONSES + "/{name}", fleet.response, methods=["GET", "DELETE"])
     app.add_api_route("/v1/models", fleet.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", fleet.model, methods=["GET"])

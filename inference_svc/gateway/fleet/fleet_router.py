@@ -1,9 +1,12 @@
-"""Which node gets a prompt: the one that has most of it, unless it is busier than that is worth. Nothing is remembered:
-what nodes say decides, so that any number of gateways decide alike.
+"""Routes prompts to nodes by cached-prefix length and load.
 
-A few nodes are all asked what they have of a prompt. Of many, only those are that the prompt's beginnings lead to, on a
-ring of hashes (Karger et al., "Consistent Hashing and Random Trees", 1997): prompts that begin alike lead to the same
-ones, whichever gateway asks, and the later turn of a conversation leads to where the earlier one did.
+The node with the longest cached prefix gets the prompt, unless its load exceeds what that prefix is worth. The gateway
+keeps no routing state: it decides by what nodes report, so any number of gateways decide alike.
+
+In a small fleet every node is queried for its cached prefix. In a large one, only the nodes that the prompt's prefix
+hashes map to on a hash ring (Karger et al., "Consistent Hashing and Random Trees", 1997). Prompts with a common prefix
+map to the same nodes at every gateway, and so do the turns of one conversation. ``worker_router`` does the same for the
+workers of one node, which share a cache.
 """
 
 from __future__ import annotations
@@ -15,41 +18,46 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-ASKED_ALL = 16
-"""So many nodes are all asked."""
-WORTH = 4.0
-"""A node that has the whole prompt may have so many more requests for each of its workers than the least busy one."""
-_POINTS = 64  # of each node on the ring: the shares of 100 nodes differ by a tenth or so
-_FIRST_BYTES = 256  # beginnings are as long as this, twice this, four times this…
-_PARTS = 4  # …and as the first messages of a conversation
+MAX_QUERY_ALL_NODES = 16
+"""Up to this many nodes, every node is queried."""
+MAX_LOAD_DIFFERENCE = 4.0
+"""A node that has the whole prompt cached may have this many more requests per worker than the least busy node."""
+_POINTS_PER_NODE = 64  # of each node on the ring: the shares of 100 nodes differ by a tenth or so
+_FIRST_PREFIX_BYTES = 256  # beginnings are as long as this, twice this, four times this…
+_MAX_MESSAGE_PREFIXES = 4  # …and as the first messages of a conversation
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A node that may get a prompt. ``load`` is requests per worker, ``held_tokens`` what it has of the prompt."""
+class RouteCandidate:
+    """A node that may get a prompt. ``load`` is requests per worker, ``cached_tokens`` what it has of the prompt."""
 
     name: str
     load: float
-    held_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
-class Beginnings:
-    """Hashes of a prompt's beginnings, shorter ones first; equal beginnings of the same tenant have equal ones.
-    ``home`` names the conversation, or the whole of a prompt that is none; it breaks ties. ``size_bytes`` is that of
-    the text."""
+class PromptPrefixHashes:
+    """Hashes of a prompt's prefixes, the shortest first.
+
+    Equal prefixes of the same tenant have equal hashes. ``session_key`` identifies the conversation (the whole prompt
+    where there is none) and breaks ties. ``size_bytes`` is the length of the prompt's text.
+    """
 
     digests: tuple[bytes, ...]
-    home: bytes
+    session_key: bytes
     size_bytes: int
 
 
-def beginnings(body: dict[str, Any]) -> Beginnings:
-    """Of a request's body, checked or not: of what is no prompt, what it looks like."""
+def prompt_prefix_hashes(body: dict[str, Any]) -> PromptPrefixHashes:
+    """Hash the prefixes of a request body's prompt.
+
+    The body need not be validated: an invalid one gets some hashes, and the node refuses it.
+    """
     parts, talk = _parts(body)
     digest = hashlib.sha256(_bytes([body.get("cache_salt") or ""]))
     found: list[bytes] = []
-    at, edge, home = 0, _FIRST_BYTES, b""
+    at, edge, session_key = 0, _FIRST_PREFIX_BYTES, b""
     for i, part in enumerate(parts):
         data = _bytes(part)
         while at + len(data) >= edge:
@@ -59,16 +67,16 @@ def beginnings(body: dict[str, Any]) -> Beginnings:
             found.append(digest.digest())
         digest.update(data)
         at += len(data)
-        if talk and i < _PARTS:
+        if talk and i < _MAX_MESSAGE_PREFIXES:
             found.append(digest.digest())
-        if not home and talk and isinstance(part, dict) and part.get("role") == "user":
-            home = digest.digest()
+        if not session_key and talk and isinstance(part, dict) and part.get("role") == "user":
+            session_key = digest.digest()
     whole = digest.digest()
-    return Beginnings(tuple(dict.fromkeys(found)) or (whole,), home or whole, at)
+    return PromptPrefixHashes(tuple(dict.fromkeys(found)) or (whole,), session_key or whole, at)
 
 
 def _parts(body: dict[str, Any]) -> tuple[list[Any], bool]:
-    """A prompt in the order in which templates write it, and whether it is a conversation."""
+    """Return a prompt's parts in the order of chat templates, and whether it is a conversation."""
     head = [part for part in (body.get("tools"), body.get("instructions")) if part]
     said = body.get("messages", body.get("input"))
     if isinstance(said, list):
@@ -84,14 +92,16 @@ def _bytes(part: Any) -> bytes:
     return json.dumps(part, sort_keys=True, separators=(",", ":")).encode()
 
 
-class Ring:
-    """Names on a circle of hashes."""
+class HashRing:
+    """Consistent-hash ring of node names."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._points = sorted((_point(f"{name} {i}".encode()), name) for name in set(names) for i in range(_POINTS))
+        self._points = sorted(
+            (_point(f"{name} {i}".encode()), name) for name in set(names) for i in range(_POINTS_PER_NODE)
+        )
 
     def first(self, digest: bytes, able: Collection[str]) -> str:
-        """The first name behind a hash that is among ``able``, of which one at least is on the ring."""
+        """Return the first name after a hash that is in ``able``; at least one of them is on the ring."""
         begin = bisect.bisect(self._points, (_point(digest), ""))
         for i in range(len(self._points)):
             name = self._points[(begin + i) % len(self._points)][1]
@@ -104,26 +114,31 @@ def _point(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
 
 
-def candidates(ring: Ring, standings: Sequence[Standing], prompt: Beginnings) -> list[Standing]:
-    """Those that are to be asked: all, or of many those that the beginnings lead to and the least busy one."""
-    if len(standings) <= ASKED_ALL:
+def nodes_to_query(
+    ring: HashRing, standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes
+) -> list[RouteCandidate]:
+    """Return the nodes to query: all of a few, or the ring's nodes for the prompt and the least busy one."""
+    if len(standings) <= MAX_QUERY_ALL_NODES:
         return list(standings)
     able = {standing.name: standing for standing in standings}
     names = [ring.first(digest, able) for digest in prompt.digests]
     least = min(one.load for one in standings)
-    idle = _nearest([one for one in standings if one.load == least], prompt)
+    idle = _rendezvous_choice([one for one in standings if one.load == least], prompt)
     return [able[name] for name in dict.fromkeys([*names, idle.name])]
 
 
-def choose(standings: Sequence[Standing], prompt: Beginnings, prompt_tokens: int) -> Standing:
-    """The best of at least one: a whole prompt is worth ``WORTH`` requests, a part its share of it."""
-    worth = WORTH / max(1, prompt_tokens)
-    scores = [one.load - worth * one.held_tokens for one in standings]
+def choose_node(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes, prompt_tokens: int) -> RouteCandidate:
+    """Return the best of at least one candidate.
+
+    A fully cached prompt is worth ``MAX_LOAD_DIFFERENCE`` requests of load, a partly cached one its share of that.
+    """
+    worth = MAX_LOAD_DIFFERENCE / max(1, prompt_tokens)
+    scores = [one.load - worth * one.cached_tokens for one in standings]
     best = min(scores)
     tied = [one for one, score in zip(standings, scores, strict=True) if score == best]
-    return tied[0] if len(tied) == 1 else _nearest(tied, prompt)
+    return tied[0] if len(tied) == 1 else _rendezvous_choice(tied, prompt)
 
 
-def _nearest(standings: Sequence[Standing], prompt: Beginnings) -> Standing:
-    """By a hash of name and prompt, the same everywhere (rendezvous hashing)."""
-    return min(standings, key=lambda one: _point(prompt.home + one.name.encode()))
+def _rendezvous_choice(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes) -> RouteCandidate:
+    """Break a tie by rendezvous hashing of name and prompt: every gateway chooses alike."""
+    return min(standings, key=lambda one: _point(prompt.session_key + one.name.encode()))

@@ -1,4 +1,4 @@
-"""Where nodes are: ``--nodes`` as people write it."""
+"""Parses the node addresses of ``--nodes``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _FORM = "http://HOST:PORT, https://HOST:PORT, or dns+http://NAME:PORT for all ad
 
 
 @dataclass(frozen=True)
-class Place:
-    """The gateway of a node, or with ``every`` those at all addresses that ``host`` has at the time."""
+class NodeAddress:
+    """Address of a node's gateway; with ``every``, all addresses that ``host`` resolves to."""
 
     scheme: str
     host: str
@@ -26,12 +26,12 @@ class Place:
 
     @property
     def in_clear(self) -> bool:
-        """What is sent there can be read on the way."""
+        """Return whether requests travel unencrypted beyond this machine."""
         return self.scheme == "http" and not TcpAddress(self.host, self.port).loopback
 
 
-def parse_places(text: str) -> list[Place]:
-    """Places from a list with commas. Raises ValueError."""
+def parse_node_addresses(text: str) -> list[NodeAddress]:
+    """Parse a comma-separated list. Raises ValueError."""
     found = [_place(part.strip()) for part in text.split(",") if part.strip()]
     if not found:
         raise ValueError(f"name at least one node, as {_FORM}")
@@ -41,7 +41,7 @@ def parse_places(text: str) -> list[Place]:
     return found
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> NodeAddress:
     if "@" in text:  # it may hold a password: it is not repeated
         raise ValueError(f"a node has no name and password; write {_FORM}")
     every = text.startswith(_BY_NAME)
@@ -57,7 +57,7 @@ def _place(text: str) -> Place:
         raise ValueError(f"{text!r} is no node; write {_FORM}, without a path or a name and password")
     if every and _is_address(host):
         raise ValueError(f"{text!r} has no name to look up; leave out {_BY_NAME}")
-    return Place(parts.scheme, host, port, every)
+    return NodeAddress(parts.scheme, host, port, every)
 
 
 def _is_address(host: str) -> bool:

@@ -1,43 +1,43 @@
-"""Waiting for nodes of a fleet that are starting their workers."""
+"""Lets requests wait while a fleet's nodes start their workers."""
 
 from __future__ import annotations
 
 import asyncio
 from math import inf
 
-from inference_svc.gateway.fleet.discovery import Members
-from inference_svc.gateway.fleet.prefix_query import Asked
+from inference_svc.gateway.fleet.discovery import NodeDiscovery
+from inference_svc.gateway.fleet.prefix_query import RoutedRequest
 
-_MAX_WAITING, _LOOK_SECONDS = 1024, 0.25
+_MAX_WAITING, _POLL_SECONDS = 1024, 0.25
 
 
 class NodeWait:
-    """Lets requests wait while nodes that could answer them say that they are starting a worker.
+    """Lets requests wait while nodes that could answer them report that they are starting a worker.
 
-    For ``max_seconds`` at most, or less where the client wants that. Runs on the event loop.
+    For at most ``max_seconds``, or the client's own limit. Runs on the event loop.
     """
 
-    def __init__(self, members: Members, max_seconds: float) -> None:
-        self._members, self._max_seconds = members, max_seconds
+    def __init__(self, discovery: NodeDiscovery, max_seconds: float) -> None:
+        self._discovery, self._max_seconds = discovery, max_seconds
         self._num_waiting = 0
 
-    def goes_on(self, asked: Asked, since: float) -> bool:
-        """Whether a request that waits since that time of the loop waits any longer."""
+    def should_wait(self, request: RoutedRequest, since: float) -> bool:
+        """Return whether a request that waits since ``since`` (loop time) should wait longer."""
         waited = asyncio.get_running_loop().time() - since
-        patience = min(self._max_seconds, inf if asked.wait_seconds is None else asked.wait_seconds)
-        return waited < patience and self._num_waiting < _MAX_WAITING and self._is_starting(asked)
+        patience = min(self._max_seconds, inf if request.wait_seconds is None else request.wait_seconds)
+        return waited < patience and self._num_waiting < _MAX_WAITING and self._is_starting(request)
 
     async def pause(self) -> None:
-        """Waits for a moment."""
+        """Wait for one poll interval."""
         self._num_waiting += 1
         try:
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_POLL_SECONDS)
         finally:
             self._num_waiting -= 1
 
-    def _is_starting(self, asked: Asked) -> bool:
-        """A node that was never up may serve any model."""
+    def _is_starting(self, request: RoutedRequest) -> bool:
+        """Return whether a suitable node is starting; one that was never up may serve any model."""
         return any(
-            node.starting and (not asked.model or not node.models or asked.model in node.models)
-            for node in self._members.all
+            node.starting and (not request.model or not node.models or request.model in node.models)
+            for node in self._discovery.all
         )

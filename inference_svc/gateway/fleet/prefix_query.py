@@ -1,4 +1,7 @@
-"""Which node has how much of a prompt: asked, not remembered, so that it is so whoever restarts."""
+"""Queries candidate nodes for their cached-prefix length, and chooses one.
+
+The gateway keeps no routing state, so a restart makes nothing stale.
+"""
 
 from __future__ import annotations
 
@@ -12,31 +15,39 @@ import httpx
 from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
 from prometheus_client import Histogram
 
-from inference_svc.gateway.fleet.discovery import BROKEN, NONSENSE, Members, Node
-from inference_svc.gateway.fleet.fleet_router import Beginnings, beginnings, candidates, choose
-from inference_svc.gateway.fleet_api import HELD, WARM
+from inference_svc.gateway.fleet.discovery import BAD_RESPONSE_ERRORS, CONNECTION_ERRORS, Node, NodeDiscovery
+from inference_svc.gateway.fleet.fleet_router import (
+    PromptPrefixHashes,
+    choose_node,
+    nodes_to_query,
+    prompt_prefix_hashes,
+)
+from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, WARM_PATH
 
 RESPONSES = "/v1/responses"
-_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM})
-# Who says nothing in this time has nothing; the prompt is not kept waiting.
-_PATIENCE_SECONDS = 0.5
-# What is shorter is as quickly computed as asked for.
-_WORTH_ASKING_BYTES = 256
-# Names of responses have some 40 characters, and everybody is asked.
-_MOST_NAME = 200
-# Asked at once: each is a connection, and a descriptor.
-_MOST_ASKED = 256
+_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM_PATH})
+# A node that does not answer within this time counts as having nothing: the prompt must not wait.
+_TIMEOUT_SECONDS = 0.5
+# A shorter prompt is computed as fast as a query takes.
+_MIN_QUERY_BYTES = 256
+# Response ids have about 40 characters, and every node is queried for one.
+_MAX_RESPONSE_ID_CHARS = 200
+# Each concurrent query takes a connection and a file descriptor.
+_MAX_CONCURRENT_QUERIES = 256
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What of a request decides where it goes. ``before`` is the response that it goes on from, ``only`` the one node
-    that can answer it, and ``wait_seconds`` how long its client wants to wait for a worker at most."""
+class RoutedRequest:
+    """The properties of a request that decide its node.
+
+    ``before`` is the id of the response that it continues, ``only`` the one node that can answer it, and
+    ``wait_seconds`` the client's limit for waiting for a worker.
+    """
 
     path: str
     raw: bytes
     model: str
-    prompt: Beginnings
+    prompt: PromptPrefixHashes
     before: str | None = None
     skips_cache: bool = False
     within_seconds: float | None = None
@@ -44,16 +55,16 @@ class Asked:
     wait_seconds: float | None = None
 
 
-def to_place(path: str, raw: bytes, body: Any) -> Asked:
-    """What decides where a body goes that is not checked yet. Raises InvalidRequest."""
+def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
+    """Extract the routing properties of an unvalidated body. Raises InvalidRequest."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     model, before, within = body.get("model"), body.get("previous_response_id"), body.get("within_seconds")
-    return Asked(
+    return RoutedRequest(
         path,
         raw,
-        model if isinstance(model, str) else "",  # the node says what is wrong
-        beginnings(body),
+        model if isinstance(model, str) else "",  # the node reports what is wrong
+        prompt_prefix_hashes(body),
         before if path == RESPONSES and isinstance(before, str) else None,
         body.get("skip_cache") is True,
         within if isinstance(within, int | float) else None,
@@ -61,98 +72,104 @@ def to_place(path: str, raw: bytes, body: Any) -> Asked:
 
 
 @dataclass(frozen=True)
-class _Held:
-    """A node's own word on a prompt."""
+class _CachedPrefix:
+    """A node's answer: tokens of the prompt, and how many of them it has cached."""
 
     node: Node
     prompt_tokens: int
     held_tokens: int
 
 
-class Asking:
-    """Chooses nodes. ``seconds`` observes how long the asking takes."""
+class PrefixQuery:
+    """Chooses nodes by querying them. ``seconds`` observes the time of a query."""
 
-    def __init__(self, members: Members, client: httpx.AsyncClient, seconds: Histogram) -> None:
-        self._members, self._client, self._seconds = members, client, seconds
-        self._room = asyncio.Semaphore(_MOST_ASKED)
+    def __init__(self, discovery: NodeDiscovery, client: httpx.AsyncClient, seconds: Histogram) -> None:
+        self._discovery, self._client, self._seconds = discovery, client, seconds
+        self._semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
-    async def found(self, asked: Asked) -> Asked:
-        """The same, with the one node that can answer it. Raises UnknownModel, Unavailable."""
+    async def with_owner(self, asked: RoutedRequest) -> RoutedRequest:
+        """Resolve the one node that can answer a request that continues a response.
+
+        Raises UnknownModel, Unavailable.
+        """
         self.check_model(asked.model)
-        return asked if asked.before is None else replace(asked, only=await self.holder(asked.before))
+        return asked if asked.before is None else replace(asked, only=await self.node_with_response(asked.before))
 
     def check_model(self, name: str) -> None:
-        """Raises UnknownModel, Unavailable."""
-        served = self._members.models()
+        """Check that a live node serves the model. Raises UnknownModel, Unavailable."""
+        served = self._discovery.models()
         if name and name not in served:
-            if any(name in node.models for node in self._members.all):
+            if any(name in node.models for node in self._discovery.all):
                 raise Unavailable(f"no node that serves {name[:80]!r} is up; try again in a moment")
             raise UnknownModel.among(name, sorted(served))
 
-    async def place(self, asked: Asked, excluded: Sequence[Node]) -> Node:
-        """The node for a request. Raises Unavailable when there is none."""
+    async def choose_node(self, asked: RoutedRequest, excluded: Sequence[Node]) -> Node:
+        """Choose the node for a request. Raises Unavailable when there is none."""
         able = self._able(asked, excluded)
         if asked.only is not None and not able:
             raise Unavailable("the node that keeps the response before this one is away; send all messages instead")
         if not able:
-            raise self._members.none()
+            raise self._discovery.none_up()
         if len(able) == 1:
             return able[0]
         named = {node.url: node for node in able}
-        near = candidates(self._members.ring, [node.standing() for node in able], asked.prompt)
-        found = await self._ask([named[one.name] for one in near], asked)
-        standings = [one.node.standing(one.held_tokens) for one in found]
-        return named[choose(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
+        near = nodes_to_query(self._discovery.ring, [node.route_candidate() for node in able], asked.prompt)
+        found = await self._query([named[one.name] for one in near], asked)
+        standings = [one.node.route_candidate(one.held_tokens) for one in found]
+        return named[choose_node(standings, asked.prompt, max(one.prompt_tokens for one in found)).name]
 
-    def has_another(self, asked: Asked, excluded: Sequence[Node]) -> bool:
-        """Whether a node that was not tried yet is up for a request."""
+    def has_another(self, asked: RoutedRequest, excluded: Sequence[Node]) -> bool:
+        """Return whether an untried node is up for a request."""
         return bool(self._able(asked, excluded))
 
-    def _able(self, asked: Asked, excluded: Sequence[Node]) -> list[Node]:
-        able = [node for node in self._members.alive if node.serves(asked.model) and node not in excluded]
+    def _able(self, asked: RoutedRequest, excluded: Sequence[Node]) -> list[Node]:
+        able = [node for node in self._discovery.alive if node.serves(asked.model) and node not in excluded]
         return able if asked.only is None else [node for node in able if node is asked.only]
 
-    async def _ask(self, nodes: list[Node], asked: Asked) -> list[_Held]:
-        short = asked.prompt.size_bytes < _WORTH_ASKING_BYTES
+    async def _query(self, nodes: list[Node], asked: RoutedRequest) -> list[_CachedPrefix]:
+        short = asked.prompt.size_bytes < _MIN_QUERY_BYTES
         if short or asked.path not in _PROMPTS or asked.skips_cache:
-            return [_Held(node, 0, 0) for node in nodes]
+            return [_CachedPrefix(node, 0, 0) for node in nodes]
         began = time.perf_counter()
-        found = await asyncio.gather(*(self._held(node, asked) for node in nodes))
+        found = await asyncio.gather(*(self._query_node(node, asked) for node in nodes))
         self._seconds.observe(time.perf_counter() - began)
         return found
 
-    async def _held(self, node: Node, asked: Asked) -> _Held:
-        """Nothing, where a node does not answer in time or refuses the request: it will say why when it gets it."""
+    async def _query_node(self, node: Node, asked: RoutedRequest) -> _CachedPrefix:
+        """Query one node; 0 tokens where it does not answer in time or refuses.
+
+        A node that refuses reports the reason when it gets the request itself.
+        """
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS), self._room:
+            async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
                 answer = await self._client.post(
-                    node.url + HELD + asked.path,
+                    node.url + CACHED_PREFIX_PATH + asked.path,
                     content=asked.raw,
                     headers={"Content-Type": "application/json"},
                     extensions=node.extensions,
                 )
             found = answer.raise_for_status().json()
             node.busy = int(found.get("busy", 0))
-            return _Held(node, int(found["prompt_tokens"]), int(found["held_tokens"]))
-        except (TimeoutError, *BROKEN, *NONSENSE):
-            return _Held(node, 0, 0)
+            return _CachedPrefix(node, int(found["prompt_tokens"]), int(found["held_tokens"]))
+        except (TimeoutError, *CONNECTION_ERRORS, *BAD_RESPONSE_ERRORS):
+            return _CachedPrefix(node, 0, 0)
 
-    async def holder(self, response_id: str) -> Node | None:
-        """The node that keeps a response; None when none says so."""
+    async def node_with_response(self, response_id: str) -> Node | None:
+        """Return the node that stores a response; None when no node does."""
         if (
-            len(response_id) > _MOST_NAME
+            len(response_id) > _MAX_RESPONSE_ID_CHARS
             or not response_id.isascii()
             or not response_id.replace("_", "").replace("-", "").isalnum()
         ):
-            return None  # no id of ours, and no path
-        nodes = self._members.alive
+            return None  # not an id of this API, and unsafe in a path
+        nodes = self._discovery.alive
         kept = await asyncio.gather(*(self._keeps(node, response_id) for node in nodes))
         return next((node for node, keeps in zip(nodes, kept, strict=True) if keeps), None)
 
     async def _keeps(self, node: Node, response_id: str) -> bool:
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS), self._room:
+            async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
                 answer = await self._client.get(f"{node.url}{RESPONSES}/{response_id}", extensions=node.extensions)
-        except (TimeoutError, *BROKEN):
+        except (TimeoutError, *CONNECTION_ERRORS):
             return False
         return answer.status_code == 200

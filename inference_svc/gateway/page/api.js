@@ -1,8 +1,8 @@
-// The gateway's HTTP interface. Paths are relative to the page, so that it works behind a prefix, too.
+// Client of the gateway's HTTP API. Paths are relative to the page, so that it also works behind a prefix.
 
 import { apiKey, salt } from "./storage.js";
 
-/** What went wrong, in one sentence. `keyWanted`: the key is missing or wrong. */
+/** An API error, in one sentence. `keyWanted`: the key is missing or wrong. */
 export class Trouble extends Error {
   constructor(text, status = 0) {
     super(text);
@@ -37,19 +37,19 @@ async function reason(answer) {
 }
 
 function sentence(text) {
-  const said = String(text).trim(), name = /^\w+[._]/.test(said);  // of an option: it stays as it is
+  const said = String(text).trim(), name = /^\w+[._]/.test(said);  // an option's name stays unchanged
   return (name ? said : said.charAt(0).toUpperCase() + said.slice(1)) + (/[.!?]$/.test(said) ? "" : ".");
 }
 
 export const models = async () => (await (await call("v1/models")).json()).data;
 export const node = async () => (await call("kvsidecar/v1/node")).json();
 
-/** A whole answer. */
+/** Requests a complete answer. */
 export async function chat(body, signal) {
   return (await call("v1/chat/completions", { body, signal })).json();
 }
 
-/** An answer's events, as OpenAI has them. Aborting the signal ends it here and at the worker. */
+/** Yields an answer's events in OpenAI's format. Aborting the signal cancels the request, also at the worker. */
 export async function* streamChat(body, signal) {
   const options = { stream: true, stream_options: { include_usage: true } };
   const answer = await call("v1/chat/completions", { body: { ...body, ...options }, signal });

@@ -1,4 +1,4 @@
-// Puts the page together: who tells whom what.
+// Entry point of the page: creates its components and connects their events.
 
 import { models } from "./api.js";
 import { Conversation } from "./conversation.js";
@@ -13,7 +13,7 @@ const conversation = new Conversation(() => settings.values);
 const panel = new NodePanel();
 const question = byId("question");
 
-// ---- asking ---------------------------------------------------------------------------------------------------
+// ---- input ----------------------------------------------------------------------------------------------------
 
 function send() {
   const text = question.value.trim();
@@ -23,7 +23,7 @@ function send() {
   conversation.ask(text).then(() => panel.start());
 }
 
-/** As high as its text, where the style sheet alone cannot do that. */
+/** Fits a field's height to its text, in browsers where CSS cannot do that. */
 function fit() {
   if (CSS.supports("field-sizing", "content")) return;
   question.style.height = "auto";
@@ -76,7 +76,7 @@ byId("open-settings").addEventListener("click", () => (byId("context").value = c
 byId("context").addEventListener("input", () => (conversation.context = byId("context").value));
 addEventListener("pagehide", () => conversation.keep());
 addEventListener("storage", () => conversation.follow());
-addEventListener("pageshow", ({ persisted }) => persisted && conversation.follow());  // it heard of nothing meanwhile
+addEventListener("pageshow", ({ persisted }) => persisted && conversation.follow());  // it missed events of other tabs meanwhile
 
 function openSettings(field) {
   byId("context").value = conversation.context;
@@ -108,7 +108,7 @@ async function findModels() {
 
 function wantKey() {
   const again = apiKey() ? "That key was refused. " : "";
-  askForKey(`${again}Whoever runs this node has one for you. It stays in this tab.`, () => {
+  askForKey(`${again}The operator of this node has one for you. It stays in this tab.`, () => {
     findModels();
     panel.start();
   });

@@ -1,16 +1,16 @@
-// A sparkline and a treemap, drawn by hand.
+// Sparkline and treemap charts, without a library.
 
 import { el, size, svg } from "./dom.js";
 
 const WIDTH = 300, HEIGHT = 60, WINDOW = 12;
 
-/** The share of tokens that had been read before, each point over the minute up to it; null where nothing was read. */
+/** Hit ratio per step, over the preceding minute; null without prompt tokens. */
 export function shares({ prompt_tokens: prompt, cached_tokens: cached }) {
   const sum = (values, i) => values.slice(Math.max(0, i - WINDOW + 1), i + 1).reduce((a, b) => a + b, 0);
   return prompt.map((_, i) => (sum(prompt, i) ? sum(cached, i) / sum(prompt, i) : null));
 }
 
-/** Shares over time, the newest at the right; `steps` is how many fit. */
+/** Draws ratios over time, the newest at the right; `steps` is the number that fits. */
 export function sparkline(found, steps, label) {
   const made = svg("svg", { class: "spark", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": label });
   made.append(svg("path", { class: "base", d: `M0 ${HEIGHT - 0.5}H${WIDTH}M0 .5H${WIDTH}` }));
@@ -35,7 +35,7 @@ function runs(found) {
 }
 
 /** Squarified treemap (Bruls, Huizing, van Wijk 2000): `items` with a `value` above 0, largest first, into
- *  `[{item, x, y, width, height}]` in a box of so many units. */
+ *  `[{item, x, y, width, height}]` in a box of the given size. */
 export function squarified(items, width, height) {
   const total = items.reduce((sum, item) => sum + item.value, 0);
   const placed = [], box = { x: 0, y: 0, width, height };
@@ -67,12 +67,12 @@ export function squarified(items, width, height) {
   return placed;
 }
 
-/** The same tenant has the same colour everywhere: it is made of its hash. Dark enough for white text. */
+/** A tenant's colour, derived from its hash; dark enough for white text. */
 export function colour(tenant) {
   return `hsl(${Number.parseInt(tenant.slice(0, 4), 16) % 360} 42% 34%)`;
 }
 
-/** A map of who has how many bytes; `items` are `{tenant, name, value}`. */
+/** Draws a treemap of bytes per tenant; `items` are `{tenant, name, value}`. */
 export function treemap(items, label) {
   const made = el("div", { class: "map", role: "img", "aria-label": label });
   if (!items.length) made.append(el("div", { class: "none", text: "Nothing is stored here yet." }));

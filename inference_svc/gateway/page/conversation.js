@@ -1,4 +1,4 @@
-// The conversation: what is asked, what comes, and what is kept of it.
+// The conversation: requests, streamed answers, and storage in the browser.
 
 import { chat, streamChat } from "./api.js";
 import { byId } from "./dom.js";
@@ -6,13 +6,13 @@ import { forgetChat, hasChat, loadChat, saveChat, salt } from "./storage.js";
 import { Answer, question } from "./turn.js";
 
 export class Conversation extends EventTarget {
-  /** Emits "change" when there is more or less of it, or an answer begins or ends; "key" when a key is wanted. */
+  /** Emits "change" when turns are added or removed or an answer begins or ends; "key" when a key is required. */
   constructor(settings) {
     super();
     this._settings = settings;
     this._kept = loadChat();
-    this._stored = this._saved = hasChat();  // something of it; all of it
-    this._unsaved = false;  // anything since it was last tried
+    this._stored = this._saved = hasChat();  // a part is stored; all of it is stored
+    this._unsaved = false;  // there are changes since the last attempt
     this._log = byId("log");
     this._views = new Map();
     this._abort = null;
@@ -22,10 +22,10 @@ export class Conversation extends EventTarget {
   get busy() { return this._abort !== null; }
   get empty() { return !this._kept.turns.length; }
   get context() { return this._kept.context; }
-  /** Whether a reload finds all of it. */
+  /** Whether a reload restores the whole conversation. */
   get saved() { return this._saved; }
 
-  /** What was asked about another text cannot be asked again. */
+  /** Whether a turn can be repeated: its context must be unchanged. */
   set context(text) {
     if (text === this._kept.context) return;
     this._kept.context = text;
@@ -36,27 +36,27 @@ export class Conversation extends EventTarget {
     this._save();
   }
 
-  /** Begins anew; the context stays. */
+  /** Starts a new conversation; the context stays. */
   clear() {
     this._begin(this._kept.context);
     this._save();
   }
 
-  /** Nothing of it stays, here or in other tabs. */
+  /** Deletes the conversation, here and in other tabs. */
   forget() {
     forgetChat();
     this._stored = this._saved = false;
     this._begin("");
   }
 
-  /** Follows another tab that forgot it. */
+  /** Follows a deletion by another tab. */
   follow() {
     if (this._stored && !hasChat()) this.forget();
   }
 
   stop() { this._abort?.abort(); }
 
-  /** Keeps what came since it was last kept; what another tab forgot does not come back. */
+  /** Stores new turns; a conversation that another tab deleted stays deleted. */
   keep() {
     this.follow();
     if (!this._unsaved) return;
@@ -113,7 +113,7 @@ export class Conversation extends EventTarget {
     byId("said").textContent = turn.problem ? "" : turn.stopped ? "Stopped." : "The answer is whole.";
   }
 
-  /** The same messages once more, with nothing reused or stored: how long the first token takes then. */
+  /** Repeats a request without the cache, to measure its time to first token. */
   async _compare(turn) {
     if (turn.comparing) return;
     turn.comparing = true;
@@ -140,7 +140,7 @@ export class Conversation extends EventTarget {
     return { model, messages, temperature, max_tokens: maxTokens, skip_cache: !reuse, explain: true, ...own };
   }
 
-  /** What stands before a turn, without questions that got no answer. */
+  /** Messages before a turn, without unanswered questions. */
   _messages(end) {
     const found = this.context ? [{ role: "system", content: this.context }] : [];
     const turns = this._kept.turns.slice(0, end);
@@ -151,14 +151,14 @@ export class Conversation extends EventTarget {
     return found;
   }
 
-  // ---- drawing ------------------------------------------------------------------------------------------------
+  // ---- rendering ----------------------------------------------------------------------------------------------
 
   _draw() {
     this._log.replaceChildren();
     this._views.clear();
     for (const turn of this._kept.turns) {
       delete turn.comparing;
-      // The page was left while it came.
+      // The page was closed while the answer streamed.
       if (turn.role === "assistant" && !turn.measured && !turn.problem) turn.stopped = true;
       this._append(turn);
     }
@@ -189,7 +189,7 @@ export class Conversation extends EventTarget {
     this._views.get(turn)?.show(turn, { busy: this.busy && last, last });
   }
 
-  /** Once per frame while text comes; the end stays in sight if it was. */
+  /** Renders once per frame while text streams; keeps the end in view if it was. */
   _show(turn) {
     this._waiting ??= requestAnimationFrame(() => {
       this._waiting = null;
@@ -214,7 +214,7 @@ export class Conversation extends EventTarget {
   _changed() { this.dispatchEvent(new Event("change")); }
 }
 
-/** Reads an answer's events into its turn: text, times, tokens. */
+/** Adds an answer's events to its turn: text, times, tokens. */
 class Meter {
   constructor(turn) {
     this._turn = turn;

@@ -1,8 +1,8 @@
-// Elements and numbers. Whatever is shown goes in as text nodes: nothing here reads HTML.
+// DOM helpers and number formats. All content is inserted as text nodes, never as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
-/** An element with properties (class, text, attributes, on* listeners) and children (nodes, texts, or nothing). */
+/** Creates an element with properties (class, text, attributes, on* listeners) and children (nodes, texts, nothing). */
 export function el(tag, properties = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -16,7 +16,7 @@ export function el(tag, properties = {}, ...children) {
   return made;
 }
 
-/** An SVG element with attributes. */
+/** Creates an SVG element with attributes. */
 export function svg(tag, attributes = {}, ...children) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -31,7 +31,7 @@ export const count = (n) => whole.format(n);
 export const percent = (share) => `${whole.format(share * 100)} %`;
 export const some = (n, one, many = `${one}s`) => `${count(n)} ${n === 1 ? one : many}`;
 
-/** Milliseconds as people read them. */
+/** Formats milliseconds. */
 export function duration(ms) {
   if (ms < 10) return `${tenth.format(ms)} ms`;
   return ms < 1000 ? `${whole.format(ms)} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 2 : 1)} s`;

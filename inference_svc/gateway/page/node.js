@@ -1,16 +1,16 @@
-// The node as it is now: asked for every two seconds while the tab is in sight.
+// Node status panel: polled every two seconds while the tab is visible.
 
 import { node } from "./api.js";
 import { colour, shares, sparkline, treemap } from "./charts.js";
 import { byId, count, duration, el, percent, size, some } from "./dom.js";
 
 const EVERY_MS = 2000, STEPS = 120, LISTED = 6;
-// Whoever the node has no name for: of salts it knows a hash alone.
+// Label of tenants without a name: the node only has a hash of their salt.
 const NAMELESS = "another salt or model";
 const SAID = { ready: "ready", busy: "busy", down: "went away, being started again", starting: "loading the model" };
 
 export class NodePanel extends EventTarget {
-  /** Emits "state" with `ready` and the workers' number, "key" when a key is wanted, and "operator" when one is offered. */
+  /** Emits "state" (`ready`, number of workers), "key" when a key is required, "operator" when one is possible. */
   constructor() {
     super();
     this._tier = "arena";
@@ -19,7 +19,7 @@ export class NodePanel extends EventTarget {
     document.addEventListener("visibilitychange", () => this.start());
   }
 
-  /** Asks now, and goes on while the tab is visible. */
+  /** Polls now, and continues while the tab is visible. */
   start() {
     clearTimeout(this._timer);
     if (document.visibilityState === "visible" && !this._asking) this._poll();

@@ -1,8 +1,8 @@
-// An answer's text: paragraphs, fenced code and `code`, all as text nodes.
+// Renders an answer's text: paragraphs, fenced code and `code`, all as text nodes.
 
 import { el } from "./dom.js";
 
-/** `[{code, text}]`; a fence that is still open holds all that follows. */
+/** `[{code, text}]`; an open fence contains the rest of the text. */
 export function blocks(text) {
   const found = [];
   let code = null, lines = [];
@@ -28,7 +28,7 @@ function drawn({ code, text }) {
   return el("p", {}, ...pieces.map((piece, i) => (i % 2 ? el("code", { text: piece }) : piece)).filter((p) => p !== ""));
 }
 
-/** Draws a text into an element, leaving the blocks that did not change: what is selected there stays selected. */
+/** Renders text into an element; keeps unchanged blocks, so that selections survive. */
 export function draw(into, text) {
   const wanted = blocks(text);
   wanted.forEach((block, i) => {

@@ -1,4 +1,4 @@
-// How the parts of a prompt came about, as a strip and as the text itself, and the race with and without the cache.
+// Prompt provenance (cached, relocated, computed) as a strip and as coloured text; TTFT with and without the cache.
 
 import { count, duration, el, ratio } from "./dom.js";
 
@@ -15,7 +15,7 @@ function sums(parts) {
   return found;
 }
 
-/** The prompt as one strip, its parts as long as they have tokens. */
+/** Draws the prompt as a strip; a part's length is its number of tokens. */
 export function strip(parts) {
   const label = Object.entries(sums(parts)).filter(([, n]) => n).map(([kind, n]) => `${count(n)} ${KINDS[kind][0]}`);
   const made = el("div", { class: "strip", role: "img", "aria-label": `Tokens of the prompt: ${label.join(", ")}.` });
@@ -27,13 +27,13 @@ export function strip(parts) {
   return made;
 }
 
-/** At most so many stripes as can be seen: the small ones of repaired tokens are put together. */
+/** Merges small parts of recomputed tokens, so that all stripes are visible. */
 function merged(parts) {
   if (parts.length <= 60) return parts;
   return Object.entries(sums(parts)).map(([reading, tokens]) => ({ reading, tokens })).filter((p) => p.tokens);
 }
 
-/** The text of the prompt, coloured, under a key to the colours. */
+/** Renders the prompt's text in colours, with a legend. */
 export function reading(parts) {
   const key = el("ul", { class: "key" });
   for (const [kind, tokens] of Object.entries(sums(parts))) {
@@ -47,7 +47,7 @@ export function reading(parts) {
   return el("div", { class: "reading" }, key, prompt);
 }
 
-/** Two bars: the time to the first token with what was cached, and without. */
+/** Draws two bars: time to first token with and without the cache. */
 export function race(withMs, withoutMs, cachedTokens) {
   const longest = Math.max(withMs, withoutMs, 1e-3);
   const made = el("div", { class: "race" });

@@ -1,4 +1,4 @@
-// What one can begin with. The text is from "Alice's Adventures in Wonderland" (Lewis Carroll, 1865; public domain).
+// Sample prompts. The text is from "Alice's Adventures in Wonderland" (Lewis Carroll, 1865; public domain).
 
 const PAGE = `Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what is the use of a book," thought Alice "without pictures or conversations?"
 

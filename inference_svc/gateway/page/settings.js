@@ -1,4 +1,4 @@
-// The drawer of settings, the key that a node may ask for, and the theme.
+// Settings drawer, API key dialog, and theme switch.
 
 import { byId, count, el } from "./dom.js";
 import { loadSettings, salt, saveSettings, setApiKey, setSalt, setTheme } from "./storage.js";
@@ -24,7 +24,7 @@ export class Settings {
     if (field) byId(field).focus();
   }
 
-  /** The models that are served; a choice only where there are several. */
+  /** Shows the served models; a choice only with several. */
   offer(ids) {
     if (!ids.includes(this.values.model)) this.values.model = ids[0] ?? "";
     byId("model-choice").replaceChildren(...ids.map((id) => el("option", { value: id, text: id })));
@@ -53,7 +53,7 @@ function whole(text, otherwise) {
   return found >= 1 ? Math.min(found, 32768) : otherwise;
 }
 
-/** Asks for the key, once at a time; `then` is called when one was given. */
+/** Opens the key dialog, once at a time; calls `then` with a key. */
 export function askForKey(why, then) {
   const dialog = byId("key");
   if (dialog.open) return;
@@ -68,7 +68,7 @@ export function askForKey(why, then) {
   dialog.showModal();
 }
 
-/** The switch between light and dark, which begins with the system's. */
+/** Theme switch; initially the system's theme. */
 export function themeSwitch() {
   const button = byId("theme"), system = matchMedia("(prefers-color-scheme: dark)");
   const dark = () => (document.documentElement.dataset.theme ?? (system.matches ? "dark" : "light")) === "dark";
@@ -83,5 +83,5 @@ export function themeSwitch() {
   say();
 }
 
-/** How long a text is, for one line. */
+/** Describes a text's length in one line. */
 export const aboutText = (text) => `About a text of ${count(text.length)} characters: ${text.replace(/\s+/g, " ").slice(0, 120)}`;

@@ -1,11 +1,11 @@
-// What stays in this browser: the conversation and the settings; the key and the salt only as long as the tab.
+// Browser storage: conversation and settings in localStorage; key and salt only per tab.
 
 const CHAT = "kvsidecar.chat", SETTINGS = "kvsidecar.settings", THEME = "kvsidecar.theme";
 const KEY = "kvsidecar.key", SALT = "kvsidecar.salt";
 
 export const DEFAULTS = { model: "", temperature: 0.7, maxTokens: 256, reuse: true };
 
-/** `store` is named: where a browser keeps nothing, already its mention is an error. */
+/** Takes the store's name: without storage, even accessing the object throws. */
 function read(store, name, otherwise) {
   try {
     return JSON.parse(globalThis[store].getItem(name)) ?? otherwise;
@@ -14,7 +14,7 @@ function read(store, name, otherwise) {
   }
 }
 
-/** False when the browser keeps nothing, or no more. */
+/** Returns false when storage is disabled or full. */
 function write(store, name, value) {
   try {
     if (value === null || value === "") globalThis[store].removeItem(name);
@@ -25,19 +25,19 @@ function write(store, name, value) {
   }
 }
 
-/** `{context, turns}` as it was left, or an empty one. */
+/** Returns the stored `{context, turns}`, or an empty one. */
 export function loadChat() {
   const found = read("localStorage", CHAT, {});
   return { context: String(found.context ?? ""), turns: Array.isArray(found.turns) ? found.turns : [] };
 }
 
-/** Whether a conversation is kept, be it an empty one. */
+/** Whether a conversation is stored, even an empty one. */
 export const hasChat = () => read("localStorage", CHAT, null) !== null;
 
-/** Nothing of it stays, and other tabs are told by their `storage` event. */
+/** Deletes the conversation; other tabs get a `storage` event. */
 export const forgetChat = () => write("localStorage", CHAT, null);
 
-/** Keeps the conversation; if it is too large with what was read of every prompt, without that. False if it cannot. */
+/** Stores the conversation, without prompt provenance if that is too large. Returns false on failure. */
 export function saveChat(chat) {
   const bare = (turn) => ({ ...turn, parts: undefined });
   return write("localStorage", CHAT, { ...chat, turns: chat.turns.map((t, i) => (i === chat.turns.length - 1 ? t : bare(t))) })
@@ -47,7 +47,7 @@ export function saveChat(chat) {
 export const loadSettings = () => ({ ...DEFAULTS, ...read("localStorage", SETTINGS, {}) });
 export const saveSettings = (settings) => write("localStorage", SETTINGS, settings);
 
-// Where the browser keeps nothing, these hold until the page is left.
+// Without storage, these values last until the page is closed.
 const held = new Map();
 const ofTab = (name) => held.get(name) ?? read("sessionStorage", name, "");
 function holdForTab(name, text) {
@@ -60,9 +60,9 @@ export const setApiKey = (key) => holdForTab(KEY, key);
 export const salt = () => ofTab(SALT);
 export const setSalt = (text) => holdForTab(SALT, text);
 
-/** The theme is plain text: `theme.js` reads it before any module is there. */
+/** The theme is stored as plain text: `theme.js` reads it before modules load. */
 export function setTheme(name) {
   try {
     localStorage.setItem(THEME, name);
-  } catch { /* it holds until the page is left */ }
+  } catch { /* without storage it lasts until the page is closed */ }
 }

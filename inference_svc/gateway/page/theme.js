@@ -1,4 +1,4 @@
-// Before anything is drawn: the theme that was chosen here, if one was.
+// Applies the chosen theme before the first paint.
 (() => {
   try {
     const chosen = localStorage.getItem("kvsidecar.theme");

@@ -1,4 +1,4 @@
-// One turn on the screen: a question, or an answer with its numbers and what can be asked about it.
+// Renders one turn: a question, or an answer with its statistics and actions.
 
 import { count, duration, el } from "./dom.js";
 import { draw } from "./prose.js";
@@ -8,7 +8,7 @@ export function question(text) {
   return el("div", { class: "turn user", text });
 }
 
-/** An answer. `asks` has `compare(turn)` and `retry(turn)`; `show(turn)` draws it as it stands. */
+/** An answer's view. `asks` has `compare(turn)` and `retry(turn)`; `show(turn)` renders the current state. */
 export class Answer {
   constructor(asks) {
     this._asks = asks;

@@ -1,4 +1,4 @@
-"""``/v1/responses`` (https://platform.openai.com/docs/api-reference/responses): text and calls of functions.
+"""``/v1/responses`` (https://platform.openai.com/docs/api-reference/responses): text and function calls.
 
-A request becomes one of chat completions; here is only the other form of both.
+Converts requests to chat completions, and answers back. May import the rest of ``inference_svc.gateway`` but ``fleet``.
 """

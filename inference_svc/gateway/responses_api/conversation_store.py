@@ -1,4 +1,4 @@
-"""Conversations that a later request may go on from (``previous_response_id``), in memory and bounded."""
+"""Bounded in-memory store of conversations that requests may continue (``previous_response_id``)."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from typing import Any
 from kvsidecar.errors import InvalidRequest, UnknownResponse
 
 from inference_svc.gateway.body_reader import INLINE_BYTES
-from inference_svc.gateway.openai_format import written
+from inference_svc.gateway.openai_format import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
-_OVERHEAD_BYTES = 1024  # of the objects around two texts
+_OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A response, and the messages of the chat up to it, as JSON: a text's size in memory is its length."""
+class StoredResponse:
+    """A response and the chat up to it, both as JSON.
+
+    A JSON text's length is its size in memory.
+    """
 
     id: str
     response: bytes
     messages: bytes
 
     @classmethod
-    def of(cls, response: dict[str, Any], messages: list[dict[str, Any]]) -> Stored:
-        return cls(response["id"], written(response), written(messages))
+    def of(cls, response: dict[str, Any], messages: list[dict[str, Any]]) -> StoredResponse:
+        return cls(response["id"], json_bytes(response), json_bytes(messages))
 
     @property
     def num_bytes(self) -> int:
         return len(self.response) + len(self.messages) + _OVERHEAD_BYTES
 
 
-class _Shelf:
+class _TenantResponses:
     """One tenant's responses, the oldest first."""
 
     def __init__(self) -> None:
-        self.stored: OrderedDict[str, Stored] = OrderedDict()
+        self.stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self.num_bytes = 0
 
-    def add(self, stored: Stored) -> None:
+    def add(self, stored: StoredResponse) -> None:
         self.stored[stored.id] = stored
         self.num_bytes += stored.num_bytes
 
@@ -52,13 +55,12 @@ class _Shelf:
         self.remove(next(iter(self.stored)))
 
 
-class Memory:
-    """The last responses of each tenant. They go with the process.
+class ConversationStore:
+    """The latest responses of each tenant, until the process ends.
 
-    A tenant's newer responses evict its own older ones, and no others while all tenants together are within
-    ``max_bytes_in_all``; beyond that the tenant that has the most bytes loses its oldest. A tenant finds its own
-    responses alone: another's id is as unknown as one that never was. Changed on the event loop; ``messages`` may be
-    called in any thread.
+    A tenant's new responses evict its own oldest ones. When all tenants together exceed ``max_bytes_in_all``, the
+    tenant with the most bytes loses its oldest. A tenant can only read its own responses: another's id is unknown to
+    it. Changed on the event loop; ``messages`` may be called in any thread.
     """
 
     def __init__(
@@ -68,27 +70,27 @@ class Memory:
         max_bytes_in_all: int = _MAX_BYTES_IN_ALL,
     ) -> None:
         self._max_responses, self._max_bytes, self._max_in_all = max_responses, max_bytes, max_bytes_in_all
-        self._shelves: dict[Hashable, _Shelf] = {}
+        self._tenants: dict[Hashable, _TenantResponses] = {}
 
     @property
     def num_bytes(self) -> int:
-        return sum(shelf.num_bytes for shelf in self._shelves.values())
+        return sum(responses.num_bytes for responses in self._tenants.values())
 
-    def keep(self, tenant: Hashable, stored: Stored) -> None:
-        """Keeps a response."""
-        own = self._shelves.setdefault(tenant, _Shelf())
+    def keep(self, tenant: Hashable, stored: StoredResponse) -> None:
+        """Store a response."""
+        own = self._tenants.setdefault(tenant, _TenantResponses())
         own.add(stored)
         while len(own.stored) > self._max_responses or own.num_bytes > self._max_bytes:
             own.evict()
         while self.num_bytes > self._max_in_all:
-            max(self._shelves.values(), key=lambda shelf: shelf.num_bytes).evict()
+            max(self._tenants.values(), key=lambda responses: responses.num_bytes).evict()
 
     def is_large(self, tenant: Hashable) -> bool:
-        """Whether what a tenant keeps is too large to be decoded on the event loop."""
-        return tenant in self._shelves and self._shelves[tenant].num_bytes > INLINE_BYTES
+        """Return whether a tenant's responses are too large to decode on the event loop."""
+        return tenant in self._tenants and self._tenants[tenant].num_bytes > INLINE_BYTES
 
     def messages(self, tenant: Hashable, response_id: str | None) -> list[dict[str, Any]]:
-        """The chat up to a response; empty for None. Raises InvalidRequest for one that is not kept."""
+        """Return the chat up to a response; empty for None. Raises InvalidRequest for an unknown response."""
         if response_id is None:
             return []
         try:
@@ -98,17 +100,17 @@ class Memory:
         return found
 
     def response(self, tenant: Hashable, response_id: str) -> bytes:
-        """JSON. Raises UnknownResponse."""
+        """Return a response as JSON. Raises UnknownResponse."""
         return self._find(tenant, response_id).response
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
-        """Raises UnknownResponse."""
+        """Delete a response. Raises UnknownResponse."""
         self._find(tenant, response_id)
-        self._shelves[tenant].remove(response_id)
+        self._tenants[tenant].remove(response_id)
 
-    def _find(self, tenant: Hashable, response_id: str) -> Stored:
-        shelf = self._shelves.get(tenant)
-        found = None if shelf is None else shelf.stored.get(response_id)
+    def _find(self, tenant: Hashable, response_id: str) -> StoredResponse:
+        responses = self._tenants.get(tenant)
+        found = None if responses is None else responses.stored.get(response_id)
         if found is None:
             raise UnknownResponse(
                 f"the response {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"

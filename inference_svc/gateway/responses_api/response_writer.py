@@ -1,4 +1,4 @@
-"""An answer in the form of ``/v1/responses``: its items and events, in the order in which the pieces came."""
+"""Writes answers of ``/v1/responses``: items and events, in the order of the chunks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
-from inference_svc.gateway.merged_stream import Piece, with_first
-from inference_svc.gateway.request_log import line
-from inference_svc.gateway.responses_api.conversation_store import Stored
+from inference_svc.gateway.generation import ChoiceChunk, prepend
+from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.responses_api.conversation_store import StoredResponse
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest, add_call
 
 
 class ResponseWriter:
-    """One response. ``whole`` or ``stream`` is called once, and hands it to ``keep`` if it is to be stored."""
+    """Writes one response. Call ``whole`` or ``stream`` once; it passes the response to ``keep`` if it is stored."""
 
     def __init__(
-        self, request: ResponsesRequest, model: str, keep: Callable[[Stored], None], chat: list[dict[str, Any]]
+        self, request: ResponsesRequest, model: str, keep: Callable[[StoredResponse], None], chat: list[dict[str, Any]]
     ) -> None:
-        """``chat`` are the messages that the answer is to, without the instructions."""
+        """``chat`` are the messages that are answered, without the instructions."""
         self._request, self._keep, self._chat = request, keep, chat
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
@@ -60,33 +60,33 @@ class ResponseWriter:
         if not isinstance(self._body["tool_choice"], str):
             self._body["tool_choice"] = self._body["tool_choice"].model_dump()
 
-    async def whole(self, pieces: AsyncIterator[Piece]) -> bytes:
-        """JSON."""
+    async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
+        """Return the response as JSON."""
         async for piece in pieces:
             self._add(piece.part)
         await self._store()
-        return await asyncio.to_thread(openai_format.written, self._body)
+        return await asyncio.to_thread(openai_format.json_bytes, self._body)
 
-    async def stream(self, first: Piece, pieces: AsyncIterator[Piece]) -> AsyncIterator[bytes]:
+    async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         self._explain(first.part)
         yield await self._of_response("response.created")
         yield await self._of_response("response.in_progress")
         try:
-            async for piece in with_first(first, pieces):
+            async for piece in prepend(first, pieces):
                 for event in self._add(piece.part):
                     yield event
             if self._body["usage"] is not None:
-                await self._store()  # before the client learns that it may go on from here
+                await self._store()  # before the client learns the id and continues from it
                 yield await self._of_response(f"response.{self._body['status']}")
         except KVSidecarError as error:
-            line().abort(error.reason)
+            log_line().abort(error.reason)
             self._body |= {"status": "failed", "error": {"code": "server_error", "message": str(error)}}
             yield await self._of_response("response.failed")
 
     # ---- pieces ---------------------------------------------------------------------------------------------
 
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
-        """What a piece adds, as events."""
+        """Add a message of the worker; return its events."""
         self._explain(part)
         events: list[bytes] = []
         if part.text:
@@ -99,7 +99,7 @@ class ResponseWriter:
 
     def _explain(self, part: pb.GenerateStreamResponse) -> None:
         if part.prompt_parts:
-            self._body |= openai_format.explained(part)
+            self._body |= openai_format.prompt_provenance(part)
 
     def _say(self, text: str) -> list[bytes]:
         events = []
@@ -169,12 +169,12 @@ class ResponseWriter:
         return events
 
     async def _store(self) -> None:
-        """Keeps the response, unless it is not to be stored or broke off."""
+        """Store the response, unless ``store`` is false or it is incomplete."""
         if self._request.store is not False and self._body["usage"] is not None:
-            self._keep(await asyncio.to_thread(Stored.of, self._body, [*self._chat, *self._answer()]))
+            self._keep(await asyncio.to_thread(StoredResponse.of, self._body, [*self._chat, *self._answer()]))
 
     def _answer(self) -> list[dict[str, Any]]:
-        """The answer as messages of a chat."""
+        """Return the answer as chat messages."""
         messages: list[dict[str, Any]] = []
         for item in self._items:
             if item["type"] == "message":
@@ -187,10 +187,10 @@ class ResponseWriter:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
 
     async def _of_response(self, kind: str) -> bytes:
-        """An event with the whole response, which may be large: the request's metadata and tools are in it."""
+        """Encode an event with the complete response, in a thread: metadata and tools may make it large."""
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.written, body))
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.json_bytes, body))
 
     def _event(self, kind: str, **body: Any) -> bytes:
         data = json.dumps({"type": kind, "sequence_number": self._sent, **body}, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Requests of ``/v1/responses``, and the chat that each is."""
+"""Schemas of ``/v1/responses``, and their conversion to chat requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from inference_svc.gateway.chat_messages import TextAlone
 from inference_svc.gateway.request_schema import DEFAULT_LENGTH, CacheTtl, ChatRequest
 from inference_svc.gateway.response_format import JsonSchema
 
-# OpenAI's default, which asks for nothing.
+# OpenAI's default, which has no effect.
 _USUAL_EFFORT = ("effort", "medium")
 
 
 class Part(BodyModel):
-    """A part of a message's content; ``annotations`` and ``logprobs`` stand in answers that are sent back."""
+    """A text part of a message; answers that are sent back have ``annotations`` and ``logprobs``."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
@@ -34,7 +34,7 @@ class _Item(BodyModel):
 
 
 class MessageItem(_Item):
-    """What somebody said."""
+    """A message of any role."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -43,7 +43,7 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
-    """A call that the model asked for."""
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: str
@@ -53,7 +53,7 @@ class CallItem(_Item):
 
 
 class ResultItem(_Item):
-    """What came of a call."""
+    """The result of a function call."""
 
     type: Literal["function_call_output"]
     call_id: str
@@ -61,7 +61,7 @@ class ResultItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """What was thought: no part of the prompt."""
+    """Reasoning of an answer; not part of the prompt."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], FIRST_ERROR] | None = None
@@ -73,7 +73,7 @@ Item = MessageItem | CallItem | ResultItem | ReasoningItem
 
 
 class FunctionTool(BodyModel):
-    """A function; other kinds of tools would run on a server."""
+    """A function tool; OpenAI's other tools run on its servers and are not supported."""
 
     type: Literal["function"]
     name: str
@@ -128,10 +128,10 @@ class ResponsesRequest(BodyModel):
     cache_salt: str = ""
     cache_ttl_seconds: CacheTtl = None
     explain: bool = False
-    """Say which parts of the prompt had been read before."""
+    """Report which parts of the prompt were cached."""
 
     def messages(self) -> list[dict[str, Any]]:
-        """The input as messages of a chat."""
+        """Return the input as chat messages."""
         if isinstance(self.input, str):
             return [{"role": "user", "content": self.input}]
         if not self.input:
@@ -147,7 +147,7 @@ class ResponsesRequest(BodyModel):
         return found
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """The chat that goes on from ``before``. Raises InvalidRequest, UnsupportedOption."""
+        """Return the chat request that continues ``before``. Raises InvalidRequest, UnsupportedOption."""
         reasoning = {name: asked for name, asked in (self.reasoning or {}).items() if (name, asked) != _USUAL_EFFORT}
         for name, asked in (("include", self.include or []), ("reasoning", reasoning.values())):
             if any(asked):
@@ -191,7 +191,7 @@ class ResponsesRequest(BodyModel):
 
 
 def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    """Adds a call to the assistant's last message, or as a new one."""
+    """Add a call to the assistant's last message, or as a new message."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""Models in GGUF, llama.cpp's format: read without loading them, written out once as folders that transformers reads.
+"""GGUF models (llama.cpp's format), converted once to folders that transformers reads.
 
-Imports ``gguf`` for the numbers of the format and for its quantizations, ``transformers`` for tokenizers.
+Imports ``gguf`` for the format's constants and quantizations, and ``transformers`` for tokenizers.
 """

@@ -1,7 +1,7 @@
-"""A model's configuration from a GGUF file's metadata, as transformers has it.
+"""Builds transformers configurations from GGUF metadata.
 
-What llama.cpp knows by itself and therefore does not write down (which layers of Gemma have a window, how its scores
-are scaled) is filled in here; what is written as tensors (frequencies of LongRoPE and Llama 3) is read from them.
+Facts that llama.cpp has in its code and not in the file (the windowed layers of Gemma, the scaling of its scores) are
+added here; values that the file has as tensors (frequencies of LongRoPE and Llama 3) are read from them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from inference_svc.models.gguf.gguf_file import GgufFile
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _DEFAULT_THETA, _GEMMA3_LOCAL_THETA, _GEMMA3_PATTERN = 10_000.0, 10_000.0, 6
-# Llama 3's scaling, of which a file holds only the result: its paper's bounds, and the context before it.
+# Llama 3's scaling, of which a file holds only the result: the bounds of its paper, and the original context.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# Of the Gemmas, these scale scores by the model's width per head instead of by the head's: by their number of layers.
+# Gemma models with this number of layers scale scores by model width per head instead of by head dimension.
 _WIDTH_SCALED = {"gemma2": 46, "gemma3": 62}
 
 
 @dataclass(frozen=True)
 class GgufArchitecture:
-    """What one of GGUF's architectures is in transformers."""
+    """A GGUF architecture's names in transformers."""
 
     model_type: str
     class_name: str
@@ -46,7 +46,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(file: GgufFile) -> GgufArchitecture:
-    """Raises ModelUnsupported for an architecture that cannot be read, by its name."""
+    """Look up a file's architecture. Raises ModelUnsupported, with its name, for an unsupported one."""
     found = ARCHITECTURES.get(file.architecture)
     if found is None:
         raise ModelUnsupported(
@@ -60,7 +60,7 @@ def architecture_of(file: GgufFile) -> GgufArchitecture:
 
 
 def config_of(file: GgufFile) -> Any:
-    """The configuration. Raises ModelUnsupported when the metadata lacks a part of it, or says what cannot be done."""
+    """Build the configuration. Raises ModelUnsupported for missing or unsupported metadata."""
     kind = architecture_of(file)
     heads, width = _number(file, "attention.head_count"), _number(file, "embedding_length")
     head_dim = file.get("attention.key_length") or width // heads
@@ -194,7 +194,7 @@ def _longrope(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, turned: int, theta: float) -> dict[str, Any]:
-    """Llama 3's scaling by its divisors of frequencies. Raises ModelUnsupported for others."""
+    """Recover Llama 3's scaling from its frequency divisors. Raises ModelUnsupported for other divisors."""
     divisors = _floats(file, "rope_freqs.weight")
     if len(divisors) != turned // 2:
         raise ModelUnsupported(f"{file.path} has {len(divisors)} rope_freqs for {turned} rotated channels")

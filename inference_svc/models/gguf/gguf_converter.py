@@ -1,6 +1,6 @@
-"""Writes a GGUF file out as a folder of safetensors, once; later starts find it by the file's checksum.
+"""Converts a GGUF file to a folder of safetensors, once; later starts find it by checksum.
 
-Weights are written in the type that they will be computed in. At most a piece of a weight is in memory at a time.
+Weights are written in the dtype of the computation. At most one piece of a weight is in memory at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import structlog
 import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import SOURCE, Known, Library, check_room
+from kvsidecar.models.model_library import SOURCE, GgufRecord, ModelLibrary, check_disk_space
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from inference_svc.models.gguf.gguf_config import config_of
@@ -27,30 +27,30 @@ from inference_svc.models.safetensors_writer import SafetensorsWriter, TensorSpe
 
 log = structlog.get_logger("model")
 
-# Raise it when what is written changes: older folders are written again.
+# Raise it when the converted folders change: older ones are converted again.
 _VERSION = 1
-# Tokens that end a turn, where a chat template writes them; files name only one in their metadata.
+# Tokens that end a turn, if a chat template writes them; files name only one in their metadata.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
-# What a model's makers may recommend; generation_config.json's names are ours.
+# Sampling defaults that generation_config.json may recommend, by its names.
 SAMPLING = ("temperature", "top_p", "top_k")
 
 
 @dataclass(frozen=True)
 class GgufSource:
-    """A GGUF file as it is known before it is written out."""
+    """A GGUF file before its conversion."""
 
     path: Path
     dtype: torch.dtype  # of its weights; bfloat16 when they are quantized
-    known: Known
+    known: GgufRecord
 
 
-def open_source(path: Path, library: Library | None = None) -> GgufSource:
-    """Reads a file's header, or what was noted about it. Raises ModelUnsupported."""
-    library = library or Library()
+def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
+    """Read a file's header, or the library's note about it. Raises ModelUnsupported."""
+    library = library or ModelLibrary()
     known = library.known(path)
     if known is None:
         file = read_gguf(path)
-        config_of(file)  # what cannot be served is refused before gigabytes are read for a checksum
+        config_of(file)  # refuse an unsupported model before reading gigabytes for a checksum
         log.info("reading the file's checksum", file=str(path), size=format_size(path.stat().st_size))
         known = library.remember(path, str(_own_dtype(file)).removeprefix("torch."))
     return GgufSource(path, getattr(torch, known.dtype), known)
@@ -63,11 +63,17 @@ def _own_dtype(file: GgufFile) -> torch.dtype:
 
 
 def convert_gguf(
-    source: GgufSource, dtype: torch.dtype, library: Library | None = None, progress: ProgressCallback | None = None
+    source: GgufSource,
+    dtype: torch.dtype,
+    library: ModelLibrary | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Path:
-    """The folder of a file's model in a dtype, written first if it is not there. ``progress`` is told of elements done
-    and elements in all. Raises ModelUnsupported, and ConfigurationError where it cannot be written."""
-    library = library or Library()
+    """Return the folder of a file's model in a dtype, converting it first if needed.
+
+    ``progress`` gets the number of converted elements and the total. Raises ModelUnsupported, and ConfigurationError if
+    the folder cannot be written.
+    """
+    library = library or ModelLibrary()
     target = _place(source, dtype, library.root / "converted")
     if target.is_dir():
         return target
@@ -82,7 +88,7 @@ def convert_gguf(
 
 
 def _place(source: GgufSource, dtype: torch.dtype, parent: Path) -> Path:
-    """Where a file's model in a dtype lies, or will: under any name, if its contents are the same."""
+    """Path of the converted folder: an existing one of the same contents under any name, else a new one."""
     end = f"{source.known.sha256[:16]}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
     found = next(iter(sorted(parent.glob(f"[!.]*-{end}"))), None)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.path.stem).lstrip(".-")[:40]
@@ -94,7 +100,7 @@ def _write(source: GgufSource, folder: Path, dtype: torch.dtype, progress: Progr
     config = config_of(file)
     weights = weights_of(file, config)
     size = sum(w.elements for w in weights) * dtype.itemsize
-    check_room(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
+    check_disk_space(f"writing {source.path.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
     log.info("writing the model out for later starts", file=source.path.name, size=format_size(size))
     tokenizer = _tokenizer(file)
     tokenizer.save_pretrained(folder)
@@ -129,8 +135,10 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
 
 
 def _generation(file: GgufFile, config: Any, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:
-    """What ends an answer: the file's own ends, and the turn's end that its chat template writes. How it is sampled is
-    what a generation_config.json beside the file says."""
+    """Generation config with the file's end tokens and those of its chat template.
+
+    Sampling defaults come from a generation_config.json beside the file.
+    """
     named = [file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
     template = str(file.metadata.get("tokenizer.chat_template", ""))
     special = tokenizer.get_added_vocab()

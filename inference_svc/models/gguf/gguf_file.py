@@ -1,7 +1,7 @@
-"""A GGUF file's header (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) and its tensors, still packed.
+"""Reads GGUF headers and packed tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-The ``gguf`` package's own reader makes an object of every token: 24 s for a vocabulary of 262,144. Here strings in
-lists are skipped, which takes half a second.
+The ``gguf`` package's own reader creates an object for every token: 24 s for a vocabulary of 262,144. This one skips
+lists of strings, which takes half a second.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
-# What the gguf package unpacks. Q8_1 and Q8_K exist only while llama.cpp computes, the integers hold no weights.
+# Types that the gguf package unpacks. Q8_1 and Q8_K exist only while llama.cpp computes; integer types hold no weights.
 UNPACKED = frozenset(
     "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S "
     "IQ4_NL IQ4_XS TQ1_0 TQ2_0 MXFP4".split()
@@ -34,7 +34,7 @@ UNPACKED = frozenset(
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor lies. ``shape`` is torch's, the longest stride first."""
+    """Location and type of a tensor. ``shape`` is in torch's order, the longest stride first."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A file's metadata, without the contents of its lists of strings, and its tensors."""
+    """A file's metadata (without lists of strings) and its tensors."""
 
     path: Path
     metadata: dict[str, Any]
@@ -56,11 +56,11 @@ class GgufFile:
         return str(self.metadata.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture's own metadata, such as ``attention.head_count``."""
+        """Return a value of the architecture's metadata, such as ``attention.head_count``."""
         return self.metadata.get(f"{self.architecture}.{key}", default)
 
     def need(self, key: str) -> Any:
-        """The same. Raises ModelUnsupported when it is not there."""
+        """Like ``get``; raises ModelUnsupported if the value is missing."""
         found = self.get(key)
         if found is None:
             raise ModelUnsupported(f"{self.path} has no {self.architecture}.{key}, which its model cannot do without")
@@ -79,8 +79,11 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Reads a file's header. Raises ModelUnsupported for what is no GGUF file, is damaged, is one part of several, or
-    holds a quantization that cannot be unpacked, by its name."""
+    """Read a file's header.
+
+    Raises ModelUnsupported for a file that is not GGUF, is corrupt, is one part of several, or holds an unsupported
+    quantization.
+    """
     try:
         with path.open("rb") as data, mmap.mmap(data.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
             found = _parse(path, _Cursor(mapped), len(mapped))
@@ -102,14 +105,14 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Cursor:
-    """Reads little-endian values one after the other."""
+    """Cursor that reads little-endian values."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
         self.at = 0
 
     def take(self, count: int) -> bytes:
-        """The next bytes. Raises ValueError behind the end."""
+        """Read the next bytes. Raises ValueError past the end."""
         if count > len(self._data) - self.at:
             raise ValueError(f"it ends at byte {len(self._data)}, in the middle of its header")
         found = self._data[self.at : self.at + count]
@@ -126,7 +129,7 @@ class _Cursor:
         return self.take(self.one("Q")).decode("utf-8")
 
     def value(self, kind: int) -> Any:
-        """A value of metadata; a list of strings as the number of them."""
+        """Read a metadata value; a list of strings yields its length."""
         if kind in _SCALARS:
             return self.one(_SCALARS[kind])
         if kind == _STRING:

@@ -1,4 +1,4 @@
-"""A GGUF file's weights under transformers' names, unpacked a piece at a time."""
+"""GGUF weights under transformers' names, unpacked piece by piece."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from inference_svc.models.gguf.gguf_file import GgufFile, TensorInfo
 # Elements that are unpacked at once: 16 MiB of float32.
 _PIECE_ELEMENTS = 1 << 22
 _ONE_ADDED = ("gemma2", "gemma3")  # llama.cpp stores the weights of their norms plus one
-_PAIRED = ("llama",)  # llama.cpp turns neighbouring channels of their heads, transformers channels half a head apart
+_PAIRED = ("llama",)  # llama.cpp rotates neighbouring channels of a head, transformers channels half a head apart
 
 
 @dataclass(frozen=True)
 class GgufWeight:
-    """One weight of a model, and where it comes from."""
+    """One weight of a model, and its tensor in the file."""
 
     name: str
     shape: tuple[int, ...]
     source: TensorInfo
-    heads: int = 0  # whose rows must be taken out of llama.cpp's order; none when 0
-    less: float = 0.0  # what must be subtracted
+    heads: int = 0  # number of heads whose rows must be reordered from llama.cpp's order; 0: none
+    less: float = 0.0  # subtracted from the values
 
     @property
     def elements(self) -> int:
         return prod(self.shape)
 
     def pieces(self, file: GgufFile, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The weight as flat tensors, one after the other."""
+        """Yield the weight as consecutive flat tensors."""
         packed = file.packed(self.source)
-        # Rows are put in order before they are unpacked: that moves a quarter of the bytes, and needs no whole tensor.
+        # Packed rows are reordered before unpacking: that moves a quarter of the bytes, and needs no whole tensor.
         order = row_order(len(packed), self.heads) if self.heads and len(self.shape) > 1 else None
         step = max(1, _PIECE_ELEMENTS // self.shape[-1])
         for at in range(0, len(packed), step):
@@ -55,14 +55,16 @@ class GgufWeight:
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:
-    """Where in llama.cpp's order each of transformers' rows of a rotated projection is."""
+    """Indices in llama.cpp's order of transformers' rows of a rotary projection."""
     half = rows // heads // 2
     return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
 
 
 def weights_of(file: GgufFile, config: Any) -> list[GgufWeight]:
-    """All weights of the model that ``config`` describes. Raises ModelUnsupported when the file lacks one, has one of
-    another shape, or holds what nobody asked for."""
+    """List the weights of the model that ``config`` describes.
+
+    Raises ModelUnsupported if the file lacks one, has one of another shape, or holds an unexpected tensor.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = get_tensor_name_map(_arch(file), int(config.num_hidden_layers))

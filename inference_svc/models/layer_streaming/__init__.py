@@ -1,5 +1,5 @@
-"""Models larger than memory: layers are read from a file in kernel layout, ahead of the forward that needs them.
+"""Layer streaming for models larger than memory: layers are read from a file ahead of the step that needs them.
 
-``loading`` puts it together. May import ``inference_svc.model_runner.fused_layers`` (what a layer is made of) and no
-more of the engine.
+``streamed_model`` assembles it. Imports ``models.linear`` and ``model_runner.fused_layers``, and nothing else of the
+engine.
 """

@@ -1,4 +1,4 @@
-"""Memory that weights are read into."""
+"""Page-aligned memory for weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ _HUGE = 2 << 20
 
 
 def aligned_memory(size_bytes: int) -> Tensor:
-    """Memory that begins at a page, uint8 ``[size_bytes]``; as large pages where the system gives some. It is taken as
-    it is written to."""
-    # Private: of shared memory most systems give no large pages.
+    """Allocate page-aligned memory, uint8 ``[size_bytes]``, as huge pages if available.
+
+    The system commits it as it is written.
+    """
+    # Private: most systems give no huge pages to shared memory.
     pages = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size_bytes >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):

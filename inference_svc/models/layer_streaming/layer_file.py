@@ -1,10 +1,10 @@
-"""A file of layers in kernel layout: the very bytes that products read, so that a read is all it takes to have a layer.
+"""File of layers in kernel layout: reading a layer is all it takes to compute with it.
 
-A folder has three files. ``weights.bin``: weights one after the other, each at a multiple of 4,096 bytes; of a layer
-first those of attention, then those of its feed-forward part, so that either is one read. ``vectors.safetensors``:
-norms and biases, which stay in memory. ``index.json``: a line with the checksum (XXH3, 64 bits, hexadecimal) of the
-rest, then what lies where and the checksum of each weight. The folder appears whole or not at all
-(``kvsidecar.models.model_library``); whoever opens it reads it once to check it.
+A folder has three files. ``weights.bin``: weights in sequence, each at a multiple of 4,096 bytes; in each layer first
+those of attention, then those of the feed-forward part, so that either is one read. ``vectors.safetensors``: norms and
+biases, which stay in memory. ``index.json``: a line with the checksum (XXH3, 64 bits, hexadecimal) of the rest, then
+offset and checksum of each weight. The folder appears whole or not at all (``kvsidecar.models.model_library``); every
+open reads it once to verify it.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.weight_form import WeightForm
 
 WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
-# Raise it when a folder's contents change: older ones are not found then.
+# Raise it when a folder's format changes: older folders are not found then.
 VERSION = 4
 ALIGNMENT = 4096
-# Read at a time: between two reads a reader sees whether it is still wanted.
+# Bytes per read: between two reads, a reader checks whether it is still needed.
 STRIDE = 8 << 20
-# Less is not worth a lane of its own.
+# Smaller reads are not worth a thread of their own.
 _MIN_STRIDE = 256 << 10
-# Reads under way at one time, past the page cache: the kernel has no others to keep the disk busy with.
+# Concurrent direct reads: past the page cache, the kernel has no read-ahead to keep the disk busy.
 _READ_THREADS = 4
-# Checked at a time.
+# Bytes per step of a verification.
 CHECK_BYTES = _READ_THREADS * STRIDE
 
 
 class LayerFileDamaged(KVSidecarError):
-    """The file is not as it was written."""
+    """The file is corrupt, or was written for another machine."""
 
 
 def padded(size_bytes: int) -> int:
-    """The size with what lies behind it up to the next weight."""
+    """Size including the padding up to the next weight."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """One weight in the file."""
+    """Offset, checksum and form of one weight in the file."""
 
     at: int
     digest: str
@@ -62,7 +62,7 @@ class StoredWeight:
 
     @property
     def end(self) -> int:
-        """Where the next one begins."""
+        """Offset of the next weight."""
         return self.at + padded(self.form.size_bytes)
 
     def as_json(self) -> dict[str, Any]:
@@ -75,10 +75,10 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class LayerIndex:
-    """What a file holds."""
+    """Contents of a layer file."""
 
     fused: bool  # layers are those of engine.fused, else the model's own
-    layers: list[dict[str, StoredWeight]]  # by the name of what computes with it
+    layers: list[dict[str, StoredWeight]]  # by the name of the linear that uses it
     embedding: StoredWeight
     head: StoredWeight
     vectors_digest: str
@@ -98,7 +98,7 @@ class LayerIndex:
 
     @classmethod
     def of_text(cls, text: str) -> LayerIndex:
-        """Raises LayerFileDamaged."""
+        """Parse an index. Raises LayerFileDamaged."""
         digest, _, body = text.rstrip("\n").partition("\n")
         if xxhash.xxh3_64_hexdigest(body.encode()) != digest:
             raise LayerFileDamaged("its index is damaged")
@@ -113,18 +113,20 @@ class LayerIndex:
 
     @property
     def stored(self) -> list[StoredWeight]:
-        """All weights; what embeds and heads share occurs once."""
+        """All weights by offset; a weight shared by embedding and head occurs once."""
         all_ = [self.embedding, *(s for layer in self.layers for s in layer.values()), self.head]
         return sorted({stored.at: stored for stored in all_}.values(), key=lambda stored: stored.at)
 
 
 class LayerFile:
-    """An open file. Reads past the page cache where the file system can (O_DIRECT), else drops from it what was read,
-    so that a limit on memory is not spent on copies. Its file may be removed or replaced meanwhile: what was opened is
-    read on. Reads may come from several threads."""
+    """An open layer file. Reads may come from several threads.
+
+    It reads past the page cache where the file system supports it (O_DIRECT), else it drops pages after reading, so
+    that a memory limit is not spent on copies. The file may be removed or replaced meanwhile: reads go on.
+    """
 
     def __init__(self, folder: Path, direct: bool = True) -> None:
-        """Raises LayerFileDamaged."""
+        """Open a folder and check its index. Raises LayerFileDamaged."""
         self.folder = folder
         try:
             self.index = LayerIndex.of_text((folder / INDEX).read_text(encoding="utf-8"))
@@ -156,7 +158,7 @@ class LayerFile:
         page = aligned_memory(ALIGNMENT)
         try:
             os.preadv(handle, [page.numpy().data], 0)
-        except OSError:  # some file systems say so only now
+        except OSError:  # some file systems fail only at the first read
             os.close(handle)
             return
         weakref.finalize(self, os.close, handle)
@@ -165,8 +167,10 @@ class LayerFile:
         weakref.finalize(self, self._lanes.shutdown, wait=False)
 
     def read(self, memory: memoryview, at: int, go_on: Callable[[], bool] = lambda: True) -> int:
-        """Fills ``memory``, which begins at a page and is whole pages long, with what lies from ``at`` on, as long as
-        ``go_on``. Returns the bytes read. Raises OSError; nobody writes to ``memory`` any more then, either."""
+        """Fill page-aligned ``memory`` of whole pages from offset ``at``, while ``go_on()``.
+
+        Returns the number of bytes read. Raises OSError; no thread writes to ``memory`` any more then, either.
+        """
         stride = self._stride(len(memory))
         parts = [(memory[done : done + stride], at + done) for done in range(0, len(memory), stride)]
         if len(parts) == 1 or not self.direct:
@@ -176,7 +180,7 @@ class LayerFile:
         return sum(read.result() for read in reads)
 
     def _stride(self, size: int) -> int:
-        """How much is read at a time, so that all lanes have as much to do and are done together."""
+        """Bytes per read, so that all threads get equal shares and finish together."""
         if not self.direct:
             return STRIDE
         rounds = -(-size // (_READ_THREADS * STRIDE))
@@ -194,8 +198,10 @@ class LayerFile:
         return done
 
     def rows(self, stored: StoredWeight, numbers: list[int], row_bytes: int) -> NDArray[np.uint8]:
-        """Some rows of a plain weight, ``[numbers, row_bytes]``, by way of the page cache: rows that many prompts have
-        stay there as long as there is room. Raises OSError."""
+        """Read rows of a plain weight, ``[numbers, row_bytes]``, through the page cache. Raises OSError.
+
+        Rows of frequent tokens stay in the page cache.
+        """
         out = np.empty((len(numbers), row_bytes), np.uint8)
         for row, number in zip(out, numbers, strict=True):
             if os.preadv(self._plain, [row.data], stored.at + number * row_bytes) != row_bytes:
@@ -203,11 +209,11 @@ class LayerFile:
         return out
 
     def load(self, stored: StoredWeight, memory: Tensor) -> None:
-        """Reads one weight into ``memory``, uint8 of its padded size, and checks it. Raises LayerFileDamaged."""
+        """Read one weight into ``memory`` (uint8, padded size) and verify it. Raises LayerFileDamaged."""
         self._check(stored, lambda at, size: memory[at - stored.at :][:size])
 
     def check(self, stored: StoredWeight, scratch: Tensor) -> None:
-        """Reads one weight by way of ``scratch``, uint8 ``[CHECKED]``, to check it. Raises LayerFileDamaged."""
+        """Verify one weight by way of ``scratch``, uint8 ``[CHECK_BYTES]``. Raises LayerFileDamaged."""
         self._check(stored, lambda at, size: scratch[:size])
 
     def _check(self, stored: StoredWeight, place: Callable[[int, int], Tensor]) -> None:
@@ -225,7 +231,7 @@ class LayerFile:
 
 
 class LayerWriter:
-    """Writes the files of a folder, weight by weight or several at a time. Raises OSError."""
+    """Writer of a folder's files, one weight or several at a time. Raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._at = folder, 0
@@ -240,22 +246,22 @@ class LayerWriter:
 
     @property
     def written(self) -> int:
-        """Bytes that have a place."""
+        """Bytes that are allocated in the file."""
         return self._at
 
     def region(self, form: WeightForm) -> WeightRegion:
-        """The next weight's place."""
+        """Allocate the region of the next weight."""
         self._at += padded(form.size_bytes)
         return WeightRegion(self._out.fileno(), self._at - padded(form.size_bytes), form)
 
     def put(self, data: Tensor, form: WeightForm) -> StoredWeight:
-        """A whole weight, uint8 ``[size_bytes]``."""
+        """Write a whole weight, uint8 ``[size_bytes]``."""
         region = self.region(form)
         region.add(data)
         return region.done()
 
     def read_back(self, stored: StoredWeight) -> Tensor:
-        """The bytes of a weight that was written."""
+        """Read back a weight that was written."""
         memory = torch.empty(stored.form.size_bytes, dtype=torch.uint8)
         left, at = memory.numpy().data, stored.at
         while left:
@@ -264,14 +270,14 @@ class LayerWriter:
         return memory
 
     def flush(self) -> None:
-        """Brings what was written to the disk and out of memory."""
+        """Flush written weights to the disk, and drop them from the page cache."""
         os.fdatasync(self._out)
         os.posix_fadvise(self._out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def finish(
         self, fused: bool, layers: list[dict[str, StoredWeight]], embedding: StoredWeight, head: StoredWeight
     ) -> None:
-        """Writes the vectors and the index."""
+        """Write the vectors and the index."""
         os.ftruncate(self._out.fileno(), self._at)
         self.flush()
         save_file({name: vector.contiguous() for name, vector in self.vectors.items()}, self._folder / VECTORS)
@@ -281,14 +287,14 @@ class LayerWriter:
 
 
 class WeightRegion:
-    """A weight that is being written from its beginning to its end."""
+    """A weight that is written sequentially."""
 
     def __init__(self, handle: int, at: int, form: WeightForm) -> None:
         self._handle, self._first, self._at, self.form = handle, at, at, form
         self._digest = xxhash.xxh3_64()
 
     def add(self, data: Tensor) -> None:
-        """The next bytes, uint8 ``[bytes]``."""
+        """Append bytes, uint8 ``[bytes]``."""
         left = data.numpy().data
         self._digest.update(left)
         while left:
@@ -296,7 +302,7 @@ class WeightRegion:
             left, self._at = left[count:], self._at + count
 
     def done(self) -> StoredWeight:
-        """The weight, which must be complete."""
+        """Return the complete weight's entry."""
         size = self._at - self._first
         assert size == self.form.size_bytes, f"{size} bytes of {self.form.size_bytes}"
         return StoredWeight(self._first, self._digest.hexdigest(), self.form)

@@ -1,4 +1,4 @@
-"""Writes a model's layers out in kernel layout, layer by layer."""
+"""Builds layer files: writes a model in kernel layout, layer by layer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import structlog
 import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ModelUnsupported
-from kvsidecar.models.model_library import SOURCE, check_room
+from kvsidecar.models.model_library import SOURCE, check_disk_space
 from kvsidecar.process.malloc_tuning import trim_freed_memory
 from torch import Tensor, nn
 
@@ -29,34 +29,34 @@ from inference_svc.models.progress_bar import progress_bar
 
 log = structlog.get_logger("model")
 
-# A layer's products that are not its attention's, by their names in a fused layer and in the models' own.
+# Prefixes of a layer's products outside attention, in fused layers and in the models' own layers.
 _FEED_FORWARD = ("gate_up", "down", "mlp.")
 _NORM, _LAYER = "model.norm.", "model.layers.{}."
 
 
 def is_feed_forward(name: str) -> bool:
-    """Whether a product of a layer belongs to its feed-forward part."""
+    """True if a product of a layer belongs to its feed-forward part."""
     return name.startswith(_FEED_FORWARD)
 
 
 @dataclass(frozen=True)
 class LayerFileRecipe:
-    """What a model's layers are made of, and how."""
+    """Configuration, weights and width from which a model's layers are built."""
 
     config: Any
     attention: str
     dtype: torch.dtype
-    bits: int  # at which linear weights are kept that are not quantized already
+    bits: int  # width of linear weights that are not quantized already
     weight_source: Callable[[], WeightSource]
     name: str
-    source: str  # the file it was made of, or its name
+    source: str  # the original file, or the name of a random model
 
     def meta_model(self) -> tuple[Any, Any]:
         return build_meta_model(self.config, self.dtype, self.attention)
 
     @property
     def packs(self) -> bool:
-        """Whether oneDNN packs weights that are not quantized."""
+        """True if oneDNN packs weights that are not quantized."""
         return self.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
     @property
@@ -65,16 +65,20 @@ class LayerFileRecipe:
 
 
 def build_layer_file(folder: Path, recipe: LayerFileRecipe, size: int) -> None:
-    """Fills an empty folder with some ``size`` bytes. Of the model there is never more than one layer in memory, as it
-    is kept and one weight of it as it comes, or its head where oneDNN packs it. Raises ModelUnsupported, and
-    ConfigurationError where the disk is too small."""
+    """Write the layer file of about ``size`` bytes into an empty folder.
+
+    At most one layer is in memory, with one of its weights in its original form, or the head if oneDNN packs it. Raises
+    ModelUnsupported, and ConfigurationError if the disk is too small.
+    """
     if recipe.packs and recipe.bits == 16 and not onednn_weights.available():
         raise ModelUnsupported(
             f"torch {torch.__version__} makes no packed weights over memory of ours, which streaming bfloat16 needs; "
             "--weights 8, --weights 4 and --dtype float32 do without them"
         )
     model, _ = recipe.meta_model()
-    check_room(f"writing the layers of {recipe.name} out", size, folder.parent, "; XDG_DATA_HOME names another place")
+    check_disk_space(
+        f"writing the layers of {recipe.name} out", size, folder.parent, "; XDG_DATA_HOME names another place"
+    )
     log.info("writing layers out for streaming, once", model=recipe.name, size=format_size(size))
     about = {"path": recipe.source, "size": size}
     (folder / SOURCE).write_text(json.dumps(about) + "\n", encoding="utf-8")
@@ -105,7 +109,7 @@ class _LayerFileBuilder:
                 layers[i] = self._layer(model.model.layers[i], prefix)
                 model.model.layers[i] = nn.Identity()
                 out.flush()
-                # A layer does not fit into the pieces that the one before left free: kept, they grew to several layers.
+                # A layer does not fit into the fragments of the previous one: kept, they grew to several layers.
                 trim_freed_memory()
             elif prefix == _NORM:
                 self._materials.fill(model.model.norm, prefix)
@@ -143,14 +147,14 @@ class _LayerFileBuilder:
         return {name: self._put(product) for name, product in ordered}
 
     def _fill_quantized(self, layer: nn.Module, prefix: str) -> None:
-        """Weight by weight, for a layer takes four times the memory before it is quantized."""
+        """Load and quantize weight by weight: an unquantized layer takes four times the memory."""
         for name, module in sorted(layer.named_modules(), key=lambda item: item[0]):
             if next(module.parameters(recurse=False), None) is not None:
                 self._materials.fill(module, f"{prefix}{name}.")
                 quantize_linear(layer, name, self._recipe.bits)
 
     def _own(self, layer: nn.Module) -> tuple[dict[str, StreamableLinear], dict[str, Tensor]]:
-        """The linear layers of a layer that computes by its own module, and its other parameters."""
+        """Linears and other parameters of a layer that is not fused."""
         pack_linears(layer)
         products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(StreamableLinear))}
         vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}

@@ -1,4 +1,4 @@
-"""Where a forward's layers come from: ``holding(i)`` around layer ``i`` makes its weights be there meanwhile."""
+"""Sources of layer weights: ``acquire_layer(i)`` keeps the weights of layer ``i`` in memory."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ LayerLease = AbstractContextManager[object]
 
 
 class LayerSource(Protocol):
-    """Layers in a forward's order. Uses may be nested."""
+    """Source of layers, acquired in the order of a forward. Leases may be nested."""
 
     def acquire_layer(self, layer: int) -> LayerLease:
-        """A context in which the layer's weights may be read. Entering it waits until they are there, and raises
-        WeightsUnreadable when they cannot be had."""
+        """Context in which the layer's weights may be read.
+
+        Entering it waits for the weights. Raises WeightsUnreadable if they cannot be read.
+        """
         ...
 
 
 class ResidentLayers:
-    """All weights are there all the time."""
+    """Source whose weights are always in memory."""
 
     def __init__(self) -> None:
         self._nothing = nullcontext()
@@ -33,13 +35,15 @@ class ResidentLayers:
 
 
 RESIDENT = ResidentLayers()
-# For each slot, what the layers of a piece are pointed at when it lies there.
+# Linears of a piece, each with its weight view in every slot.
 Targets = Sequence[tuple[StreamableLinear, Sequence[WeightView]]]
 
 
 class StreamedLayers:
-    """Layers of which some are pieces of a file. ``pieces`` names the piece of a layer, ``targets`` what computes with
-    it. One thread computes with them."""
+    """Source that reads some layers from a file. For one computing thread.
+
+    ``pieces`` maps layers to pieces of the file, ``targets`` pieces to the linears that use them.
+    """
 
     def __init__(self, staging: ReadAhead, pieces: Mapping[int, int], targets: Mapping[int, Targets]) -> None:
         self.read_ahead, self._pieces, self._targets = staging, pieces, targets
@@ -62,7 +66,7 @@ class StreamedLayers:
 
 
 class _PieceLease:
-    """The context of one piece; it has no state of its own, so that uses may be nested."""
+    """Context that holds one piece; stateless, so that it may be nested."""
 
     def __init__(self, layers: StreamedLayers, piece: int) -> None:
         self._layers, self._piece = layers, piece

@@ -1,7 +1,7 @@
-"""oneDNN's packed weights over memory of our own.
+"""oneDNN packed weights over external memory.
 
-torch makes such tensors over memory of its own only, but for compiled models (AOTInductor), which map their weights
-from a file: this calls what those call, through torch's stable C interface
+torch creates such tensors over its own memory only, except for compiled models (AOTInductor), which map their weights
+from a file: this module calls the same functions through torch's stable C interface
 (torch/csrc/inductor/aoti_torch/c/shim.h).
 """
 
@@ -36,7 +36,7 @@ def _capsule() -> Any:
 
 
 def available() -> bool:
-    """Whether this torch has what is needed."""
+    """True if this torch has the required functions."""
     try:
         return hasattr(_library(), "aoti_torch_create_tensor_from_blob_v2") and hasattr(
             torch.ops.mkldnn, "_get_mkldnn_serialized_md"
@@ -46,19 +46,21 @@ def available() -> bool:
 
 
 def descriptor(packed: Tensor) -> bytes:
-    """What oneDNN knows of a packed weight's layout."""
+    """Serialized oneDNN descriptor of a packed weight's layout."""
     return bytes(torch.ops.mkldnn._get_mkldnn_serialized_md(packed).tolist())
 
 
 def packed_bytes(packed: Tensor) -> Tensor:
-    """The memory of a packed weight, uint8 ``[bytes]``; valid as long as the weight is."""
+    """Memory of a packed weight, uint8 ``[bytes]``; valid as long as the weight."""
     size = int(torch.ops.mkldnn._nbytes(packed))
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(torch.ops.mkldnn.data_ptr(packed)), dtype=torch.uint8)
 
 
 def packed_at(memory: Tensor, outputs: int, inputs: int, layout: bytes) -> Tensor:
-    """A packed bfloat16 weight ``[outputs, inputs]`` whose bytes lie in ``memory``, which must outlive it. Raises
-    RuntimeError when torch refuses."""
+    """Create a packed bfloat16 weight ``[outputs, inputs]`` over ``memory``, which must outlive it.
+
+    Raises RuntimeError if torch refuses.
+    """
     library, handle = _library(), ctypes.c_void_p()
     sizes, strides = (ctypes.c_int64 * 2)(outputs, inputs), (ctypes.c_int64 * 2)(inputs, 1)
     failed = library.aoti_torch_create_tensor_from_blob_v2(

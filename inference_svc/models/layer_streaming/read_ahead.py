@@ -1,8 +1,8 @@
-"""Slots of memory into which the pieces of a file are read in a circle, ahead of who needs them.
+"""Ring of memory slots into which a thread reads the pieces of a file ahead of their use.
 
-Pieces are needed in their order, and after the last one the first again: the forward's next step. A thread reads those
-that come next into slots that nobody uses. A slot is given back by use count: while somebody holds a piece, its slot is
-not written to. The thread needs no GIL while it reads.
+Pieces are needed in order, and after the last one the first again, for the next step. A thread reads the next pieces
+into unused slots. Slots are reference counted: while a piece is acquired, its slot is not overwritten. The thread needs
+no GIL while it reads.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from kvsidecar.errors import KVSidecarError
 
 log = structlog.get_logger("model")
 
-# Reads piece ``number`` into slot ``slot``; gives up when the third says that it is no longer wanted. Returns the bytes
-# read.
+# Reads piece ``number`` into slot ``slot``, while the third argument returns True. Returns the number of bytes read.
 Read = Callable[[int, int, Callable[[], bool]], int]
 Poison = Callable[[int], None]
 
@@ -30,11 +29,11 @@ class WeightsUnreadable(KVSidecarError):
 
 @dataclass
 class ReadAheadStats:
-    """Counters since the start; uses within another use of the same piece do not count."""
+    """Counters since the start; nested acquisitions of the same piece do not count."""
 
-    hits: int = 0  # pieces that were there when they were needed
-    waits: int = 0  # that were on their way
-    misses: int = 0  # that nobody had begun to read
+    hits: int = 0  # pieces that were in memory when they were needed
+    waits: int = 0  # that were being read
+    misses: int = 0  # that were not yet being read
     bytes: int = 0
     read_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -57,9 +56,11 @@ class _Slot:
 
 
 class ReadAhead:
-    """``pieces`` pieces in ``slots`` slots. ``acquire`` and ``release`` may be called from any thread; what is held at
-    one time must leave a slot free. ``poison`` is told of a slot that nobody uses any more, and what it held is read
-    again: with it, tests prove that nobody reads what was released."""
+    """``pieces`` pieces in ``slots`` slots. Thread-safe.
+
+    The pieces acquired at one time must leave a slot free. ``poison`` is called with every released slot, and its piece
+    is read again: with it, tests prove that no released weight is used.
+    """
 
     def __init__(self, pieces: int, slots: int, read: Read, poison: Poison | None = None) -> None:
         assert pieces > 0
@@ -82,12 +83,14 @@ class ReadAhead:
             return replace(self._stats)
 
     def acquire(self, piece: int) -> int:
-        """The slot that holds a piece, until it is released as often as acquired. Waits for it. Raises
-        WeightsUnreadable when it cannot be read now; whoever asks again makes it be tried again."""
+        """Wait for a piece and return its slot, valid until it is released as often as acquired.
+
+        Raises WeightsUnreadable if it cannot be read now; another call tries again.
+        """
         with self._changed:
             slot, self._next = self._at.get(piece), piece
             if slot is not None and slot.state is _State.FAILED:
-                # It was read ahead, perhaps long ago: now that it is needed it is tried again.
+                # The read-ahead failed, perhaps long ago: try again now.
                 self._empty(slot)
                 slot = None
             if slot is not None and slot.state is _State.READY:
@@ -103,7 +106,7 @@ class ReadAhead:
             return slot.number
 
     def release(self, piece: int) -> None:
-        """Ends one use of a piece."""
+        """Release one acquisition of a piece."""
         with self._changed:
             slot = self._at[piece]
             assert slot.uses > 0
@@ -146,12 +149,12 @@ class ReadAhead:
         return slot is not None and slot.state in (_State.READY, _State.FAILED)
 
     def _wanted(self) -> list[int]:
-        """What the slots should hold, the soonest needed first."""
+        """Pieces that the slots should hold, the next one first."""
         circle = ((self._next + i) % self._pieces for i in range(min(len(self._slots), self._pieces)))
         return list(dict.fromkeys([*self._waited_for, *circle]))[: len(self._slots)]
 
     def _job(self) -> tuple[int, _Slot] | None:
-        """What to read next, and where to."""
+        """The next piece to read, and its slot."""
         wanted = self._wanted()
         missing = next((piece for piece in wanted if piece not in self._at), None)
         if missing is None:
@@ -187,7 +190,7 @@ class ReadAhead:
         began, size, error, given_up = time.perf_counter(), 0, None, False
 
         def go_on() -> bool:
-            # For good, and for all lanes: who comes back to a piece must not be given half of it.
+            # For good, and for all read threads: a piece that is wanted again must not be half old.
             nonlocal given_up
             if self._closed or piece not in self._wanted():
                 given_up = True
@@ -195,7 +198,7 @@ class ReadAhead:
 
         try:
             size = self._read(piece, slot.number, go_on)
-        except Exception as failure:  # whoever needs the piece hears of it
+        except Exception as failure:  # reported to the caller that needs the piece
             error = failure
             log.warning("reading weights failed", piece=piece, error=str(failure))
         with self._changed:

@@ -1,4 +1,4 @@
-"""Which weights stay in memory and which are streamed: numbers in, decisions out."""
+"""Decides which weights stay in memory and which are streamed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from kvsidecar.errors import ConfigurationError
 Mode = Literal["full_resident", "partial_resident", "ffn_only_stream", "full_stream"]
 StreamingMode = Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"]
 _MIN_SLOTS = 2
-# Beside weights, slots and pool: activations of a batch, and what the process has yet to import and allocate.
+# Reserve beside weights, slots and pool: activations of a batch, and later imports and allocations of the process.
 _SPARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class StreamingOptions:
-    """What the settings say, see ``ModelSettings``."""
+    """Streaming settings, see ``ModelSettings``."""
 
     mode: StreamingMode = "off"
     keep_first: int = 0
@@ -27,9 +27,9 @@ class StreamingOptions:
     slots: int = 3
     memory_bytes: int = 0
     pool_bytes: int = 0
-    sequences: int = 0  # that are computed together at the most; 0 where nobody said
-    beside_bytes: int = 0  # of what stays in memory beside the model: its adapters, and a copy of it
-    copy_bits: int = 0  # of such a copy, whose bytes are still to be added; 0 where there is none
+    sequences: int = 0  # maximum batch size; 0: unknown
+    beside_bytes: int = 0  # memory of adapters and of a draft copy of the model
+    copy_bits: int = 0  # width of a draft copy whose bytes are not yet in ``beside_bytes``; 0: none
     poison_freed_slots: bool = False  # slots are overwritten as soon as nobody uses them; for tests
 
 
@@ -37,23 +37,23 @@ OFF = StreamingOptions()
 
 
 class StreamedPart(enum.Enum):
-    """What is streamed of a layer."""
+    """The streamed part of a layer."""
 
     NOTHING = "nothing"
     FEED_FORWARD = "feed-forward part"
     ALL = "all"
 
     def streams(self, feed_forward: bool) -> bool:
-        """Whether a product is streamed that belongs to the feed-forward part, or to attention."""
+        """True if a product of the feed-forward part (or else of attention) is streamed."""
         return self is StreamedPart.ALL or (self is StreamedPart.FEED_FORWARD and feed_forward)
 
 
 @dataclass(frozen=True)
 class WeightSizes:
-    """Bytes in memory of a model's weights."""
+    """Memory of a model's weights in bytes."""
 
-    layers: Sequence[tuple[int, int]]  # of each: attention, feed-forward part
-    always: int  # what is resident in every mode: head, norms
+    layers: Sequence[tuple[int, int]]  # for each layer: attention, feed-forward part
+    always: int  # resident in every mode: head, norms
 
     @property
     def all(self) -> int:
@@ -70,26 +70,27 @@ class WeightSizes:
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """A decision."""
+    """The streamed part of every layer, and the memory that it takes."""
 
     mode: Mode
-    parts: tuple[StreamedPart, ...]  # of each layer
+    parts: tuple[StreamedPart, ...]  # for each layer
     slots: int
     slot_bytes: int
-    streamed_bytes: int  # by each forward
-    resident_bytes: int  # weights that stay, and the slots
+    streamed_bytes: int  # per forward
+    resident_bytes: int  # resident weights, and the slots
 
 
 def reserved_bytes(asked: StreamingOptions) -> int:
-    """Memory that weights must leave free."""
+    """Memory in bytes that weights must leave free."""
     return asked.pool_bytes + asked.beside_bytes + _SPARE_BYTES
 
 
 def plan_residency(sizes: WeightSizes, free: int, asked: StreamingOptions) -> ResidencyPlan:
-    """What ``asked`` comes to with ``free`` bytes. ``auto`` takes what streams the fewest bytes, ``partial_resident``
-    keeps as many layers as fit where nobody said how many. Raises ConfigurationError when layers are asked for that are
-    not there, and when a mode that is asked for by name, or every one, does not fit: under a limit the process would be
-    killed, without a word.
+    """Plan the residency of weights for ``free`` bytes of memory.
+
+    ``auto`` chooses the plan that streams the fewest bytes; ``partial_resident`` without numbers keeps as many layers
+    as fit. Raises ConfigurationError for more layers than the model has, and if the named mode (or every mode) does not
+    fit: under a memory limit the process would be killed without a message.
     """
     count, room = len(sizes.layers), free - reserved_bytes(asked)
     if asked.keep_first + asked.keep_last > count:
@@ -113,7 +114,7 @@ def plan_residency(sizes: WeightSizes, free: int, asked: StreamingOptions) -> Re
 
 
 def _too_large(residency: ResidencyPlan, free: int, asked: StreamingOptions) -> str:
-    """Why it does not fit, with the numbers."""
+    """Error message for a plan that does not fit, with the numbers."""
     how, advice = f"with --stream {asked.mode}", "; --stream auto takes what fits"
     if residency.mode == "full_stream":
         how, advice = "even with every layer streamed", " or weights"
@@ -126,7 +127,7 @@ def _too_large(residency: ResidencyPlan, free: int, asked: StreamingOptions) -> 
 
 
 def _max_resident(sizes: WeightSizes, room: int, asked: StreamingOptions) -> ResidencyPlan:
-    """As many layers kept, from the first on, as there is room for."""
+    """Plan that keeps as many layers, from the first on, as fit."""
     count = len(sizes.layers)
     for first in range(count, 0, -1):
         found = _plan_partial(sizes, first, 0, asked.slots)

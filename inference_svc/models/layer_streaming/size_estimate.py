@@ -1,5 +1,7 @@
-"""What a model's weights will take as they are kept, before any of them is packed: what is kept of each product follows
-from its shape and from some of its rows."""
+"""Estimates the memory of a model's weights before any is packed.
+
+The packed size of a product follows from its shape and from a sample of its rows.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,24 @@ from inference_svc.models.linear.quantized_linear import quantization_of
 
 @dataclass(frozen=True)
 class SizeEstimate:
-    """Bytes of a model."""
+    """Size of a model in bytes."""
 
     dense: int  # every weight in its dtype
-    sizes: WeightSizes  # as they are kept in memory, and as they are written out
-    embedding: int  # of its rows; 0 where they are the head's
+    sizes: WeightSizes  # as packed in memory and in the layer file
+    embedding: int  # rows of the embedding; 0 if the head shares them
 
     @property
     def kept(self) -> int:
-        """All of them."""
+        """All packed weights."""
         return self.sizes.all + self.embedding
 
 
 def estimate_sizes(recipe: LayerFileRecipe) -> SizeEstimate:
-    """The sizes of a recipe's model. Exact but for what oneDNN pads, and for a weight of which the rows that were
-    looked at are narrower than others. Raises ModelUnsupported when a weight is not there."""
+    """Estimate the sizes of a recipe's model.
+
+    Exact except for oneDNN's padding, and for a weight whose sampled rows are narrower than others. Raises
+    ModelUnsupported if a weight is missing.
+    """
     model, _ = recipe.meta_model()
     counting = _Counting(recipe)
     layers, vectors = [], sum(p.nbytes for p in model.model.norm.parameters())
@@ -66,14 +71,14 @@ class _Counting:
         found = [0, 0]
         for name, parts in products.items():
             found[is_feed_forward(name)] += self._product([linears[part] for part in parts], prefix, parts)
-        found[1] += sum(p.nbytes for p in layer.parameters() if p.dim() > 2)  # experts, which stay as they are
+        found[1] += sum(p.nbytes for p in layer.parameters() if p.dim() > 2)  # experts are not packed
         return found[0], found[1]
 
     def vocabulary(self, model: Any) -> tuple[int, int]:
         """Bytes of the embedding, and of the head."""
         embedding, head, recipe = model.model.embed_tokens.weight, model.lm_head, self._recipe
         kept = self._kept(EMBEDDING + "weight", embedding.shape)
-        rows = padded(embedding.numel() * dense.number(kept).itemsize)
+        rows = padded(embedding.numel() * dense.value_dtype(kept).itemsize)
         name = EMBEDDING if recipe.tied else HEAD
         return rows, self._product([head], "", [HEAD.removesuffix(".")], f"{name}weight")
 
@@ -100,7 +105,7 @@ class _Counting:
 
 
 def _together(kinds: set[str]) -> str:
-    """How weights are kept that are joined to one."""
+    """Format of a weight that joins weights of these formats."""
     if len(kinds) == 1:
         return next(iter(kinds))
     return max(kinds, key=code_recovery.BITS.__getitem__) if kinds <= code_recovery.BITS.keys() else "float32"

@@ -1,4 +1,4 @@
-"""An embedding that stays in its file: a forward reads the rows of its tokens."""
+"""Embedding that stays in its file: a forward reads the rows of its tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from inference_svc.models.layer_streaming.read_ahead import WeightsUnreadable
 
 
 class StoredEmbedding(nn.Module):
-    """Token ids ``[1, tokens]`` to ``[1, tokens, width]``, times ``scale`` if there is one. Raises
-    WeightsUnreadable."""
+    """Maps token ids ``[1, tokens]`` to ``[1, tokens, width]``, times ``scale``. Raises WeightsUnreadable."""
 
     def __init__(self, file: LayerFile, stored: StoredWeight, dtype: torch.dtype, scale: float | None) -> None:
         super().__init__()

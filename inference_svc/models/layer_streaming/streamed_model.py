@@ -1,4 +1,4 @@
-"""Puts a streamed model together: its file, what of it stays in memory, its layers without weights, who reads ahead."""
+"""Assembles streamed models: layer file, resident weights, empty layers, read-ahead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from kvkernels.cpu import cpu_library
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
@@ -57,11 +57,11 @@ _POISON = 0xFF  # NaN in every float, and in the scales of a quantized weight
 
 @dataclass(frozen=True)
 class StreamedModel:
-    """How a model's layers come to a forward."""
+    """The layers of a streamed model, and the source of their weights."""
 
     source: LayerSource
     fused: list[FusedLayerWeights]  # empty where the model's own layers compute
-    windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer have
+    windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer contain
     residency: ResidencyPlan
     file: LayerFile
     read_ahead: ReadAhead | None  # None where everything is resident
@@ -72,17 +72,17 @@ class StreamedModel:
         return ReadAheadStats() if self.read_ahead is None else self.read_ahead.stats
 
     def close(self) -> None:
-        """Ends the reading; forwards fail from then on."""
+        """Stop the read-ahead; forwards fail from then on."""
         if self.read_ahead is not None:
             self.read_ahead.close()
 
 
 def load_streamed(
-    recipe: LayerFileRecipe, identity: bytes, asked: StreamingOptions, models: Library | None = None
+    recipe: LayerFileRecipe, identity: bytes, asked: StreamingOptions, models: ModelLibrary | None = None
 ) -> tuple[Any, StreamedModel]:
     """The model of a recipe, whose weights ``identity`` names. Its file is written first if it is not there, and again
     if it is damaged. Raises ModelUnsupported, ConfigurationError."""
-    models, asked = models or Library(), with_copy(recipe, asked)
+    models, asked = models or ModelLibrary(), with_copy(recipe, asked)
     check_streamable(recipe)
     target = _place(recipe, identity, models.root / "converted")
     for last in (False, True):
@@ -103,7 +103,7 @@ def load_streamed(
 
 
 def sizes_of(file: LayerFile) -> WeightSizes:
-    """What a file's weights take in memory."""
+    """Memory of a file's weights."""
     layers = []
     for layer in file.index.layers:
         parts = [0, 0]
@@ -121,7 +121,7 @@ def _inode(folder: Path) -> int:
 
 
 def check_layouts(index: LayerIndex) -> None:
-    """Raises LayerFileDamaged when oneDNN packs weights otherwise here than where a file was written."""
+    """Raise LayerFileDamaged if oneDNN packs weights in another layout here than in the file."""
     forms = {s.form for s in index.stored if s.form.kind == "packed"}
     for form in forms:
         here = onednn_weights.descriptor(
@@ -132,7 +132,7 @@ def check_layouts(index: LayerIndex) -> None:
 
 
 def check_streamable(recipe: LayerFileRecipe) -> None:
-    """Raises ModelUnsupported for a model whose layers cannot be streamed."""
+    """Raise ModelUnsupported for a model whose layers cannot be streamed."""
     model, _ = recipe.meta_model()
     large = next((name for name, p in model.model.layers.named_parameters() if p.dim() > 2), None)
     if large is not None:
@@ -143,7 +143,7 @@ def check_streamable(recipe: LayerFileRecipe) -> None:
 
 
 def with_copy(recipe: LayerFileRecipe, asked: StreamingOptions) -> StreamingOptions:
-    """What is asked for, with the bytes of the copy that is."""
+    """Options with the bytes of a requested draft copy added to ``beside_bytes``."""
     if not asked.copy_bits:
         return asked
     size = estimate_sizes(replace(recipe, bits=asked.copy_bits)).sizes.all
@@ -176,14 +176,14 @@ def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOption
 
 
 def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
-    """Where a model's layers lie, or will: named by all that decides their bytes."""
+    """Path of a model's layer file, named by everything that decides its bytes."""
     packed = recipe.dtype == torch.bfloat16 and recipe.bits == 16
     decides = {
         "weights": identity.hex(),
         "dtype": str(recipe.dtype),
         "bits": recipe.bits,
         # Which layers compute, and oneDNN's layout, depend on the CPU and on torch.
-        "kernels": cpu_library.usable(),
+        "kernels": cpu_library.usable_variants(),
         "layout": [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()] if packed else [],
         "version": VERSION,
     }
@@ -195,7 +195,7 @@ def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
 
 @dataclass
 class _Piece:
-    """What of a layer is read at once."""
+    """Part of a layer that is read at once."""
 
     at: int
     size: int
@@ -203,14 +203,14 @@ class _Piece:
 
 
 class _ModelAssembly:
-    """Makes one model of one file."""
+    """Assembly of one model from one file."""
 
     def __init__(self, recipe: LayerFileRecipe, file: LayerFile, asked: StreamingOptions) -> None:
         self._recipe, self._file, self._asked = recipe, file, asked
         self.residency = plan_residency(sizes_of(file), free_bytes(asked.memory_bytes), asked)
 
     def model(self) -> tuple[Any, StreamedModel]:
-        """Raises LayerFileDamaged."""
+        """Assemble the model. Raises LayerFileDamaged."""
         recipe, index = self._recipe, self._file.index
         model, rotary = recipe.meta_model()
         inner = model.model
@@ -257,7 +257,7 @@ class _ModelAssembly:
         return {n.removeprefix(start): v for n, v in self._file.vectors.items() if n.startswith(start)}
 
     def _read_all(self, resident: list[tuple[StreamableLinear, StoredWeight]]) -> None:
-        """Reads what stays, and checks the rest."""
+        """Read resident weights, and verify the others."""
         stays = {stored.at: product for product, stored in resident}
         scratch = aligned_memory(CHECK_BYTES)
         everything = self._file.index.stored
@@ -324,7 +324,7 @@ class _ModelAssembly:
 def _set_parameters(
     module: torch.nn.Module, products: Mapping[str, StreamableLinear], vectors: Mapping[str, Tensor]
 ) -> None:
-    """Gives a module on the meta device its linear layers and its other parameters."""
+    """Set the linears and other parameters of a module on the meta device."""
     for name, product in products.items():
         module.set_submodule(name, product)
     for name, _ in list(module.named_parameters()):

@@ -1,4 +1,4 @@
-"""Writes embedding and head, some rows at a time: they may be larger than all the memory that there is to run with."""
+"""Writes embedding and head by rows: they may be larger than the available memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
 class VocabularyWriter:
-    """The two of a model on the meta device, in a dtype, linear weights at ``bits``. A head is quantized, packed or
-    dense where other layers are; one that is neither, and is tied to the embedding, is the embedding."""
+    """Writer of embedding and head of a model on the meta device, with linear weights at ``bits``.
+
+    The head is quantized, packed or dense like other layers; a plain head that is tied to the embedding shares it.
+    """
 
     def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: WeightSource, out: LayerWriter) -> None:
         self._dtype, self._materials, self._out = dtype, materials, out
@@ -31,13 +33,13 @@ class VocabularyWriter:
         self._narrow = f32_gemm.serves(dtype)
 
     def embedding(self, tied: bool) -> tuple[StoredWeight, StoredWeight | None]:
-        """Writes the embedding, and the head if they are ``tied``."""
+        """Write the embedding, and the head if they are ``tied``."""
         name = f"{EMBEDDING}weight"
         kept = self._kept_as(name, self._embedding)
         plain = self._plain_region(kept)
         head = self._head_region(kept) if tied and (self._kept or self._dense) else None
         for rows in self._materials.rows(name, self._embedding):
-            plain.add(_bytes(rows.to(f32_gemm.number(kept))))
+            plain.add(_bytes(rows.to(f32_gemm.value_dtype(kept))))
             if head is not None:
                 head.add(self._made(rows, head.form))
         embedding = plain.done()
@@ -51,7 +53,7 @@ class VocabularyWriter:
         return embedding, self._packed(self._out.read_back(embedding).view(self._dtype).view(self._embedding))
 
     def head(self) -> StoredWeight:
-        """Writes a head of its own."""
+        """Write an untied head."""
         self._bias()
         name = f"{HEAD}weight"
         rows = self._materials.rows(name, self._head.weight.shape)
@@ -71,13 +73,13 @@ class VocabularyWriter:
             self._out.vectors[f"{HEAD}bias"] = holder.get_parameter("bias").detach().clone()
 
     def _kept_as(self, name: str, shape: torch.Size) -> str:
-        """How a weight is kept (``kvkernels.cpu.f32_gemm.KEPT``): exactly, for each of its rows is written so."""
+        """Storage format of a weight (``kvkernels.cpu.f32_gemm.STORAGE_FORMATS``), by all of its rows."""
         if not self._narrow:
             return str(self._dtype).removeprefix("torch.")
         return self._materials.kept(name, shape, all_rows=True)
 
     def _plain_region(self, kept: str) -> WeightRegion:
-        (outputs, inputs), dtype = self._embedding, f32_gemm.number(kept)
+        (outputs, inputs), dtype = self._embedding, f32_gemm.value_dtype(kept)
         size = outputs * inputs * dtype.itemsize
         return self._out.region(WeightForm("plain", outputs, inputs, size, str(dtype).removeprefix("torch.")))
 
@@ -92,7 +94,7 @@ class VocabularyWriter:
         return self._plain_region(kept)
 
     def _made(self, rows: Tensor, form: WeightForm) -> Tensor:
-        """The bytes of some rows of the head."""
+        """Pack some rows of the head."""
         if form.kind == "quantized":
             return quantized_gemm.quantize(rows, form.bits, form.group).data.view(-1)
         if form.kind == "dense":

@@ -1,4 +1,4 @@
-"""How a linear layer's weight lies in memory, so that its bytes can be written to a file and read back elsewhere."""
+"""Memory layouts of linear weights, so that their bytes can be written and read back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from kvkernels.cpu import f32_gemm
-from kvkernels.cpu.quantized_gemm import OUTPUTS, Quantized
+from kvkernels.cpu.quantized_gemm import OUTPUTS, QuantizedWeight
 from torch import Tensor, nn
 
 from inference_svc.models.layer_streaming import onednn_weights
@@ -17,16 +17,16 @@ from inference_svc.models.linear.plain_linear import PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 
 StreamableLinear = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
-# What such a layer is pointed at.
-WeightView = Tensor | Quantized | f32_gemm.Dense
+# A weight of such a layer.
+WeightView = Tensor | QuantizedWeight | f32_gemm.DenseWeight
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class WeightForm:
-    """The shape and the layout of one weight ``[outputs, inputs]``."""
+    """Shape and layout of one weight ``[outputs, inputs]``."""
 
-    kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized_gemm, .dense), plain
+    kind: str  # packed (by oneDNN), quantized and dense (kvkernels.cpu.quantized_gemm, .f32_gemm), plain
     outputs: int
     inputs: int
     size_bytes: int
@@ -40,7 +40,7 @@ class WeightForm:
 
 
 def form_of(module: nn.Module) -> WeightForm:
-    """The form of a layer's weight. Raises TypeError for a layer of another kind."""
+    """Form of a layer's weight. Raises TypeError for an unsupported layer."""
     if isinstance(module, PackedLinear):
         layout = onednn_weights.descriptor(module.packed).hex()
         size = onednn_weights.packed_bytes(module.packed).numel()
@@ -49,7 +49,7 @@ def form_of(module: nn.Module) -> WeightForm:
         w = module.quantized
         return WeightForm("quantized", w.outputs, w.inputs, w.data.nbytes, bits=w.bits, group=w.group)
     if isinstance(module, DenseLinear):
-        return dense_form(module.out_features, module.in_features, module.dense.kept)
+        return dense_form(module.out_features, module.in_features, module.dense.storage)
     if isinstance(module, PlainLinear):
         outputs, inputs = module.weight.shape
         return WeightForm(
@@ -59,12 +59,12 @@ def form_of(module: nn.Module) -> WeightForm:
 
 
 def dense_form(outputs: int, inputs: int, kept: str) -> WeightForm:
-    """The form of a dense weight that is kept so."""
+    """Form of a dense weight in the storage format ``kept``."""
     return WeightForm("dense", outputs, inputs, f32_gemm.size_bytes(inputs, outputs, kept), kept)
 
 
 def bytes_of(module: nn.Module) -> Tensor:
-    """The bytes of a layer's weight as they lie, uint8 ``[size_bytes]``; valid as long as the layer is."""
+    """Bytes of a layer's weight, uint8 ``[size_bytes]``; valid as long as the layer."""
     if isinstance(module, PackedLinear):
         return onednn_weights.packed_bytes(module.packed)
     if isinstance(module, QuantizedLinear):
@@ -76,19 +76,19 @@ def bytes_of(module: nn.Module) -> Tensor:
 
 
 def weight_view(form: WeightForm, memory: Tensor) -> WeightView:
-    """A weight of this form whose bytes are the first of ``memory``, which must outlive it."""
+    """View of a weight of this form over the start of ``memory``, which must outlive it."""
     memory = memory[: form.size_bytes]
     if form.kind == "packed":
         return onednn_weights.packed_at(memory, form.outputs, form.inputs, bytes.fromhex(form.layout))
     if form.kind == "quantized":
-        return Quantized(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
+        return QuantizedWeight(memory.view(form.outputs // OUTPUTS, -1), form.inputs, form.group, form.bits)
     if form.kind == "dense":
         return f32_gemm.of_bytes(memory, form.inputs, form.outputs, form.dtype)
     return memory.view(_DTYPES[form.dtype]).view(form.outputs, form.inputs)
 
 
 def empty_linear(form: WeightForm, bias: Tensor | None) -> StreamableLinear:
-    """A layer of this form that has no weight until it is pointed at one."""
+    """Create a layer of this form without a weight."""
     kinds = {"packed": PackedLinear, "quantized": QuantizedLinear, "dense": DenseLinear, "plain": PlainLinear}
     kind: Any = kinds[form.kind]
     made: StreamableLinear = kind.empty(form.outputs, form.inputs, bias)

@@ -1,4 +1,4 @@
-"""Weights of a model, module by module, so that no more than one layer of it need ever be in memory."""
+"""Sources of a model's weights, module by module, so that one layer in memory is enough."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ from inference_svc.models import awq_checkpoint
 
 
 class WeightSource(Protocol):
-    """Gives modules that have no weights theirs. They are asked for in the order of their names."""
+    """Source of weights for modules on the meta device, called in the order of their names."""
 
     def fill(self, module: nn.Module, prefix: str) -> None:
-        """Gives a module of the meta device, which the model names ``prefix`` (``model.norm.``, say), its weights.
-        Raises ModelUnsupported when they lack one."""
+        """Load the weights of a module whose names start with ``prefix``, such as ``model.norm.``.
+
+        Raises ModelUnsupported if one is missing.
+        """
         ...
 
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
-        """The weight ``name [rows, width]``, some rows at a time, in multiples of 16. Raises ModelUnsupported."""
+        """Yield the weight ``name [rows, width]`` in pieces of multiples of 16 rows. Raises ModelUnsupported."""
         ...
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
-        """How the weight ``name [rows, width]`` is kept in the fewest bytes (``f32_gemm.KEPT``), by some of its rows
-        or by all. Raises ModelUnsupported."""
+        """Smallest lossless storage format (``f32_gemm.STORAGE_FORMATS``) of the weight ``name [rows, width]``.
+
+        Judged by a sample of rows, or by all. Raises ModelUnsupported.
+        """
         ...
 
     def group(self, linear: str) -> int:
-        """Inputs that share a scale, of a linear layer that stays at 4 bits; 0 for others."""
+        """Group size of a linear layer that stays at 4 bits; 0 for others."""
         ...
 
 
-# What of a weight is in memory at a time, where it comes by rows: those that are quantized at a time, or more.
+# Rows of a weight in memory at a time: a multiple of those that are quantized at once.
 _ROWS, _ROWS_BYTES = 2048, 32 << 20
-# Rows by which it is told how a weight will be kept.
+# Rows that are sampled to predict a weight's storage format.
 _SAMPLED_ROWS = 8
 
 
@@ -49,14 +53,13 @@ def _pieces(shape: torch.Size, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
 
 
 def set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Makes a tensor the parameter of this name in a module."""
+    """Set a parameter of a module by name."""
     parent, _, last = name.rpartition(".")
     module.get_submodule(parent)._parameters[last] = nn.Parameter(tensor, requires_grad=False)
 
 
 class CheckpointWeights:
-    """A folder of safetensors, in one file or many, with AutoAWQ's 4-bit weights where it has some: those that ``keep``
-    takes stay as they are."""
+    """Weights of a folder of safetensors; AutoAWQ's 4-bit weights stay packed if ``keep`` takes them."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, keep: awq_checkpoint.LinearFactory | None) -> None:
         self._folder, self._dtype, self._keep = folder, dtype, keep
@@ -83,13 +86,13 @@ class CheckpointWeights:
         if awq_checkpoint.dtype_in(self._where, name) in (torch.bfloat16, torch.float16):
             return str(awq_checkpoint.dtype_in(self._where, name)).removeprefix("torch.")
         if all_rows:
-            return f32_gemm.kept_of(lambda: self.rows(name, shape))
+            return f32_gemm.storage_of(lambda: self.rows(name, shape))
         some = [
             awq_checkpoint.rows_in(self._where, name, i, i + 1)
             for i in range(0, shape[0], -(-shape[0] // _SAMPLED_ROWS))
         ]
-        # Of most weights the first row says that they have no codes.
-        return f32_gemm.kept_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
+        # For most weights the first row shows that they have no codes.
+        return f32_gemm.storage_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
 
     def group(self, linear: str) -> int:
         if self._keep is None or not awq_checkpoint.is_packed(self._where, linear):
@@ -121,7 +124,7 @@ class CheckpointWeights:
 
 
 class RandomWeights:
-    """Random weights, those that a seed gives when all are drawn in the order of their names."""
+    """Random weights, generated from a seed in the order of their names."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self._generator, self._dtype = torch.Generator().manual_seed(seed), dtype
@@ -133,7 +136,7 @@ class RandomWeights:
             set_parameter(module, name, tensor)
 
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
-        # Numbers are drawn 16 at a time: those of some rows are those that they have when all are drawn at once.
+        # torch generates 16 numbers at a time: pieces of rows get the same numbers as the whole weight.
         for first, end in _pieces(shape, self._dtype):
             tensor = torch.empty(end - first, shape[1], dtype=self._dtype)
             fill_random(name, tensor, self._generator)
@@ -147,7 +150,7 @@ class RandomWeights:
 
 
 def fill_random(name: str, tensor: Tensor, generator: torch.Generator) -> None:
-    """Fills a parameter of a random model, with numbers of 16 bits, as models come."""
+    """Fill a parameter of a random model with 16-bit numbers, as in real checkpoints."""
     if tensor.dim() == 1:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)
     else:

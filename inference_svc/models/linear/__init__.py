@@ -1,1 +1,4 @@
-"""Linear layers of CPU models, by weight format."""
+"""Linear layers for CPU models: oneDNN-packed, float32 with narrow weights, quantized, plain.
+
+Imports ``kvkernels`` and torch; nothing else of the worker.
+"""

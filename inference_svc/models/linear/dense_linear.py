@@ -1,8 +1,8 @@
-"""Linear layers that compute in float32 on a CPU, with weights as narrow as they came.
+"""Linear layers that compute in float32 on a CPU, with weights as narrow as stored.
 
-CPUs without native bfloat16 run 16-bit models in float32. What decoding takes is bytes, and torch would read four for
-each weight, at a fraction of what memory gives: ``kvkernels.cpu.f32_gemm`` reads two, or the one or half a one that a
-quantized file has, at nearly all of it. The numbers are the same ones, and no bit of a row depends on its batch.
+CPUs without native bfloat16 run 16-bit models in float32. Decoding is bound by memory bandwidth, and torch would read
+four bytes per weight at a fraction of it: ``kvkernels.cpu.f32_gemm`` reads two, or the one or half a byte of a
+quantized file, at nearly the full bandwidth. The results are the same, and a row's bits do not depend on its batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from kvkernels.cpu import f32_gemm
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor, nn
 
 from inference_svc.models.linear.packed_linear import PackedLinear
@@ -18,58 +18,60 @@ from inference_svc.models.linear.plain_linear import PlainLinear
 
 
 def serves(weight: Tensor) -> bool:
-    """Whether a layer with this weight can be one."""
+    """True if a layer with this weight can be a DenseLinear."""
     return weight.device.type == "cpu" and f32_gemm.serves(weight.dtype)
 
 
 def becomes_dense(module: nn.Module) -> bool:
-    """Whether ``fit_linears`` makes a DenseLinear of this layer, whose own product never runs then."""
+    """True if ``pack_linears`` replaces this layer by a DenseLinear, so that its own product never runs."""
     return type(module) is nn.Linear and serves(module.weight)
 
 
 class DenseLinear(nn.Module):
     """Drop-in for a float32 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
 
-    def __init__(self, weight: f32_gemm.Dense, bias: Tensor | None) -> None:
+    def __init__(self, weight: f32_gemm.DenseWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.dense, self._bias = weight, None if bias is None else bias.detach()
 
     @classmethod
     def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> DenseLinear:
-        """One without a weight, until it is pointed at one."""
-        return cls(f32_gemm.Dense(torch.empty(0), inputs, outputs, "float32"), bias)
+        """Create a layer without a weight, for ``set_weight``."""
+        return cls(f32_gemm.DenseWeight(torch.empty(0), inputs, outputs, "float32"), bias)
 
     @property
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def set_weight(self, weight: f32_gemm.Dense) -> None:
-        """Computes with another weight of the same shape from now on, which is not copied."""
+    def set_weight(self, weight: f32_gemm.DenseWeight) -> None:
+        """Use another weight of the same shape from now on, without a copy."""
         self.dense = weight
 
-    def call(self, x: Tensor, y: Tensor) -> Call:
-        """The product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a chain."""
-        return f32_gemm.call(x, self.dense, self._bias, y)
+    def call(self, x: Tensor, y: Tensor) -> KernelCall:
+        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a CPU graph."""
+        return f32_gemm.gemm_call(x, self.dense, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = f32_gemm.product(x.reshape(-1, self.in_features), self.dense, self._bias)
+        out = f32_gemm.gemm(x.reshape(-1, self.in_features), self.dense, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
 
 class NarrowEmbedding(nn.Module):
-    """Drop-in for a float32 ``nn.Embedding`` that keeps the numbers as narrow as they came."""
+    """Drop-in for a float32 ``nn.Embedding`` that keeps its values as narrow as stored."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
-        self.weight = nn.Parameter(weight.detach().to(getattr(torch, f32_gemm.narrowest(weight))), requires_grad=False)
+        self.weight = nn.Parameter(
+            weight.detach().to(getattr(torch, f32_gemm.narrowest_storage(weight))), requires_grad=False
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight).float()
 
 
 def linear_for(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinear | PlainLinear:
-    """A layer over a weight ``[out, in]`` that is not quantized: packed, which copies it, where that is faster."""
+    """Build the fastest layer over an unquantized weight ``[out, in]``; packing copies it."""
     on_cpu = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
     if on_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias)
@@ -77,8 +79,10 @@ def linear_for(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinea
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces the linear layers of a model by those of ``product_of``, and its float32 embeddings on a CPU where the
-    kernel runs. What is quantized stays."""
+    """Replace a model's plain linears by those of ``linear_for``, and float32 embeddings on a CPU by narrow ones.
+
+    Quantized layers stay.
+    """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:

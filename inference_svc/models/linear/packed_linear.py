@@ -1,16 +1,16 @@
 """Linear layers with weights packed once for oneDNN.
 
-Plain ``F.linear`` in bfloat16 reorders the weight at every call and reaches a third of the memory bandwidth at
-one row. Packed, it reaches two thirds of it, and few rows are computed by a kernel of our own over the same memory,
-which reaches nearly all of it. The results are bit-equal to the plain ones for every number of rows
+Plain ``F.linear`` in bfloat16 reorders the weight at every call and reaches a third of the memory bandwidth at one row.
+Packed, it reaches two thirds, and few rows are computed by our own kernel over the same memory, which reaches nearly
+all of it. The results are bit-equal to the plain ones for every number of rows
 (``tests/inference_svc/models/test_batch_invariance.py``).
 """
 
 from __future__ import annotations
 
 import torch
-from kvkernels.cpu.bf16_gemv import MOST_ROWS, ROWS, StreamedProduct, streamed
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.bf16_gemv import MAX_ROWS, ROWS, Bf16Gemv, find_bit_exact_gemv
+from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor, nn
 
 
@@ -23,12 +23,12 @@ class PackedLinear(nn.Module):
         whole = weight.device.type != "meta"
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None) if whole else weight
         self._bias = None if bias is None else bias.detach()
-        self._streamed: StreamedProduct | None = None
+        self._streamed: Bf16Gemv | None = None
         self._tried = False
 
     @classmethod
     def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> PackedLinear:
-        """One without a weight, until it is pointed at one."""
+        """Create a layer without a weight, for ``set_weight``."""
         return cls(torch.empty(outputs, inputs, dtype=torch.bfloat16, device="meta"), bias)
 
     @property
@@ -36,34 +36,34 @@ class PackedLinear(nn.Module):
         return self._bias
 
     def set_weight(self, packed: Tensor) -> None:
-        """Computes with another packed weight of the same shape from now on, which is not copied."""
+        """Use another packed weight of the same shape from now on, without a copy."""
         self.packed = packed
         if self._streamed is not None:
             self._streamed = self._streamed.over(packed)
 
     def reset_kernel(self) -> None:
-        """Forgets what was found out about oneDNN's order: the next forward finds it out for its own thread."""
+        """Forget the kernel choice: the next forward probes oneDNN's layout again, for its own thread."""
         self._tried, self._streamed = False, None
 
-    def call(self, x: Tensor, y: Tensor) -> Call | None:
-        """The product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a chain; None where oneDNN serves."""
-        own = self._own() if x.shape[0] <= MOST_ROWS else None
+    def call(self, x: Tensor, y: Tensor) -> KernelCall | None:
+        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``; None if oneDNN computes it."""
+        own = self._own() if x.shape[0] <= MAX_ROWS else None
         return None if own is None else own.call(x, y)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // self.in_features
-        if rows > MOST_ROWS or rows % ROWS or not x.is_contiguous():
+        if rows > MAX_ROWS or rows % ROWS or not x.is_contiguous():
             return self.by_onednn(x)
         own = self._own()
         return self.by_onednn(x) if own is None else own(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
 
-    def _own(self) -> StreamedProduct | None:
-        """Our kernel for few rows, where it gives oneDNN's bits."""
+    def _own(self) -> Bf16Gemv | None:
+        """Our kernel for few rows; None if it does not give oneDNN's bits."""
         if not self._tried:
-            # Not before: oneDNN's order may depend on the number of threads, which is this thread's.
-            self._tried, self._streamed = True, streamed(self.packed, self._bias)
+            # Not earlier: oneDNN's layout may depend on the number of threads, which is a property of this thread.
+            self._tried, self._streamed = True, find_bit_exact_gemv(self.packed, self._bias)
         return self._streamed
 
     def by_onednn(self, x: Tensor) -> Tensor:
-        """The same, with the same bits, by oneDNN whatever the number of rows."""
+        """Compute with oneDNN for any number of rows, with the same bits."""
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Linear layers over weights as they are."""
+"""Linear layers over plain weights that can be exchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class PlainLinear(nn.Module):
 
     @classmethod
     def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> PlainLinear:
-        """One without a weight, until it is pointed at one."""
+        """Create a layer without a weight, for ``set_weight``."""
         return cls(torch.empty(outputs, inputs, device="meta"), bias)
 
     @property
@@ -28,7 +28,7 @@ class PlainLinear(nn.Module):
         return self._bias
 
     def set_weight(self, weight: Tensor) -> None:
-        """Computes with another weight ``[out, in]`` from now on, which is not copied."""
+        """Use another weight ``[out, in]`` from now on, without a copy."""
         self.weight = weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Linear layers whose weights stay at 4 or 8 bits in a CPU's memory, because decoding is bound by bytes.
+"""Linear layers with 4-bit or 8-bit weights in CPU memory: decoding is bound by bytes.
 
-A layer is about as wrong as its weights are; that its rows become bytes on the way adds 0.6 % of a product's
-size, and no bit depends on the batch (``kvkernels.cpu.quantized_gemm``). The head keeps 8 bits where the layers have 4:
-it chooses the token, and is a quarter of a small model.
+A layer's error is about that of its weights; quantizing its input rows to bytes adds 0.6 % of a product's magnitude,
+and no bit depends on the batch (``kvkernels.cpu.quantized_gemm``). The head keeps 8 bits where the layers have 4: it
+decides the token, and is a quarter of a small model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from kvkernels.cpu import quantized_gemm
-from kvkernels.cpu.cpu_library import Call, found
+from kvkernels.cpu.cpu_library import KernelCall, loaded_library
 from kvsidecar.errors import ConfigurationError
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -21,57 +21,61 @@ from torch import Tensor, nn
 _GROUPS = (64, 32)
 _HEAD_BITS = 8
 _HEADS = ("lm_head", "embed_out")
-# They choose among experts, and are small.
+# Routers decide the experts, and are small.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-# Raise it when quantizing, or the kernel, gives other bits: chunks of before are not mixed with those of after.
+# Raise it when quantization or the kernel gives other bits, so that older chunks are not reused.
 _VERSION = 1
 
 
 class QuantizedLinear(nn.Module):
     """Drop-in for ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``, float32 or bfloat16 as the bias, if any, is."""
 
-    def __init__(self, weight: quantized_gemm.Quantized, bias: Tensor | None) -> None:
+    def __init__(self, weight: quantized_gemm.QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
         self.in_features, self.out_features = weight.inputs, weight.outputs
         self.quantized, self._bias = weight, None if bias is None else bias.detach()
 
     @classmethod
     def empty(cls, outputs: int, inputs: int, bias: Tensor | None) -> QuantizedLinear:
-        """One without a weight, until it is pointed at one."""
+        """Create a layer without a weight, for ``set_weight``."""
         nothing = torch.empty(outputs // quantized_gemm.OUTPUTS, 0, dtype=torch.uint8)
-        return cls(quantized_gemm.Quantized(nothing, inputs, 0, 0), bias)
+        return cls(quantized_gemm.QuantizedWeight(nothing, inputs, 0, 0), bias)
 
     @property
     def bias(self) -> Tensor | None:
         return self._bias
 
-    def set_weight(self, weight: quantized_gemm.Quantized) -> None:
-        """Computes with another weight of the same shape from now on, which is not copied."""
+    def set_weight(self, weight: quantized_gemm.QuantizedWeight) -> None:
+        """Use another weight of the same shape from now on, without a copy."""
         self.quantized = weight
 
-    def call(self, x: Tensor, y: Tensor) -> Call:
-        """The product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a chain."""
-        return quantized_gemm.call(x, self.quantized, self._bias, y)
+    def call(self, x: Tensor, y: Tensor) -> KernelCall:
+        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``, for a CPU graph."""
+        return quantized_gemm.gemm_call(x, self.quantized, self._bias, y)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = quantized_gemm.product(x.reshape(-1, self.in_features), self.quantized, self._bias)
+        out = quantized_gemm.gemm(x.reshape(-1, self.in_features), self.quantized, self._bias)
         return out.view(*x.shape[:-1], self.out_features)
 
 
 def can_join(parts: Sequence[nn.Module]) -> bool:
-    """Whether layers over the same input can be one: all quantized alike, or none at all."""
+    """True if layers over the same input can be joined: all quantized alike, or none."""
     return len({(p.quantized.bits, p.quantized.group) if isinstance(p, QuantizedLinear) else None for p in parts}) == 1
 
 
 def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
-    """One layer for several that ``fit_together``."""
+    """Join layers that pass ``can_join`` into one."""
     biases = [p._bias for p in parts if p._bias is not None]
-    return QuantizedLinear(quantized_gemm.joined([p.quantized for p in parts]), torch.cat(biases) if biases else None)
+    return QuantizedLinear(
+        quantized_gemm.concatenate([p.quantized for p in parts]), torch.cat(biases) if biases else None
+    )
 
 
 def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> int:
-    """Bits at which a checkpoint of ``stored`` bits is kept: ``auto`` is its own where kernels serve, else 16.
-    Raises ConfigurationError for what cannot be had on the device."""
+    """Width at which a checkpoint of ``stored`` bits is kept; ``auto`` is its own with kernels, else 16.
+
+    Raises ConfigurationError for a width that the device does not support.
+    """
     if wanted == "auto":
         return stored if device.type != "cpu" or quantized_gemm.kernel() is not None else 16
     width = int(wanted)
@@ -82,13 +86,15 @@ def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> in
             f"weights is {width}, and device {device} quantizes no weights; allowed are auto and 16"
         )
     if width < 16 and device.type == "cpu" and quantized_gemm.kernel() is None:
-        raise ConfigurationError(f"weights is {width}, but {found().why}; allowed are auto and 16")
+        raise ConfigurationError(f"weights is {width}, but {loaded_library().why}; allowed are auto and 16")
     return width
 
 
 def quantize_linears(model: nn.Module, bits: int, shown: bool = True) -> int:
-    """Replaces the linear layers of a model that the kernel takes, one by one, with a progress bar if it is to be
-    ``shown``. Returns how many."""
+    """Quantize the linear layers that the kernel takes, one by one, with a progress bar if ``shown``.
+
+    Returns the number of quantized layers.
+    """
     chosen = [path for path, module in model.named_modules() if type(module) is nn.Linear]
     done = 0
     with Progress(transient=True, disable=not shown) as progress:
@@ -98,7 +104,7 @@ def quantize_linears(model: nn.Module, bits: int, shown: bool = True) -> int:
 
 
 def quantize_linear(model: nn.Module, path: str, bits: int) -> bool:
-    """Replaces the linear layer of this path in a model, if the kernel takes it. Returns whether it did."""
+    """Quantize one linear layer of a model in place; False if the kernel does not take it."""
     name, linear = path.rpartition(".")[2], model.get_submodule(path)
     if type(linear) is not nn.Linear or name in _ROUTERS:
         return False
@@ -110,7 +116,7 @@ def quantize_linear(model: nn.Module, path: str, bits: int) -> bool:
 
 
 def quantization_of(name: str, inputs: int, outputs: int, bits: int) -> tuple[int, int] | None:
-    """Bits and group of a layer of this name in a model of so many bits; None for one that stays as it is."""
+    """Bits and group of a layer in a model of ``bits`` bits; None for one that is not quantized."""
     group = next((g for g in _GROUPS if quantized_gemm.serves(inputs, outputs, g)), None)
     if bits == 16 or group is None:
         return None
@@ -118,7 +124,7 @@ def quantization_of(name: str, inputs: int, outputs: int, bits: int) -> tuple[in
 
 
 def fingerprint(weights: bytes, bits: int) -> bytes:
-    """What names a model of these weights whose layers are kept at so many bits."""
+    """Fingerprint of a model whose linear weights are kept at ``bits`` bits."""
     return (
         weights if bits == 16 else hashlib.sha256(b"kvsidecar/quantized/%d/%d/" % (_VERSION, bits) + weights).digest()
     )

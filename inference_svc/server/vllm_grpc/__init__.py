@@ -1,6 +1,7 @@
-"""vLLM's gRPC contract over the worker's service, for routers that speak it.
+"""vLLM's gRPC contract over the worker's service, for routers such as smg.
 
-The contract is that of the package smg-grpc-proto, an optional extra: this module alone can be imported without it.
+Imports the rest of ``server``. The contract is in the package smg-grpc-proto, an optional extra: only this ``__init__``
+can be imported without it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import parse_tcp
-from kvsidecar.net.grpc_server import Door
+from kvsidecar.net.grpc_server import Listener
 
 from inference_svc.server.otel_observer import RequestObserver
 from inference_svc.server.runtime import Runtime
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def require_contract() -> None:
-    """Raises ConfigurationError where the contract's package is missing, or too new for what is installed."""
+    """Raise ConfigurationError if the contract's package is missing or incompatible."""
     try:
         import msgspec  # noqa: F401
         from smg_grpc_proto import vllm_engine_pb2_grpc  # noqa: F401
@@ -32,14 +33,14 @@ def require_contract() -> None:
 
 def vllm_listener(
     address: str, service: InferenceService, runtime: Runtime, observer: RequestObserver, stop: asyncio.Event
-) -> Door:
-    """What answers the contract at ``host:port``, until ``stop``."""
+) -> Listener:
+    """Listener that serves the contract at ``host:port``, until ``stop``."""
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
     from inference_svc.server.vllm_grpc.vllm_engine_service import SERVICE, VllmEngine
 
     engine = VllmEngine(service, runtime, observer, stop)
-    return Door(
+    return Listener(
         parse_tcp(address),
         lambda server: vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(engine, server),
         service=SERVICE,

@@ -1,4 +1,4 @@
-"""The files of a model's tokenizer in a zip, for routers that do not have the model."""
+"""Zip archive of a tokenizer's files, for routers without the model."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ _PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
 
 
 def zip_tokenizer(folder: Path) -> bytes:
-    """The same bytes for the same files: routers know them by their SHA-256. Raises FailedPrecondition when there are
-    none."""
+    """Zip a tokenizer's files reproducibly: routers identify the archive by its SHA-256.
+
+    Raises FailedPrecondition if there are none.
+    """
     found = {path for name in (*_NAMES, *_PATTERNS) for path in folder.glob(name) if path.is_file()}
     if not found:
         raise FailedPrecondition(f"{folder} has no files of a tokenizer; give the router the model's tokenizer itself")

@@ -1,4 +1,4 @@
-"""``vllm.grpc.engine.VllmEngine``: what a router asks of a vLLM, answered by the worker's own service."""
+"""gRPC servicer of ``vllm.grpc.engine.VllmEngine`` over the worker's service."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Aborted(Exception):
-    """Somebody asked for the end of a request."""
+    """``Abort`` was called for a request."""
 
 
 Event = tuple[VllmResponse, Sequence, SequenceOutput] | Exception
 
 
 class VllmEngine(VllmEngineServicer):
-    """One instance per worker. All methods run on the service's event loop."""
+    """Servicer of one worker. All methods run on the service's event loop."""
 
     def __init__(
         self, service: InferenceService, runtime: Runtime, observer: RequestObserver, stop: asyncio.Event
     ) -> None:
-        """``stop`` is set when the worker is to end: nobody waits for events then."""
+        """``stop`` is set when the worker shuts down: event subscriptions end then."""
         self._stop, self._subscribers = stop, 0
         self._service, self._runtime, self._observer = service, runtime, observer
         self._engine, self._loaded = runtime.engine, runtime.engine.loaded
@@ -84,8 +84,10 @@ class VllmEngine(VllmEngineServicer):
     async def _events(
         self, asked: list[pb.GenerateRequest], answers: list[VllmResponse], context: Context
     ) -> AsyncGenerator[tuple[VllmResponse, Sequence, SequenceOutput], None]:
-        """What the engine says of all answers, as it comes. Leaving early, for whatever reason, cancels them. Raises
-        _Aborted when ``Abort`` names the request."""
+        """Yield the engine's outputs for all answers as they arrive. Closing it early cancels them.
+
+        Raises _Aborted when ``Abort`` names the request.
+        """
         events: asyncio.Queue[Event] = asyncio.Queue()
 
         async def follow(answer: VllmResponse, request: pb.GenerateRequest) -> None:
@@ -118,7 +120,7 @@ class VllmEngine(VllmEngineServicer):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
-        """Ends requests by their ids; of ids that nothing runs under there is nothing to end."""
+        """Cancel requests by id; unknown ids are ignored."""
         for name in request.request_ids:
             for events in self._running.get(name, ()):
                 events.put_nowait(_Aborted())
@@ -199,8 +201,10 @@ class VllmEngine(VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common.KvEventBatch]:
-        """What the node's daemon holds, which is what this worker finds: all of it first, behind ``cleared``, whatever
-        the subscriber knows already."""
+        """Stream the daemon's stored blocks: first ``cleared`` and all of them, then changes.
+
+        It starts over for every subscriber, whatever that has seen before.
+        """
         address = daemon_address(self._runtime.config)
         if address is None:
             await _refuse(context, "this worker has no cache daemon, whose KV events they would be")
@@ -218,7 +222,7 @@ class VllmEngine(VllmEngineServicer):
         finally:
             self._subscribers -= 1
 
-    # ---- what there is not ----------------------------------------------------------------------------------
+    # ---- unsupported calls ----------------------------------------------------------------------------------
 
     async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:
         await _refuse(context, "this server generates text and embeds nothing; send it to an embedding model's server")

@@ -1,4 +1,4 @@
-"""What the daemon holds of the model, as vLLM's contract tells a router: blocks that came and blocks that went."""
+"""KV events of vLLM's contract: stored and removed blocks of the model."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ import grpc
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.errors import Overloaded, from_rpc
 from kvsidecar.events.block_hashes import DEFAULT_SEED
-from kvsidecar.events.block_ledger import ARENA, Ledger
-from kvsidecar.events.event_follower import Follower
+from kvsidecar.events.block_ledger import ARENA, BlockLedger
+from kvsidecar.events.event_follower import EventFollower
 from kvsidecar.events.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 from smg_grpc_proto.generated import common_pb2 as common
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
-# Whoever falls further behind is sent away, and told everything when it comes back.
+# A subscriber that falls further behind is disconnected, and starts over when it subscribes again.
 _MAX_BEHIND = 4096
 _Update = list[Event] | Exception | None
 
 
 async def kv_event_batches(
-    address: Address, namespace: bytes, after: int, stop: asyncio.Event
+    address: ServiceAddress, namespace: bytes, after: int, stop: asyncio.Event
 ) -> AsyncGenerator[common.KvEventBatch, None]:
-    """All that the common tenant has in a namespace, and from then on what changes, until ``stop``; batches are
-    numbered from ``after`` + 1. Raises a KVSidecarError when the daemon says that the worker may not ask, and
-    Overloaded when nobody takes the batches."""
+    """Yield all blocks of the default tenant in a namespace, then changes, until ``stop``.
+
+    Batches are numbered from ``after`` + 1. Raises a KVSidecarError if the daemon refuses the worker, and Overloaded if
+    the batches are not consumed.
+    """
     loop, told = asyncio.get_running_loop(), asyncio.Queue[_Update]()
 
     def tell(events: _Update) -> None:
@@ -47,7 +49,7 @@ async def kv_event_batches(
                 raise from_rpc(error) from error
 
     scope = {"namespace": namespace, "tenant_salt": b""}
-    follower = Follower(reach, scope, Ledger(PAGE_TOKENS, b"", DEFAULT_SEED))
+    follower = EventFollower(reach, scope, BlockLedger(PAGE_TOKENS, b"", DEFAULT_SEED))
 
     def follow() -> None:
         try:
@@ -119,5 +121,5 @@ def _blocks(event: BlockStored, level: int) -> list[common.KvBlock]:
 
 
 def _signed(name: int) -> int:
-    """A block's name as the contract's int64: the same 64 bits."""
+    """A block hash as the contract's int64, with the same 64 bits."""
     return name - (1 << 64) if name >> 63 else name

@@ -1,4 +1,7 @@
-"""Requests of vLLM's contract in the words of our own protocol. What values are allowed is checked where those are."""
+"""Translates requests of vLLM's contract into our protocol.
+
+The allowed values are checked by the service.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 _MAX_CHOICES = 8
 _ANY_OBJECT = json.dumps({"type": "object"})
-# Of a request: what belongs to images, and to keys and values that go from one engine to another.
+# Fields for images, and for KV transfer between engines.
 _REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "extra_mm_inputs", "media_refs")
 
 
 def to_requests(request: vllm.GenerateRequest, context_length: int) -> list[pb.GenerateRequest]:
-    """One request for each answer that is asked for, at least one. Raises InvalidRequest and UnsupportedOption."""
+    """Translate into one request per answer (``n``). Raises InvalidRequest and UnsupportedOption."""
     given = {field.name for field, _ in request.ListFields()}
     for name in _REFUSED:
         if name in given:
@@ -73,8 +76,11 @@ def _prompt(request: vllm.GenerateRequest) -> pb.Prompt | None:
 
 
 def _sampling(params: vllm.SamplingParams) -> pb.Sampling:
-    """All of it is said: a router has asked for the model's own defaults (GetModelInfo), and sends them where it means
-    them. Where 0 is not allowed it is a field that was left out."""
+    """Translate all sampling parameters.
+
+    A router knows the model's defaults (GetModelInfo) and sends them explicitly. Where 0 is not a valid value, it means
+    an unset field.
+    """
     wrong = next((token for token in params.logit_bias if token < 0), None)
     if wrong is not None:
         raise InvalidRequest(f"logit_bias has token {wrong}; allowed are 0 and above", param="logit_bias")
@@ -103,7 +109,7 @@ def _grammar(params: vllm.SamplingParams) -> pb.Grammar | None:
 
 
 def _max_prompt_tokens(params: vllm.SamplingParams, context_length: int) -> int:
-    """How many of the prompt's last tokens are read at most."""
+    """Tokens to which the prompt is truncated."""
     kept: int = params.truncate_prompt_tokens
     if kept == -1:  # as many as the context holds, less what the answer is to have
         return 0 if params.HasField("max_tokens") else max(1, context_length - max(1, params.min_tokens))

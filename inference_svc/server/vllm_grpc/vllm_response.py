@@ -1,4 +1,4 @@
-"""Answers in the words of vLLM's contract: tokens as they come, and whole."""
+"""Builds responses of vLLM's contract: streamed chunks and complete answers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ABORTED = "abort"
 
 @dataclass(eq=False)
 class VllmResponse:
-    """One of a request's answers, while it grows."""
+    """One of a request's answers, while it is generated."""
 
     index: int
     sequence: Sequence | None = None
-    """As soon as there was an output."""
+    """Set with the first output."""
     drawn: list[SampledToken] = field(default_factory=list)
 
     def take(self, sequence: Sequence, output: SequenceOutput) -> vllm.GenerateResponse | None:
-        """Takes in an output. Returns the piece that it makes, unless it has no token."""
+        """Add an output. Returns its chunk, or None for an output without a token."""
         first, self.sequence = not self.drawn, sequence
         if output.token is None:
             return None
@@ -41,11 +41,11 @@ class VllmResponse:
         return vllm.GenerateResponse(chunk=chunk)
 
     def ended(self, finish: FinishReason) -> vllm.GenerateResponse:
-        """The answer as a whole, by whatever way it came."""
+        """Complete response, also after a stream."""
         return self._whole(_FINISH[finish])
 
     def aborted(self) -> vllm.GenerateResponse:
-        """What there was of it when somebody asked for its end."""
+        """Complete response of an aborted request, with the tokens so far."""
         return self._whole(ABORTED)
 
     def _whole(self, reason: str) -> vllm.GenerateResponse:
@@ -90,7 +90,7 @@ def _output_logprobs(sequence: Sequence, drawn: Many[SampledToken]) -> vllm.Outp
 
 
 def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
-    """Of the prompt's first token there is none: nothing stands before it."""
+    """Prompt logprobs; the first token has none, because no token precedes it."""
     if sequence.request.num_prompt_logprobs is None:
         return None
     scored: list[SampledToken] = [SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs]
@@ -104,7 +104,7 @@ def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
 
 
 def _tops(wanted: int, drawn: Many[SampledToken]) -> list[vllm.TopLogProbs]:
-    """The likeliest tokens of each place; none at all where none were asked for."""
+    """Most likely tokens at each position; empty unless requested."""
     if not wanted:
         return []
     return [vllm.TopLogProbs(values=[p for _, p in one.top], token_ids=[t for t, _ in one.top]) for one in drawn]

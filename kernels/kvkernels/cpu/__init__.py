@@ -1,4 +1,4 @@
-"""Our CPU kernels from Python: what compiles and loads them, what runs them on threads, and what each takes.
+"""Python wrappers of the CPU kernels: build, library, threads and one module per kernel.
 
 Sources in ``kernels/cpu``. Imports ``kvsidecar`` (the chunk layout) and nothing of the servers.
 """

@@ -1,4 +1,4 @@
-"""``python -m kvkernels.cpu``: compiles the CPU kernels."""
+"""Command that compiles the CPU kernels: ``python -m kvkernels.cpu``."""
 
 import sys
 

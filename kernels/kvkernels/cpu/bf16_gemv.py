@@ -1,10 +1,10 @@
-"""Products of few rows with a large bfloat16 weight, at the speed of memory.
+"""BF16 GEMV over weights packed by oneDNN, at memory bandwidth.
 
-oneDNN reads a weight of 1.6 to 270 MB at a half to two thirds of what memory gives when the input has four rows. This
-kernel reads the very memory that oneDNN packed, in one stream per thread, and computes with the same instruction
-(``vdpbf16ps``) in the same order: a sum per block of input features, the blocks' sums added up, then the bias. How long
-a block is depends on oneDNN's version and the shape; ``streamed`` finds out by comparing bits, and where no length
-gives oneDNN's bits, oneDNN goes on serving.
+With four input rows, oneDNN reads a weight of 1.6 to 270 MB at a half to two thirds of the memory bandwidth. This
+kernel reads the memory that oneDNN packed, in one stream per thread, and computes with the same instruction
+(``vdpbf16ps``) in the same order: one sum per block of input features, then the sum of the blocks, then the bias. The
+block length depends on oneDNN's version and on the shape. ``find_bit_exact_gemv`` finds it by comparing bits; if no
+length reproduces oneDNN's bits, oneDNN computes the product.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvkernels.cpu.cpu_library import Call, Kernel, found
+from kvkernels.cpu.cpu_library import Kernel, KernelCall, loaded_library
 
 # Rows are computed four at a time.
 ROWS = 4
-# Above this many rows there is as much to compute as to read, and oneDNN's blocking is as good.
-MOST_ROWS = 32
+# Above this many rows the product is compute-bound, and oneDNN's blocking is as good.
+MAX_ROWS = 32
 _OUTPUTS = 64
-# What oneDNN computes with on a CPU that has it.
+# The variant whose instruction oneDNN uses where the CPU has it.
 _VARIANT = "avx512bf16"
 # Lengths of oneDNN's blocks of input features.
 _BLOCKS = (512, 1024, 256, 2048)
 _PROBE_ROWS = 64
-# With fewer strips of 64 outputs to a thread, threads would wait for each other.
-_LEAST_STRIPS = 2
+# With fewer strips of 64 outputs per thread, the load is unbalanced.
+_MIN_STRIPS = 2
 
 
 class _Job(ctypes.Structure):
-    """``Job`` in products.cpp."""
+    """``Bf16GemvJob`` in jobs.h."""
 
     _fields_ = (
-        ("taken", ctypes.c_int64),
+        ("next_item", ctypes.c_int64),
         ("parts", ctypes.c_int64),
         ("weight", ctypes.c_void_p),
         ("x", ctypes.c_void_p),
@@ -50,33 +50,33 @@ class _Job(ctypes.Structure):
 
 @cache
 def kernel() -> Kernel | None:
-    """The kernel, or None where it cannot run or has no chance to be oneDNN's equal."""
+    """Return the kernel; None if it cannot run or cannot reproduce oneDNN's bits."""
     needed = ("_is_mkldnn_bf16_supported", "data_ptr", "_nbytes")
-    library = found().library
+    library = loaded_library().library
     if library is None or library.name != _VARIANT or not all(hasattr(torch.ops.mkldnn, name) for name in needed):
         return None
-    return library.kernel("product", _Job)
+    return library.kernel("bf16_gemv", _Job)
 
 
-def about() -> str:
-    """A line on what serves here."""
+def describe() -> str:
+    """Describe the implementation in use, in one line."""
     return f"ours, C++, {_VARIANT}, with oneDNN's bits" if kernel() else f"oneDNN (ours needs {_VARIANT})"
 
 
-class StreamedProduct:
-    """``x [rows, in]`` to ``[rows, out]`` over a weight that oneDNN packed, with oneDNN's bits."""
+class Bf16Gemv:
+    """Product over a weight that oneDNN packed, with oneDNN's bits: ``x [rows, in]`` to ``[rows, out]``."""
 
     def __init__(self, packed: Tensor, bias: Tensor | None, block: int, kernel: Kernel) -> None:
         self._packed, self._bias, self._block, self._kernel = packed, bias, block, kernel
         self._weight = int(torch.ops.mkldnn.data_ptr(packed))
         self._outputs, self._inputs = packed.shape
 
-    def over(self, packed: Tensor) -> StreamedProduct:
-        """The same over another weight of the same shape and layout."""
-        return StreamedProduct(packed, self._bias, self._block, self._kernel)
+    def over(self, packed: Tensor) -> Bf16Gemv:
+        """Return the product over another weight of the same shape and layout."""
+        return Bf16Gemv(packed, self._bias, self._block, self._kernel)
 
-    def call(self, x: Tensor, y: Tensor) -> Call:
-        """The product of ``x``, contiguous, its rows a multiple of ROWS, into ``y``."""
+    def call(self, x: Tensor, y: Tensor) -> KernelCall:
+        """Build the call that writes the product into ``y``; ``x`` is contiguous, its rows a multiple of ROWS."""
         rows, threads = x.shape[0], torch.get_num_threads()
         job = _Job(
             0,
@@ -90,36 +90,36 @@ class StreamedProduct:
             self._block,
             rows,
         )
-        return Call(self._kernel, job, (self._packed, self._bias, x, y), rounded=ROWS)
+        return KernelCall(self._kernel, job, (self._packed, self._bias, x, y), rounded=ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """``x`` is contiguous, its rows a multiple of ROWS."""
+        """Multiply; ``x`` is contiguous, its rows a multiple of ROWS."""
         y = x.new_empty(x.shape[0], self._outputs)
-        self.call(x, y).together(torch.get_num_threads())
+        self.call(x, y).run(torch.get_num_threads())
         return y
 
 
-def streamed(packed: Tensor, bias: Tensor | None) -> StreamedProduct | None:
-    """The product over a packed weight ``[out, in]`` that gives oneDNN's bits on this thread; None where there is none.
+def find_bit_exact_gemv(packed: Tensor, bias: Tensor | None) -> Bf16Gemv | None:
+    """Return a product over a packed weight ``[out, in]`` with oneDNN's bits on this thread; None if none has them.
 
-    The first weight of a shape takes as long as a few products of 64 rows, the others take nothing.
+    The first weight of a shape costs a few products of 64 rows, further ones nothing.
     """
     serving, (outputs, inputs) = kernel(), packed.shape
     threads = torch.get_num_threads()
-    if serving is None or outputs % _OUTPUTS or outputs // _OUTPUTS < _LEAST_STRIPS * threads or inputs % 2:
+    if serving is None or outputs % _OUTPUTS or outputs // _OUTPUTS < _MIN_STRIPS * threads or inputs % 2:
         return None
     if int(torch.ops.mkldnn._nbytes(packed)) != outputs * inputs * 2:
         return None
     block = _block(outputs, inputs, bias is not None, threads)
-    return StreamedProduct(packed, bias, block, serving) if block else None
+    return Bf16Gemv(packed, bias, block, serving) if block else None
 
 
 @cache
 def _block(outputs: int, inputs: int, biased: bool, threads: int) -> int:
-    """How many input features oneDNN sums up at a time for weights of a shape; 0 when no length gives its bits.
+    """Find the block length (input features) of oneDNN's sums for a shape; 0 if no length gives its bits.
 
-    In the sums that are compared every product occurs with both signs, so that what they add up to is their rounding
-    errors alone, and no two orders give the same.
+    In the compared sums every product occurs with both signs, so that each sum consists of rounding errors only and no
+    two orders of addition give the same bits.
     """
     serving = kernel()
     assert serving is not None
@@ -135,4 +135,4 @@ def _block(outputs: int, inputs: int, biased: bool, threads: int) -> int:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     want = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
     lengths = sorted({min(length, inputs) for length in (*_BLOCKS, inputs)})
-    return next((n for n in lengths if torch.equal(StreamedProduct(packed, bias, n, serving)(x), want)), 0)
+    return next((n for n in lengths if torch.equal(Bf16Gemv(packed, bias, n, serving)(x), want)), 0)

@@ -1,8 +1,8 @@
-"""FlashAttention-2 (Dao, 2023) on the CPU over a paged pool: a row's bits do not depend on what is computed with it.
+"""Batch-invariant FlashAttention-2 (Dao, 2023) on the CPU over a paged KV pool.
 
-Each row goes through the keys in pieces of 512 counted from the sequence's beginning; all arithmetic is per row and in
-one order, so prefill, its parts, decode and scattered rows agree bit for bit, however rows are put together, sequences
-are split and threads share them. ``kernels/cpu/attention.cpp`` says how.
+Each row processes its keys in pieces of 512, counted from the start of the sequence. All arithmetic is per row and in
+one order, so prefill, chunked prefill, decode and scattered rows agree bit for bit, regardless of how rows are batched,
+how sequences are split and how threads share the work. Algorithm: ``kernels/cpu/attention.cpp``.
 """
 
 from __future__ import annotations
@@ -20,15 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvkernels.cpu.cpu_library import Call, Kernel, Library, found
+from kvkernels.cpu.cpu_library import Kernel, KernelCall, KernelLibrary, loaded_library
 
-__all__ = ["PAGE", "Attention", "Rows", "Standing", "about", "pages_for", "serves"]
-
-# Tokens of a page, keys of a block, keys whose sums are kept apart.
+# Tokens per page, keys per block, keys per piece (whose sums are merged).
 PAGE, KEYS, PIECE = 32, 64, 512
-# Rows times heads of a tile at most.
-_TILE, _LEAST_TILE = 256, 32
-# With more items of work than this for each thread, none waits long for the others.
+# Limits of rows times heads per tile.
+_TILE, _MIN_TILE = 256, 32
+# Work items per thread that balance the load.
 _ITEMS = 4
 _DIM_STEP, _MAX_DIM = 16, 256
 _ALIGN = 64
@@ -43,13 +41,31 @@ class _Batch(ctypes.Structure):
         ("units", ctypes.c_int64),
         *(
             (name, ctypes.c_void_p)
-            for name in ("query", "out", "positions", "pages", "unit", "scratch", "partial", "ended", "looks")
+            for name in (
+                "query",
+                "out",
+                "positions",
+                "pages",
+                "unit",
+                "scratch",
+                "partial",
+                "finished_pieces",
+                "max_probs",
+            )
         ),
         *(
             (name, ctypes.c_int64)
-            for name in ("look_size", "kv_heads", "per_kv", "dim", "head_size", "of_bf16", "capped")
+            for name in (
+                "max_probs_stride",
+                "kv_heads",
+                "group_size",
+                "dim",
+                "kv_head_stride",
+                "of_bf16",
+                "has_softcap",
+            )
         ),
-        ("cap", ctypes.c_float),
+        ("softcap", ctypes.c_float),
     )
 
 
@@ -57,7 +73,7 @@ class _Job(ctypes.Structure):
     """``AttentionJob`` in jobs.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("taken", "joined")),
+        *((name, ctypes.c_int64) for name in ("next_item", "joined_threads")),
         *((name, ctypes.c_void_p) for name in ("batch", "keys", "values")),
         ("window", ctypes.c_int64),
         ("scale", ctypes.c_float),
@@ -65,62 +81,62 @@ class _Job(ctypes.Structure):
 
 
 @cache
-def _kernel(library: Library) -> Kernel:
+def _kernel(library: KernelLibrary) -> Kernel:
     if library.number("attention_batch_bytes") != ctypes.sizeof(_Batch):
-        raise RuntimeError(f"{library.name}'s batch of attention is not the one of this version: build it anew")
+        raise RuntimeError(f"{library.name}'s attention batch has another size: build it anew")
     return library.kernel("attention", _Job)
 
 
 def serves(dtype: torch.dtype, dim: int) -> bool:
-    """Whether the kernel can run here, for elements and heads like these."""
+    """Return True if the kernel runs on this machine for this dtype and head dim."""
     suits = dtype in (torch.bfloat16, torch.float32) and dim % _DIM_STEP == 0 and dim <= _MAX_DIM
-    return suits and found().library is not None
+    return suits and loaded_library().library is not None
 
 
-def about() -> str:
-    """A line on what serves here."""
-    if found().library is None:
-        return f"torch SDPA ({found().why})"
-    return f"ours, {found().why}; f32, bf16, head dims up to {_MAX_DIM} by {_DIM_STEP}; others torch SDPA"
+def describe() -> str:
+    """Describe the implementation in use, in one line."""
+    if loaded_library().library is None:
+        return f"torch SDPA ({loaded_library().why})"
+    return f"ours, {loaded_library().why}; f32, bf16, head dims up to {_MAX_DIM} by {_DIM_STEP}; others torch SDPA"
 
 
-def pages_for(keys: int) -> int:
-    """How many pages are read for so many keys: to the end of the last block."""
+def num_pages(keys: int) -> int:
+    """Return the number of pages read for ``keys`` keys, up to the end of the last block."""
     return -(-keys // KEYS) * (KEYS // PAGE)
 
 
 class Attention:
-    """Where the rows of one batch and their keys are; the same for all layers of a model.
+    """Attention plan of one batch: rows, pages and work items, shared by all layers of a model.
 
-    Use it on the thread that made it: what its threads keep is that thread's.
+    Use it on the thread that created it; the scratch memory is thread-local.
     """
 
     def __init__(
         self,
         positions: NDArray[np.int64],
-        sequences: Sequence[Rows],
+        sequences: Sequence[SequenceRows],
         heads: int,
         pool: tuple[Tensor, Tensor],
-        cap: float | None = None,
-        observed: bool = False,
+        softcap: float | None = None,
+        record_max_probs: bool = False,
     ) -> None:
         """``positions [rows]``, contiguous. ``pool`` is keys and values, contiguous ``[layers, kv_heads, slots, dim]``.
-        With ``cap``, scores become ``cap * tanh(score / cap)``. ``observed`` keeps what ``strongest`` gives. Raises
-        ValueError where ``serves`` does not hold, or for more than 256 query heads to a key head."""
+        With ``softcap``, scores become ``softcap * tanh(score / softcap)``. ``record_max_probs`` records the values for
+        ``max_probs()``. Raises ValueError if ``serves`` is False, or for more than 256 query heads per KV head."""
         keys, values = pool
         _, kv_heads, _, dim = keys.shape
-        per_kv, library = heads // kv_heads, found().library
-        if library is None or not serves(keys.dtype, dim) or per_kv > _TILE:
-            raise ValueError(f"no attention over {keys.dtype} heads of {dim} on this CPU, {per_kv} to a key head")
-        self._layers, self._threads = Layers(keys, values, cap), torch.get_num_threads()
+        group_size, library = heads // kv_heads, loaded_library().library
+        if library is None or not serves(keys.dtype, dim) or group_size > _TILE:
+            raise ValueError(f"no attention over {keys.dtype} heads of {dim} on this CPU, {group_size} to a key head")
+        self._layers, self._threads = PoolLayers(keys, values, softcap), torch.get_num_threads()
         pages = np.concatenate([s.pages for s in sequences])
-        work = _Work.of(positions, sequences, kv_heads, per_kv, self._threads, observed)
+        work = _Work.of(positions, sequences, kv_heads, group_size, self._threads, record_max_probs)
         scratch = _scratch(library.number("attention_scratch", dim) * self._threads)
         partial = np.empty(work.partial_rows * heads * library.number("attention_state", dim), np.float32)
-        ended = np.zeros((work.split_tiles, kv_heads), np.int64)
+        finished_pieces = np.zeros((work.split_tiles, kv_heads), np.int64)
         keys_read = max(len(s.pages) for s in sequences) * PAGE
-        self._looks = np.empty((work.tiles, heads, keys_read), np.float32) if observed else None
-        self._held: tuple[Any, ...] = positions, pages, work, scratch, partial, ended
+        self._max_probs = np.empty((work.tiles, heads, keys_read), np.float32) if record_max_probs else None
+        self._held: tuple[Any, ...] = positions, pages, work, scratch, partial, finished_pieces
         self._batch = _Batch(
             units=len(work.units),
             positions=positions.ctypes.data,
@@ -128,85 +144,90 @@ class Attention:
             unit=work.units.ctypes.data,
             scratch=-(-scratch.ctypes.data // _ALIGN) * _ALIGN,
             partial=partial.ctypes.data,
-            ended=ended.ctypes.data,
-            looks=None if self._looks is None else self._looks.ctypes.data,
-            look_size=keys_read,
+            finished_pieces=finished_pieces.ctypes.data,
+            max_probs=None if self._max_probs is None else self._max_probs.ctypes.data,
+            max_probs_stride=keys_read,
             kv_heads=kv_heads,
-            per_kv=per_kv,
+            group_size=group_size,
             dim=dim,
-            head_size=keys.stride(1),
+            kv_head_stride=keys.stride(1),
             of_bf16=keys.dtype == torch.bfloat16,
-            capped=cap is not None,
-            cap=(cap or 0.0) * _LOG2E,
+            has_softcap=softcap is not None,
+            softcap=(softcap or 0.0) * _LOG2E,
         )
 
     def bind(self, query: Tensor, out: Tensor) -> None:
-        """Sets where queries are read and results written, contiguous ``[rows, heads, dim]`` both."""
+        """Set the query and output tensors, both contiguous ``[rows, heads, dim]``."""
         self._batch.query, self._batch.out = query.data_ptr(), out.data_ptr()
         self._bound = query, out
 
     def __call__(self, layer: int, scale: float, window: int | None) -> None:
-        """A layer's attention over keys at positions up to the row's, the last ``window`` of them. ``scale`` multiplies
-        the scores. Releases the GIL."""
-        if self._looks is not None:
-            self._looks.fill(0)
-        self._layers.call(self._batch, layer, scale, window).together(self._threads)
+        """Compute causal attention of one layer, over the last ``window`` keys of each row.
 
-    def strongest(self) -> NDArray[np.float32]:
-        """The strongest probability that any row gave each key in the layer before, ``[heads, keys]``, keys to the end
-        of a block; of an ``observed`` batch of one sequence."""
-        assert self._looks is not None, "the batch is not observed"
-        strongest: NDArray[np.float32] = self._looks.max(0)
-        return strongest
+        ``scale`` multiplies the scores. Releases the GIL.
+        """
+        if self._max_probs is not None:
+            self._max_probs.fill(0)
+        self._layers.call(self._batch, layer, scale, window).run(self._threads)
+
+    def max_probs(self) -> NDArray[np.float32]:
+        """Return the maximum probability over rows of each key in the last computed layer: ``[heads, keys]``.
+
+        Keys extend to the end of a block. Requires ``record_max_probs`` and a batch of one sequence.
+        """
+        assert self._max_probs is not None, "the batch was made without record_max_probs"
+        maxima: NDArray[np.float32] = self._max_probs.max(0)
+        return maxima
 
 
-class Standing:
-    """The attention of one batch after another at the same place, for a chain: whatever it was last ``given``."""
+class PreparedAttention:
+    """Attention calls with fixed buffers for a KernelGraph; ``set_batch`` selects the batch that they compute."""
 
     def __init__(self, pool: tuple[Tensor, Tensor], query: Tensor, out: Tensor) -> None:
-        """``query`` and ``out`` are contiguous ``[rows, heads, dim]``, of as many rows as a batch can have."""
-        self._layers, self._bound, self._batch = Layers(*pool), (query, out), _Batch()
-        self._given: Attention | None = None
+        """``query`` and ``out`` are contiguous ``[rows, heads, dim]``, sized for the largest batch."""
+        self._layers, self._bound, self._batch = PoolLayers(*pool), (query, out), _Batch()
+        self._attention: Attention | None = None
 
-    def give(self, attention: Attention) -> None:
-        """The batch of the next run."""
+    def set_batch(self, attention: Attention) -> None:
+        """Set the batch of the next run."""
         attention.bind(*self._bound)
         ctypes.pointer(self._batch)[0] = attention._batch
-        self._given = attention
+        self._attention = attention
 
-    def call(self, layer: int, scale: float, window: int | None) -> Call:
-        """A layer's; see ``Attention``."""
+    def call(self, layer: int, scale: float, window: int | None) -> KernelCall:
+        """Build the call of one layer; see ``Attention.__call__``."""
         return self._layers.call(self._batch, layer, scale, window)
 
 
-class Layers:
-    """Where the layers of a pool have their keys and values, ``[layers, kv_heads, slots, dim]`` both."""
+class PoolLayers:
+    """Addresses of the layers of a pool; keys and values are ``[layers, kv_heads, slots, dim]``."""
 
-    def __init__(self, keys: Tensor, values: Tensor, cap: float | None = None) -> None:
-        library = found().library
+    def __init__(self, keys: Tensor, values: Tensor, softcap: float | None = None) -> None:
+        library = loaded_library().library
         if library is None:
-            raise ValueError(found().why)
-        self._kernel, self._held, self._cap = _kernel(library), (keys, values), cap
+            raise ValueError(loaded_library().why)
+        self._kernel, self._held, self._softcap = _kernel(library), (keys, values), softcap
         self._keys, self._values = keys.data_ptr(), values.data_ptr()
         self._layer_bytes = keys.stride(0) * keys.element_size()
 
-    def call(self, batch: _Batch, layer: int, scale: float, window: int | None) -> Call:
+    def call(self, batch: _Batch, layer: int, scale: float, window: int | None) -> KernelCall:
+        """Build the call of one layer over ``batch``."""
         at = layer * self._layer_bytes
         job = _Job(
             batch=ctypes.addressof(batch),
             keys=self._keys + at,
             values=self._values + at,
             window=window or _NO_WINDOW,
-            scale=scale * _LOG2E * (2 / self._cap if self._cap else 1),
+            scale=scale * _LOG2E * (2 / self._softcap if self._softcap else 1),
         )
-        return Call(self._kernel, job, (batch, self._held), counters=2)
+        return KernelCall(self._kernel, job, (batch, self._held), counters=2)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows of one sequence that follow each other in a batch, at rising positions.
+class SequenceRows:
+    """Consecutive rows of one sequence in a batch, at ascending positions.
 
-    ``pages`` are the first slots of the sequence's pages of PAGE tokens: ``pages_for(keys)`` of them, all in the pool.
+    ``pages`` holds the first slot of each of the sequence's ``num_pages(keys)`` pages of PAGE tokens, all in the pool.
     """
 
     first: int
@@ -216,7 +237,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class _Work:
-    """What threads take in turn: ``units [units, 7]``, the fields of ``Unit`` in attention.cpp."""
+    """Work items that threads claim: ``units [units, 7]``, the fields of ``AttentionUnit`` in jobs.h."""
 
     units: NDArray[np.int64]
     tiles: int
@@ -227,17 +248,19 @@ class _Work:
     def of(
         cls,
         positions: NDArray[np.int64],
-        sequences: Sequence[Rows],
+        sequences: Sequence[SequenceRows],
         kv_heads: int,
-        per_kv: int,
+        group_size: int,
         threads: int,
         whole: bool,
     ) -> _Work:
-        """Cuts sequences into tiles and, where those are too few for the threads and not ``whole``, tiles into their
-        pieces. How they are cut changes no bit."""
+        """Split sequences into tiles and, if these are too few for the threads, tiles into pieces unless ``whole``.
+
+        The split does not change the result's bits.
+        """
         wanted = _ITEMS * threads
         total = sum(s.count for s in sequences) * kv_heads
-        size = min(max(-(-total // wanted), -(-_LEAST_TILE // per_kv)), max(1, _TILE // per_kv))
+        size = min(max(-(-total // wanted), -(-_MIN_TILE // group_size)), max(1, _TILE // group_size))
         tiles, page = [], 0
         for s in sequences:
             tiles += [(s.first + at, min(size, s.count - at), page) for at in range(0, s.count, size)]
@@ -263,7 +286,7 @@ _LOCAL = _Local()
 
 
 def _scratch(floats: int) -> NDArray[np.float32]:
-    """What a thread's team works in."""
+    """Return the calling thread's scratch memory, of at least ``floats`` floats."""
     if len(_LOCAL.scratch) < floats + _ALIGN:
         _LOCAL.scratch = np.empty(floats + _ALIGN, np.float32)
     return _LOCAL.scratch

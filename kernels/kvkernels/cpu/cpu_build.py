@@ -1,7 +1,7 @@
-"""Compiles the CPU kernels, one library for each instruction set: ``python -m kvkernels.cpu``.
+"""Build of the CPU kernels: one shared library per instruction set (``python -m kvkernels.cpu``).
 
-``pip install`` does it with the machine's compiler, or with the ``ziglang`` wheel where there is none. Imports nothing
-but the standard library, so that it runs where nothing is installed yet.
+``pip install`` runs it with the machine's compiler, or with the ``ziglang`` wheel if there is none. Imports only the
+standard library, so that it runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
 LIBRARIES = _PACKAGE / "lib" / "cpu"
-# Beside them, the fingerprint of what they were compiled from.
+# File beside the libraries with the fingerprint of their sources.
 STAMP = "fingerprint"
 KERNELS = (
     "attention.cpp",
-    "chain.cpp",
-    "chunks.cpp",
-    "codes.cpp",
-    "dense.cpp",
-    "paged.cpp",
-    "products.cpp",
-    "quantized.cpp",
-    "rows.cpp",
+    "cpu_graph.cpp",
+    "kv_pack.cpp",
+    "code_recovery.cpp",
+    "f32_gemm.cpp",
+    "paged_copy.cpp",
+    "bf16_gemv.cpp",
+    "quantized_gemm.cpp",
+    "norm_rope_silu.cpp",
 )
 _FLAGS = (
     "-std=c++17",
     "-O3",
     "-fPIC",
     "-shared",
-    "-ffp-contract=off",  # what is fused is written as such, so that bits do not depend on the compiler
+    "-ffp-contract=off",  # fused operations are explicit, so that bits do not depend on the compiler
     "-fno-math-errno",
     "-fno-trapping-math",
     "-fno-exceptions",
@@ -52,7 +52,7 @@ _FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _VNNI = (*_AVX512, "-mavx512vnni")
-# By architecture, the best last: bit i of features.cpp says whether the i-th can run.
+# Variants by architecture, the best last; bit i of kvk_features() is set if the CPU can run the i-th.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": _AVX2,
@@ -66,18 +66,18 @@ _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 
 def architecture() -> str:
-    """This machine's, by the name that compilers give it."""
+    """Return this machine's architecture by its compiler name."""
     machine = platform.machine().lower()
     return _SAME.get(machine, machine)
 
 
 def variants() -> dict[str, tuple[str, ...]]:
-    """Names and compiler flags of what this architecture can have, the best last."""
+    """Return names and compiler flags of this architecture's variants, the best last."""
     return VARIANTS.get(architecture(), {})
 
 
 def sources() -> Path:
-    """The folder of the sources: in the repository, or copied into the installed package. Raises FileNotFoundError."""
+    """Return the source directory: in the repository or in the installed package. Raises FileNotFoundError."""
     for folder in (_PACKAGE.parent / "cpu", _PACKAGE / "sources" / "cpu"):
         if (folder / KERNELS[0]).exists():
             return folder
@@ -85,7 +85,7 @@ def sources() -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """A hash of the sources and flags: libraries of other ones are other libraries."""
+    """Hash the sources and compiler flags; a change requires a rebuild."""
     digest = hashlib.sha256(repr((architecture(), _FLAGS, VARIANTS)).encode())
     for path in sorted(folder.glob("*.*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -93,7 +93,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def compiler() -> list[str] | None:
-    """The command of a C++ compiler: what CXX or CC name, and only that; else the machine's; else ziglang's."""
+    """Return a C++ compiler's command: CXX or CC if set, and only that; else the machine's; else ziglang's."""
     if named := os.environ.get("CXX") or os.environ.get("CC"):
         command = shlex.split(named)
         return command if shutil.which(command[0]) and Path(command[0]).name != "false" else None
@@ -101,17 +101,24 @@ def compiler() -> list[str] | None:
         if found := shutil.which(name):
             return [found]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-mcpu=baseline"]  # not this machine's
+        return [
+            sys.executable,
+            "-m",
+            "ziglang",
+            "c++",
+            "-nostdlib++",
+            "-mcpu=baseline",
+        ]  # portable code, not this machine's
     return None
 
 
-def asks_for_ziglang() -> bool:
-    """Whether an installation should bring a compiler along: the machine has none, and nobody said which to use."""
+def needs_ziglang() -> bool:
+    """Return True if the build needs the ziglang wheel: no compiler on the machine and none set by CXX or CC."""
     return bool(variants()) and not os.environ.get("CXX") and not os.environ.get("CC") and compiler() is None
 
 
-def compile_one(command: list[str], target: Path, names: tuple[str, ...], flags: tuple[str, ...]) -> None:
-    """One library of some sources. Raises RuntimeError with the compiler's message."""
+def compile_library(command: list[str], target: Path, names: tuple[str, ...], flags: tuple[str, ...]) -> None:
+    """Compile sources to one shared library. Raises RuntimeError with the compiler's message."""
     paths = [str(sources() / name) for name in names]
     with tempfile.NamedTemporaryFile(dir=target.parent, suffix=".part", delete=False) as unfinished:
         done = subprocess.run(
@@ -121,12 +128,14 @@ def compile_one(command: list[str], target: Path, names: tuple[str, ...], flags:
         Path(unfinished.name).unlink()
         raise RuntimeError(f"{shlex.join(command)} does not compile the CPU kernels:\n{done.stderr[-4000:]}")
     Path(unfinished.name).chmod(0o755)
-    Path(unfinished.name).replace(target)  # whole or not at all, whoever else builds
+    Path(unfinished.name).replace(target)  # atomic, also if another process builds
 
 
 def build(folder: Path = LIBRARIES) -> list[str]:
-    """Compiles this architecture's variants unless they are there; returns the names of those that the compiler
-    knows how to. Raises RuntimeError when there is no compiler, or none compiles, with the compiler's message."""
+    """Compile this architecture's variants unless they are current; return the names of those that compiled.
+
+    Raises RuntimeError without a compiler, or with the compiler's message if no variant compiles.
+    """
     stamp, now = folder / STAMP, fingerprint(sources())
     if stamp.exists() and stamp.read_text() == now:
         return compiled(folder)
@@ -137,14 +146,14 @@ def build(folder: Path = LIBRARIES) -> list[str]:
         raise RuntimeError(f"there are no CPU kernels for {architecture()}")
     folder.mkdir(parents=True, exist_ok=True)
     stamp.unlink(missing_ok=True)
-    jobs = [("features", ("features.cpp",), ()), *((name, KERNELS, flags) for name, flags in variants().items())]
+    jobs = [("features", ("cpu_features.cpp",), ()), *((name, KERNELS, flags) for name, flags in variants().items())]
 
     def attempt(job: tuple[str, tuple[str, ...], tuple[str, ...]]) -> RuntimeError | None:
         target = folder / f"{job[0]}.so"
         target.unlink(missing_ok=True)
         try:
-            compile_one(command, target, job[1], job[2])
-        except RuntimeError as error:  # an older compiler does not know the newest instructions
+            compile_library(command, target, job[1], job[2])
+        except RuntimeError as error:  # an older compiler may not support the newest instructions
             return error
         return None
 
@@ -159,7 +168,7 @@ def build(folder: Path = LIBRARIES) -> list[str]:
 
 
 def compiled(folder: Path = LIBRARIES) -> list[str]:
-    """This architecture's variants that are there, the best last."""
+    """Return this architecture's compiled variants, the best last."""
     return [name for name in variants() if (folder / f"{name}.so").exists()]
 
 

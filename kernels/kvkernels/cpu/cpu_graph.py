@@ -1,5 +1,8 @@
-"""Kernels that follow each other, run by one call: between two small ones, Python and the start of a team would take
-longer than they do (``kernels/cpu/chain.cpp``)."""
+"""Sequence of CPU kernels launched by one call, like a CUDA graph.
+
+Between small kernels, Python and the start of an OpenMP team take longer than the kernels themselves
+(``kernels/cpu/cpu_graph.cpp``).
+"""
 
 from __future__ import annotations
 
@@ -7,59 +10,59 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
-from kvkernels.cpu.cpu_library import Call, Kernel, Library, found
+from kvkernels.cpu.cpu_library import Kernel, KernelCall, KernelLibrary, loaded_library
 
 _ALIGN = 64
 
 
-class _Link(ctypes.Structure):
-    """``Link`` in jobs.h."""
+class _GraphNode(ctypes.Structure):
+    """``GraphNode`` in jobs.h."""
 
     _fields_ = (
-        ("inside", ctypes.c_int64),
+        ("running_threads", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("run", "job")),
         ("counters", ctypes.c_int64),
         ("rows", ctypes.c_void_p),
         ("multiple", ctypes.c_int64),
-        ("beyond", ctypes.c_int64 * 2),
+        ("padding", ctypes.c_int64 * 2),
     )
 
 
 class _Job(ctypes.Structure):
-    """``ChainJob`` in jobs.h."""
+    """``CpuGraphJob`` in jobs.h."""
 
-    _fields_ = (("links", ctypes.c_void_p), ("count", ctypes.c_int64), ("rows", ctypes.c_int64))
+    _fields_ = (("nodes", ctypes.c_void_p), ("count", ctypes.c_int64), ("rows", ctypes.c_int64))
 
 
 @cache
-def _kernel(library: Library) -> Kernel:
-    if library.number("link_bytes") != ctypes.sizeof(_Link):
-        raise RuntimeError(f"{library.name}'s link is not the one of this version: build it anew")
-    return library.kernel("chain", _Job)
+def _kernel(library: KernelLibrary) -> Kernel:
+    if library.number("graph_node_bytes") != ctypes.sizeof(_GraphNode):
+        raise RuntimeError(f"{library.name}'s graph node has another size: build it anew")
+    return library.kernel("cpu_graph", _Job)
 
 
-class Chain:
-    """Calls one after the other, again and again, for any number of rows up to the one for which they were made."""
+class KernelGraph:
+    """Recorded kernel calls, replayed in order for any number of rows up to the recorded one."""
 
-    def __init__(self, calls: Sequence[Call]) -> None:
+    def __init__(self, calls: Sequence[KernelCall]) -> None:
         """Raises RuntimeError without kernels."""
-        library = found().library
+        library = loaded_library().library
         if library is None:
-            raise RuntimeError(found().why)
-        self._kernel, self._begin = _kernel(library), library.function("chain_begin", ctypes.c_void_p)
+            raise RuntimeError(loaded_library().why)
+        self._kernel, self._begin = _kernel(library), library.function("cpu_graph_begin", ctypes.c_void_p)
         self._calls = list(calls)
-        size = ctypes.sizeof(_Link)
+        size = ctypes.sizeof(_GraphNode)
         self._memory = ctypes.create_string_buffer(len(calls) * size + _ALIGN)
         first = -(-ctypes.addressof(self._memory) // _ALIGN) * _ALIGN
         for i, call in enumerate(calls):
-            link, job = _Link.from_address(first + i * size), ctypes.addressof(call.job)
-            link.run, link.job, link.counters = call.kernel.address, job, call.counters
+            node, job = _GraphNode.from_address(first + i * size), ctypes.addressof(call.job)
+            node.run, node.job, node.counters = call.kernel.address, job, call.counters
             if hasattr(call.job, "rows"):
-                link.rows, link.multiple = job + type(call.job).rows.offset, call.rounded
+                node.rows, node.multiple = job + type(call.job).rows.offset, call.rounded
         self._job = _Job(first, len(calls), 0)
 
     def run(self, rows: int, threads: int) -> None:
-        """All of them, over ``rows`` rows, on so many threads of torch's team. Releases the GIL."""
+        """Run all calls over ``rows`` rows on ``threads`` threads of torch's OpenMP team. Releases the GIL."""
         self._job.rows = rows
         self._begin(ctypes.addressof(self._job))
-        self._kernel.together(self._job, threads)
+        self._kernel.run_on_openmp_team(self._job, threads)

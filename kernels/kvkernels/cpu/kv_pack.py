@@ -1,6 +1,6 @@
-"""The chunk kernels on the CPU: one fused pass over many chunks and layers, on all cores (``kernels/cpu/chunks.cpp``).
+"""KV quantization and packing on the CPU: one fused pass over chunks and layers.
 
-Eager torch needs a dozen passes over the data.
+Runs on all cores (``kernels/cpu/kv_pack.cpp``). Eager torch needs a dozen passes over the data.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import layout_of
 from torch import Tensor
 
-from kvkernels.chunk_payload import Array, Piece
-from kvkernels.cpu.cpu_library import Kernel, Library, found
-from kvkernels.cpu.thread_pool import own_count
+from kvkernels.chunk_payload import Array, ChunkPlacement
+from kvkernels.cpu.cpu_library import Kernel, KernelLibrary, loaded_library
+from kvkernels.cpu.thread_pool import num_own_threads
 
 _MAX_DIM = 1024
-# With less to move, waking other threads costs more than it saves.
+# Below this size, waking other threads costs more than it saves.
 _PARALLEL_BYTES = 1 << 18
 _SECTIONS = ("keys", "values", "key_scale", "key_zero", "value_scale", "value_zero", "sink_keys", "sink_values")
 
 
 class _Chunk(ctypes.Structure):
-    """``Chunk`` in chunks.cpp."""
+    """``Chunk`` in jobs.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slots", *_SECTIONS, "cosine", "sine")),
@@ -36,10 +36,10 @@ class _Chunk(ctypes.Structure):
 
 
 class _Job(ctypes.Structure):
-    """``Job`` in chunks.cpp."""
+    """``KvPackJob`` in jobs.h."""
 
     _fields_ = (
-        ("taken", ctypes.c_int64),
+        ("next_item", ctypes.c_int64),
         ("chunks", ctypes.c_void_p),
         ("count", ctypes.c_int64),
         ("keys", ctypes.c_void_p),
@@ -52,28 +52,32 @@ class _Job(ctypes.Structure):
 
 
 @cache
-def _kernel(library: Library, name: str) -> Kernel:
+def _kernel(library: KernelLibrary, name: str) -> Kernel:
     if library.number("chunk_bytes") != ctypes.sizeof(_Chunk):
-        raise RuntimeError(f"{library.name}'s chunks are others: run python -m kvkernels.cpu")
+        raise RuntimeError(f"{library.name}'s chunk has another size: run python -m kvkernels.cpu")
     return library.kernel(name, _Job)
 
 
 def serves(pool: Tensor) -> bool:
-    """Whether the kernels move tokens of ``pool [layers, kv_heads, slots, dim]``."""
+    """Return True if the kernels support ``pool [layers, kv_heads, slots, dim]``."""
     suits = pool.device.type == "cpu" and pool.dtype in (torch.float32, torch.bfloat16) and pool.shape[3] <= _MAX_DIM
-    return suits and pool[0, 0].is_contiguous() and found().library is not None
+    return suits and pool[0, 0].is_contiguous() and loaded_library().library is not None
 
 
-def about() -> str:
-    """A line on what serves here."""
-    return f"ours, {found().why}; f32, bf16" if found().library else f"torch reference ({found().why})"
+def describe() -> str:
+    """Describe the implementation in use, in one line."""
+    return (
+        f"ours, {loaded_library().why}; f32, bf16"
+        if loaded_library().library
+        else f"torch reference ({loaded_library().why})"
+    )
 
 
-class _Moving:
-    """A kernel over chunks in host memory, and what it reads, kept alive."""
+class _ChunkCopy:
+    """Pack or unpack kernel over chunks in host memory; keeps the memory that it reads alive."""
 
-    def __init__(self, name: str, keys: Tensor, values: Tensor, pieces: Sequence[Piece]) -> None:
-        library = found().library
+    def __init__(self, name: str, keys: Tensor, values: Tensor, pieces: Sequence[ChunkPlacement]) -> None:
+        library = loaded_library().library
         assert library is not None, "serves() says whether there are kernels"
         self._kernel = _kernel(library, name)
         self._held: list[Any] = [keys, values]
@@ -95,11 +99,11 @@ class _Moving:
 
     def __call__(self, layers: range) -> None:
         job = self._job
-        job.taken, job.first_layer, job.layers = 0, layers.start, len(layers)
+        job.next_item, job.first_layer, job.layers = 0, layers.start, len(layers)
         parallel = self._layer_bytes * len(layers) >= _PARALLEL_BYTES
-        self._kernel.apart(job, own_count() if parallel else 1)
+        self._kernel.run_on_own_threads(job, num_own_threads() if parallel else 1)
 
-    def _chunk(self, piece: Piece) -> _Chunk:
+    def _chunk(self, piece: ChunkPlacement) -> _Chunk:
         header, layout = piece.header, layout_of(piece.header)
         if not isinstance(piece.payload, memoryview) or piece.payload.nbytes < layout.size_bytes:
             raise ValueError(f"the payload of {header.token_count} tokens is not {layout.size_bytes} bytes of memory")
@@ -123,14 +127,14 @@ class _Moving:
         return chunk
 
 
-class Unpacking(_Moving):
-    """Chunks on their way to the pool: call it with the layers that are wanted next. Releases the GIL."""
+class ChunkUnpacker(_ChunkCopy):
+    """Dequantizes chunks into the pool, layer by layer: call it with the next layers. Releases the GIL."""
 
-    def __init__(self, keys: Tensor, values: Tensor, pieces: Sequence[Piece]) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, pieces: Sequence[ChunkPlacement]) -> None:
         """Raises ValueError for payloads in device memory."""
-        super().__init__("unpack", keys, values, pieces)
+        super().__init__("kv_unpack", keys, values, pieces)
 
 
 def pack(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: memoryview) -> None:
-    """See ``dispatch.pack_chunk``."""
-    _Moving("pack", keys, values, [Piece(header, payload, slots)])(range(header.layers))
+    """Quantize tokens into a chunk's payload; see ``dispatch.pack_chunk``."""
+    _ChunkCopy("kv_pack", keys, values, [ChunkPlacement(header, payload, slots)])(range(header.layers))

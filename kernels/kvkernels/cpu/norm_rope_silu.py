@@ -1,9 +1,9 @@
-"""The elementwise parts of a decoder layer on the CPU, fused: norm, rotation with scatter, gated activation.
+"""Fused elementwise kernels of a decoder layer on the CPU: RMS norm, RoPE with KV scatter, SiLU gate.
 
-A row's bits do not depend on what else is in the batch. Rounding follows the eager model: to the tensors' type after
-the normalization and after the activation, float32 inside. All tensors are contiguous and of one type, float32 or
-bfloat16, but for weights and angles, which are float32. Functions give the call that does it, for ``run`` or a chain
-(``kernels/cpu/rows.cpp``), and raise RuntimeError without kernels.
+A row's bits do not depend on the batch. Rounding follows the eager model: to the tensors' dtype after the normalization
+and after the activation, float32 inside. All tensors are contiguous and of one dtype, float32 or bfloat16, except
+weights and angles, which are float32. Each function returns a KernelCall, for ``run`` or a KernelGraph
+(``kernels/cpu/norm_rope_silu.cpp``), and raises RuntimeError without kernels.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvkernels.cpu.cpu_library import Call, Kernel, found
+from kvkernels.cpu.cpu_library import Kernel, KernelCall, loaded_library
 
-# Below this many rows handing work to another thread costs more than it saves.
+# Below this many rows, waking other threads costs more than it saves.
 _PARALLEL_ROWS = 48
 _POINTER = ctypes.c_void_p
 
@@ -29,47 +29,51 @@ def _fields(numbers: str, pointers: str, *rest: tuple[str, type]) -> tuple[tuple
     )
 
 
-class _Norm(ctypes.Structure):
-    _fields_ = _fields("taken rows of_bf16 width", "hidden delta weight out", ("epsilon", ctypes.c_double))
+class _RmsNormJob(ctypes.Structure):
+    _fields_ = _fields("next_item rows of_bf16 width", "hidden delta weight out", ("epsilon", ctypes.c_double))
 
 
-class _Rotate(ctypes.Structure):
+class _RopeJob(ctypes.Structure):
     _fields_ = _fields(
-        "taken rows of_bf16 heads kv_heads dim",
-        "qkv cosine sine q_weight k_weight slots again",
+        "next_item rows of_bf16 heads kv_heads dim",
+        "qkv cosine sine q_weight k_weight slots copy_slots",
         *((name, ctypes.c_int64) for name in ("copies", "copy_rows")),
         *((name, _POINTER) for name in ("keys", "values")),
-        ("head_size", ctypes.c_int64),
+        ("kv_head_stride", ctypes.c_int64),
         ("queries", _POINTER),
         ("epsilon", ctypes.c_double),
     )
 
 
-class _Gate(ctypes.Structure):
-    _fields_ = _fields("taken rows of_bf16 width", "gate_up out")
+class _SiluJob(ctypes.Structure):
+    _fields_ = _fields("next_item rows of_bf16 width", "gate_up out")
 
 
 @cache
 def _kernel(name: str, job: type[ctypes.Structure]) -> Kernel:
-    library = found().library
+    library = loaded_library().library
     if library is None:
-        raise RuntimeError(found().why)
+        raise RuntimeError(loaded_library().why)
     return library.kernel(name, job)
 
 
-def run(call: Call, rows: int) -> None:
-    """A call of this module over so many rows, on as many threads as that is worth."""
-    call.together(1 if rows < _PARALLEL_ROWS else torch.get_num_threads())
+def run(call: KernelCall, rows: int) -> None:
+    """Run a call of this module over ``rows`` rows, on one thread or on torch's OpenMP team."""
+    call.run(1 if rows < _PARALLEL_ROWS else torch.get_num_threads())
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def norm(rows: int, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor) -> Call:
-    """Adds ``delta`` (if any) to ``hidden [>= rows, width]`` in place and writes its RMS norm times ``weight [width]``
-    to ``out``."""
-    job = _Norm(
+def rms_norm(
+    rows: int, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor
+) -> KernelCall:
+    """Add ``delta`` (if any) to ``hidden [>= rows, width]`` in place and write its RMS norm to ``out``.
+
+    The norm is multiplied by ``weight [width]``.
+    """
+    job = _RmsNormJob(
         0,
         rows,
         hidden.dtype == torch.bfloat16,
@@ -80,10 +84,10 @@ def norm(rows: int, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilo
         out.data_ptr(),
         epsilon,
     )
-    return Call(_kernel("norm", _Norm), job, (hidden, delta, weight, out))
+    return KernelCall(_kernel("rms_norm", _RmsNormJob), job, (hidden, delta, weight, out))
 
 
-def rotate(
+def rope(
     rows: int,
     qkv: Tensor,
     kv_heads: int,
@@ -93,15 +97,18 @@ def rotate(
     slots: Tensor,
     pool: tuple[Tensor, Tensor],
     queries: Tensor,
-    again: Tensor | None = None,
-) -> Call:
-    """Rotates queries and keys of ``qkv [>= rows, (heads + 2 kv_heads) * dim]`` by ``angles``, cosines and sines
-    ``[rows, dim]``, after an RMS norm per head where ``norms`` has weights ``[dim]`` for queries and keys. Writes keys
-    and values to a layer of the pool ``[kv_heads, slots, dim]`` at int64 ``slots [rows]``, and the same
-    to those of ``again [copies, >= rows]`` that are not below 0; queries to ``queries [>= rows, heads, dim]``."""
+    copy_slots: Tensor | None = None,
+) -> KernelCall:
+    """Apply RoPE to queries and keys of ``qkv [>= rows, (heads + 2 kv_heads) * dim]`` and scatter KV into the pool.
+
+    ``angles``: cosines and sines ``[rows, dim]``. If ``norms`` has weights ``[dim]`` for queries and keys, each head is
+    RMS-normalized first. Keys and values go to a layer of the pool ``[kv_heads, slots, dim]`` at int64 ``slots [rows]``
+    and again at each non-negative slot of ``copy_slots [copies, >= rows]``; queries go to
+    ``queries [>= rows, heads, dim]``.
+    """
     keys, values = pool
-    copies, copy_rows = (0, 0) if again is None else again.shape
-    job = _Rotate(
+    copies, copy_rows = (0, 0) if copy_slots is None else copy_slots.shape
+    job = _RopeJob(
         0,
         rows,
         qkv.dtype == torch.bfloat16,
@@ -114,7 +121,7 @@ def rotate(
         _address(norms[0]),
         _address(norms[1]),
         slots.data_ptr(),
-        _address(again),
+        _address(copy_slots),
         copies,
         copy_rows,
         keys.data_ptr(),
@@ -123,10 +130,10 @@ def rotate(
         queries.data_ptr(),
         epsilon,
     )
-    return Call(_kernel("rotate", _Rotate), job, (qkv, angles, norms, slots, again, keys, values, queries))
+    return KernelCall(_kernel("rope", _RopeJob), job, (qkv, angles, norms, slots, copy_slots, keys, values, queries))
 
 
-def gate(rows: int, gate_up: Tensor, out: Tensor) -> Call:
-    """``out [>= rows, width] = silu(gate_up[:, :width]) * gate_up[:, width:]``."""
-    job = _Gate(0, rows, out.dtype == torch.bfloat16, out.shape[1], gate_up.data_ptr(), out.data_ptr())
-    return Call(_kernel("gate", _Gate), job, (gate_up, out))
+def silu_and_mul(rows: int, gate_up: Tensor, out: Tensor) -> KernelCall:
+    """Compute ``out [>= rows, width] = silu(gate_up[:, :width]) * gate_up[:, width:]``."""
+    job = _SiluJob(0, rows, out.dtype == torch.bfloat16, out.shape[1], gate_up.data_ptr(), out.data_ptr())
+    return KernelCall(_kernel("silu_and_mul", _SiluJob), job, (gate_up, out))

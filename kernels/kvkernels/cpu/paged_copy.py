@@ -1,4 +1,4 @@
-"""Tokens between a paged cache in host memory and arrays, on all cores (``kernels/cpu/paged.cpp``)."""
+"""Copies tokens between a paged cache in host memory and arrays, on all cores (``kernels/cpu/paged_copy.cpp``)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvkernels.cpu.cpu_library import Kernel, Library
-from kvkernels.cpu.thread_pool import own_count
+from kvkernels.cpu.cpu_library import Kernel, KernelLibrary
+from kvkernels.cpu.thread_pool import num_own_threads
 
-# With less to move, waking other threads costs more than it saves.
+# Below this size, waking other threads costs more than it saves.
 _PARALLEL_BYTES = 1 << 18
 _Integers = NDArray[np.int64]
 
 
 class _Job(ctypes.Structure):
-    """``PagedJob`` in jobs.h."""
+    """``PagedCopyJob`` in jobs.h."""
 
     _fields_ = (
-        ("taken", ctypes.c_int64),
+        ("next_item", ctypes.c_int64),
         ("memory", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("layers", "element_bytes", "block_tokens", "block_stride")),
         ("token", ctypes.c_void_p),
         ("head", ctypes.c_void_p),
         ("heads", ctypes.c_int64),
         ("channel", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("channels", "plain")),
+        *((name, ctypes.c_int64) for name in ("channels", "contiguous_channels")),
         ("slots", ctypes.c_void_p),
         ("tokens", ctypes.c_int64),
         ("array", ctypes.c_void_p),
@@ -37,12 +37,12 @@ class _Job(ctypes.Structure):
 
 
 @cache
-def _kernel(library: Library, name: str) -> Kernel:
+def _kernel(library: KernelLibrary, name: str) -> Kernel:
     return library.kernel(name, _Job)
 
 
-def move(
-    library: Library,
+def copy_tokens(
+    library: KernelLibrary,
     name: str,
     addresses: _Integers,
     block: tuple[int, int],
@@ -50,10 +50,11 @@ def move(
     slots: _Integers,
     array: NDArray[Any],
 ) -> None:
-    """``gather`` to, or ``scatter`` from, ``array [layers, tokens, heads, channels]`` of 2 or 4 bytes an element.
+    """Copy tokens with the kernel ``paged_gather`` or ``paged_scatter``.
 
-    ``addresses [layers]`` of the cache's memory, ``block`` its tokens and its stride, ``offsets`` those of a block's
-    tokens, of heads and of channels, all in elements. Releases the GIL.
+    To or from ``array [layers, tokens, heads, channels]``, with elements of 2 or 4 bytes. ``addresses [layers]`` of the
+    cache's memory; ``block``: its tokens and its stride; ``offsets`` of a block's tokens, of heads and of channels;
+    strides and offsets in elements. Releases the GIL.
     """
     addresses, token, head, channel, slots = (np.ascontiguousarray(x, np.int64) for x in (addresses, *offsets, slots))
     if array.shape != (len(addresses), len(slots), len(head), len(channel)):
@@ -67,4 +68,4 @@ def move(
         token.ctypes.data, head.ctypes.data, len(head), channel.ctypes.data, len(channel),
         int((np.diff(channel) == 1).all()), slots.ctypes.data, len(slots), array.ctypes.data, *strides,
     )  # fmt: skip
-    _kernel(library, name).apart(job, own_count() if array.nbytes >= _PARALLEL_BYTES else 1)
+    _kernel(library, name).run_on_own_threads(job, num_own_threads() if array.nbytes >= _PARALLEL_BYTES else 1)

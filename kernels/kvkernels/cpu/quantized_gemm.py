@@ -1,10 +1,10 @@
-"""Products with weights of 4 or 8 bits on the CPU, for any number of rows.
+"""GEMM with 4-bit or 8-bit weights and int8 activations (W4A8, W8A8) on the CPU, for any number of rows.
 
-A weight is ``(code - zero) * scale``, with a scale and a zero for each output and group of inputs: AWQ's way (Lin et
-al., MLSys 2024, arXiv:2306.00978), and llama.cpp's with other groups. Rows become signed bytes, 64 numbers by the
-largest of them, and bytes and codes are multiplied in integers. So a row's bits depend neither on the other rows nor on
-threads nor on the instruction set, and ``reference`` gives the same ones. ``kernels/cpu/quantized.cpp`` says how a
-weight lies in memory.
+A weight is ``(code - zero) * scale``, with a scale and a zero point for each output and group of inputs, as in AWQ (Lin
+et al., MLSys 2024, arXiv:2306.00978) and, with other groups, in llama.cpp. Rows are quantized to signed bytes in blocks
+of 64 values with one scale each; bytes and codes are multiplied in integers. A row's bits depend neither on other rows
+nor on threads nor on the instruction set; ``reference`` gives the same bits. Memory layout:
+``kernels/cpu/quantized_gemm.cpp``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kvkernels.cpu.cpu_library import Call, Kernel, best, found
+from kvkernels.cpu.cpu_library import Kernel, KernelCall, load_kernel, loaded_library
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128)
-# Numbers of a row that share a multiple.
+# Activations of a row that share a scale.
 BLOCK = 64
-# Outputs of a strip.
+# Outputs per strip.
 OUTPUTS = 16
 _PARAMETER_BYTES = 2 * 2 * OUTPUTS
-# With more parts than threads, a thread that is held up leaves some to the others.
+# More parts than threads let other threads take over from a delayed one.
 _PARTS_PER_THREAD = 4
-# Outputs that are quantized at a time, so that what is in between stays small.
+# Outputs quantized at a time, which bounds the temporary memory.
 _SLICE = 2048
 
 
 class _Job(ctypes.Structure):
-    """``QuantizedJob`` in jobs.h."""
+    """``QuantizedGemmJob`` in jobs.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("taken", "quantizing", "quantized", "parts")),
+        *((name, ctypes.c_int64) for name in ("next_item", "next_tile", "quantized_tiles", "parts")),
         *((name, ctypes.c_void_p) for name in ("weight", "x", "bias", "y", "bytes", "scales", "sums")),
         *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "group", "bits", "of_bf16")),
     )
@@ -44,28 +44,30 @@ class _Job(ctypes.Structure):
 
 @cache
 def kernel() -> Kernel | None:
-    """The kernel, or None where no variant runs."""
-    return best("quantized", _Job)
+    """Return the kernel; None if no variant runs."""
+    return load_kernel("quantized_gemm", _Job)
 
 
-def about() -> str:
-    """A line on what serves here."""
-    return f"ours, {found().why}" if kernel() else f"none ({found().why}): 4-bit weights are written out"
+def describe() -> str:
+    """Describe the implementation in use, in one line."""
+    return (
+        f"ours, {loaded_library().why}" if kernel() else f"none ({loaded_library().why}): 4-bit weights are written out"
+    )
 
 
 def serves(inputs: int, outputs: int, group: int) -> bool:
-    """Whether the kernel takes a weight of such a shape."""
+    """Return True if the kernel supports a weight of this shape."""
     return group in GROUPS and inputs % group == 0 and outputs % OUTPUTS == 0
 
 
 def size_bytes(inputs: int, outputs: int, bits: int, group: int) -> int:
-    """What a weight takes that the kernel serves."""
+    """Return the packed size in bytes of a weight that the kernel supports."""
     return outputs // OUTPUTS * (inputs // group) * (group * OUTPUTS * bits // 8 + _PARAMETER_BYTES)
 
 
 @dataclass(frozen=True)
-class Quantized:
-    """A linear layer's weight ``[outputs, inputs]`` as the kernel wants it: uint8 ``data [outputs / 16, bytes]``."""
+class QuantizedWeight:
+    """Weight ``[outputs, inputs]`` of a linear layer in the kernel's layout: uint8 ``data [outputs / 16, bytes]``."""
 
     data: Tensor
     inputs: int
@@ -77,9 +79,11 @@ class Quantized:
         return int(self.data.shape[0]) * OUTPUTS
 
 
-def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Quantized:
-    """A weight of codes ``[outputs, inputs]`` (uint8) with scales and zeros ``[outputs, inputs / group]``, which halves
-    must be able to hold. Raises ValueError for a shape or a width that the kernel does not take."""
+def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> QuantizedWeight:
+    """Pack codes ``[outputs, inputs]`` (uint8) with scales and zeros ``[outputs, inputs / group]``.
+
+    Scales and zeros must be representable in float16. Raises ValueError for an unsupported shape or width.
+    """
     (outputs, inputs), groups = codes.shape, scales.shape[1]
     group = inputs // groups
     if bits not in BITS or not serves(inputs, outputs, group):
@@ -97,12 +101,11 @@ def pack(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Quantized:
     out[..., :-_PARAMETER_BYTES] = lines.permute(0, 2, 3, 1, 4).reshape(strips, groups, -1)
     both = torch.stack((scales, zeros)).half().view(2, strips, OUTPUTS, groups)
     out[..., -_PARAMETER_BYTES:] = both.permute(1, 3, 0, 2).contiguous().view(torch.uint8).view(strips, groups, -1)
-    return Quantized(out.view(strips, -1), inputs, group, bits)
+    return QuantizedWeight(out.view(strips, -1), inputs, group, bits)
 
 
-def unpack(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes ``[outputs, inputs]`` (uint8), scales and zeros ``[outputs, inputs / group]`` (float16): what ``pack`` was
-    given."""
+def unpack(weight: QuantizedWeight) -> tuple[Tensor, Tensor, Tensor]:
+    """Unpack codes ``[outputs, inputs]`` (uint8), scales and zeros ``[outputs, inputs / group]`` (float16)."""
     strips, groups, bits = weight.data.shape[0], weight.inputs // weight.group, weight.bits
     lines = weight.data.view(strips, groups, -1)
     parameters = lines[..., -_PARAMETER_BYTES:].contiguous().view(torch.float16).view(strips, groups, 2, OUTPUTS)
@@ -113,20 +116,22 @@ def unpack(weight: Quantized) -> tuple[Tensor, Tensor, Tensor]:
     return packed.reshape(weight.outputs, weight.inputs), scales, zeros
 
 
-def dense(weight: Quantized) -> Tensor:
-    """The weight ``[outputs, inputs]`` in float32."""
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """Return the weight ``[outputs, inputs]`` in float32."""
     codes, scales, zeros = unpack(weight)
     scales, zeros = (x.float().repeat_interleave(weight.group, 1) for x in (scales, zeros))
     return (codes.float() - zeros) * scales
 
 
-def quantize(weight: Tensor, bits: int, group: int) -> Quantized:
-    """A weight ``[outputs, inputs]`` of floats at so many bits, each group from its smallest number, or 0, to its
-    largest, or 0. Raises ValueError for a shape or a width that the kernel does not take."""
-    return joined([_quantize(part, bits, group) for part in torch.split(weight, _SLICE)])
+def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
+    """Quantize a float weight ``[outputs, inputs]`` to ``bits`` bits, asymmetrically per group; the range includes 0.
+
+    Raises ValueError for an unsupported shape or width.
+    """
+    return concatenate([_quantize(part, bits, group) for part in torch.split(weight, _SLICE)])
 
 
-def _quantize(weight: Tensor, bits: int, group: int) -> Quantized:
+def _quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
     if weight.shape[1] % group:
         raise ValueError(f"the layer has {weight.shape[1]} inputs, which groups of {group} do not divide")
     groups, most = weight.float().view(weight.shape[0], -1, group), 2**bits - 1
@@ -138,18 +143,18 @@ def _quantize(weight: Tensor, bits: int, group: int) -> Quantized:
     return pack(codes.view(weight.shape), scales, zeros, bits)
 
 
-def joined(parts: Sequence[Quantized]) -> Quantized:
-    """One weight of several with the same inputs, groups and bits: their outputs one after the other."""
+def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Concatenate weights with the same inputs, groups and bits along their outputs."""
     first = parts[0]
     data = first.data if len(parts) == 1 else torch.cat([part.data for part in parts])
-    return Quantized(data, first.inputs, first.group, first.bits)
+    return QuantizedWeight(data, first.inputs, first.group, first.bits)
 
 
-def call(x: Tensor, weight: Quantized, bias: Tensor | None, y: Tensor) -> Call:
-    """``product`` of contiguous ``x`` into ``y``. Raises RuntimeError without kernels."""
+def gemm_call(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, y: Tensor) -> KernelCall:
+    """Build the call that computes ``gemm`` of contiguous ``x`` into ``y``. Raises RuntimeError without kernels."""
     serving, rows, threads = kernel(), x.shape[0], torch.get_num_threads()
     if serving is None:
-        raise RuntimeError(found().why)
+        raise RuntimeError(loaded_library().why)
     blocks = weight.inputs // min(weight.group, BLOCK)
     scratch = torch.empty(rows * (weight.inputs + 8 * blocks), dtype=torch.uint8)
     at = scratch.data_ptr()
@@ -172,19 +177,21 @@ def call(x: Tensor, weight: Quantized, bias: Tensor | None, y: Tensor) -> Call:
         weight.bits,
         x.dtype == torch.bfloat16,
     )
-    return Call(serving, job, (x, weight, bias, y, scratch), counters=3)
+    return KernelCall(serving, job, (x, weight, bias, y, scratch), counters=3)
 
 
-def product(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """``x [rows, inputs]``, float32 or bfloat16, times the weight, plus ``bias [outputs]`` of the same type: ``[rows,
-    outputs]`` of that type. Raises RuntimeError without kernels."""
+def gemm(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Multiply ``x [rows, inputs]`` by the weight and add ``bias [outputs]``: ``[rows, outputs]``.
+
+    ``x`` is float32 or bfloat16. Bias and result have the dtype of ``x``. Raises RuntimeError without kernels.
+    """
     y = x.new_empty(x.shape[0], weight.outputs)
-    call(x.contiguous(), weight, bias, y).together(torch.get_num_threads())
+    gemm_call(x.contiguous(), weight, bias, y).run(torch.get_num_threads())
     return y
 
 
-def reference(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-    """The same in plain torch, with the same bits."""
+def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """Compute ``gemm`` in plain torch, with the same bits: the test oracle."""
     codes, scales, zeros = (part.double() for part in unpack(weight))
     block = min(weight.group, BLOCK)
     blocks = x.float().view(x.shape[0], -1, block)

@@ -1,7 +1,8 @@
-"""Runs a kernel on torch's OpenMP team, or on threads of our own.
+"""Thread pools for kernels: torch's OpenMP team, and a pool of our own.
 
-What runs between a forward's products must run on torch's team: with a second one, both would go to sleep between
-calls. Chunks are moved beside a forward, on threads of our own, which sleep when they have nothing to do.
+Kernels between torch's own products in a forward pass must run on torch's team: with a second team, both would go to
+sleep between calls. Chunks are copied in parallel with a forward pass, on a pool of our own whose threads sleep when
+idle.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 @cache
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP library that torch brings along, where it is GNU's."""
+    """Load the OpenMP library bundled with torch; None unless it is GNU's."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         with contextlib.suppress(OSError):
             found = ctypes.CDLL(str(path))
@@ -29,34 +30,39 @@ def openmp() -> ctypes.CDLL | None:
     return None
 
 
-def run_team(address: ctypes.c_void_p, call: Callable[[int], None], job: int, threads: int) -> None:
-    """The function at ``address``, which ``call`` calls, once on each of so many threads of torch's team; of our own
-    where torch's cannot be had."""
+def run_on_openmp_team(address: ctypes.c_void_p, call: Callable[[int], None], job: int, threads: int) -> None:
+    """Run the function at ``address`` on ``threads`` threads of torch's OpenMP team.
+
+    ``call`` calls the same function; it runs on our own threads if torch's team is not available.
+    """
     library = openmp()
     if library is None:
-        run_own(call, job, threads)
+        run_on_own_threads(call, job, threads)
     else:
         library.GOMP_parallel(address, job, threads, 0)
 
 
-def run_own(call: Callable[[int], None], job: int, threads: int) -> None:
-    """The function once on this thread and on so many less one of our own."""
+def run_on_own_threads(call: Callable[[int], None], job: int, threads: int) -> None:
+    """Run the function on the calling thread and on ``threads - 1`` threads of our own."""
     others = [_own_threads().submit(call, job) for _ in range(threads - 1)]
     call(job)
     for other in others:
         other.result()
 
 
-def spread() -> None:
-    """Lets the calling thread run wherever any thread of this process may. OpenMP may have bound each thread of its
-    team to a core of its own, the first included: what the first one makes would stay there and hold all of them up."""
+def clear_thread_affinity() -> None:
+    """Allow the calling thread to run on every core that any thread of this process may use.
+
+    OpenMP may have bound each thread of its team to one core, the main thread included. Threads created by the main
+    thread inherit that binding and would delay the team.
+    """
     if cores := _cores():
-        with contextlib.suppress(OSError):  # where it may not, it works on fewer
+        with contextlib.suppress(OSError):  # if not permitted, the thread keeps its cores
             os.sched_setaffinity(0, cores)
 
 
 def _cores() -> set[int]:
-    """Empty where nobody can say."""
+    """Return the cores that any thread of this process may use; empty if the platform cannot tell."""
     found = set[int]()
     if hasattr(os, "sched_getaffinity"):
         for thread in Path("/proc/self/task").glob("*"):
@@ -66,11 +72,11 @@ def _cores() -> set[int]:
 
 
 @cache
-def own_count() -> int:
-    """How many threads chunks are moved on."""
+def num_own_threads() -> int:
+    """Return the number of threads that copy chunks."""
     return len(_cores()) or os.cpu_count() or 1
 
 
 @cache
 def _own_threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(own_count(), "kv-kernel", spread)
+    return ThreadPoolExecutor(num_own_threads(), "kv-kernel", clear_thread_affinity)

@@ -1,4 +1,4 @@
-"""Our CUDA kernels from Python: the library, its parameters, and what to launch.
+"""Python wrappers of the CUDA kernels: library, parameter structs, launch configuration.
 
-Sources in ``kernels/cuda``. The same wrappers drive the fat library, modules that NVRTC compiled, and the CPU emulator.
+Sources in ``kernels/cuda``. The same wrappers drive the fat library, modules compiled by NVRTC, and the CPU emulator.
 """

@@ -1,4 +1,4 @@
-"""Products with AutoAWQ's 4-bit weights: repacking, reference, and what to launch.
+"""GEMM with AutoAWQ's 4-bit weights on CUDA: repacking, dequantization, reference, launch.
 
 AutoAWQ's GEMM format: ``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[in / group, out / 8]``, ``scales``
 ``[in / group, out]``; nibble i of a word holds column ``[0, 2, 4, 6, 1, 3, 5, 7][i]``; ``W = (q - zero) * scale``.
@@ -21,7 +21,7 @@ GROUPS = (32, 64, 128)
 
 
 class _AwqParams(ctypes.Structure):
-    """``AwqParams`` of cuda/awq.cu."""
+    """``AwqParams`` in cuda/awq_gemm.cu."""
 
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("input", "weights", "scales", "zeros", "output", "parts")),
@@ -31,8 +31,11 @@ class _AwqParams(ctypes.Structure):
 
 @dataclass(frozen=True)
 class AwqWeights:
-    """A linear layer's weights, repacked: ``codes`` int32 ``[in / 16, out / 64, 32, 4]`` (see cuda/awq.cu), ``scales``
-    and ``zeros`` ``[in / group, out]``."""
+    """Repacked weights of a linear layer.
+
+    ``codes`` int32 ``[in / 16, out / 64, 32, 4]`` (see cuda/awq_gemm.cu), ``scales`` and ``zeros``
+    ``[in / group, out]``.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -49,13 +52,13 @@ class AwqWeights:
 
 
 def unpack_columns(words: Tensor) -> Tensor:
-    """AutoAWQ's int32 ``[rows, out / 8]`` as codes ``[rows, out]`` (uint8)."""
+    """Unpack AutoAWQ's int32 ``[rows, out / 8]`` to codes ``[rows, out]`` (uint8)."""
     shifts = torch.tensor([4 * _COLUMN_OF_NIBBLE.index(c) for c in range(8)], device=words.device)
     return (words[..., None] >> shifts & 15).to(torch.uint8).flatten(-2)
 
 
 def pack_columns(codes: Tensor) -> Tensor:
-    """Codes ``[rows, out]`` from 0 to 15 as AutoAWQ's int32 ``[rows, out / 8]``: the inverse of ``unpack_columns``."""
+    """Pack codes ``[rows, out]`` (0 to 15) to AutoAWQ's int32 ``[rows, out / 8]``: inverse of ``unpack_columns``."""
     parts = codes.reshape(*codes.shape[:-1], -1, 8).to(torch.int32)
     words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
     for nibble, column in enumerate(_COLUMN_OF_NIBBLE):
@@ -64,7 +67,7 @@ def pack_columns(codes: Tensor) -> Tensor:
 
 
 def repack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> AwqWeights:
-    """Repacks a layer for the kernels, once. Raises ValueError for a shape that they do not take."""
+    """Repack a layer for the kernels, once. Raises ValueError for an unsupported shape."""
     inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
     group = inputs // scales.shape[0]
     if group not in GROUPS or inputs % group or outputs % 64:
@@ -83,8 +86,8 @@ def repack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> AwqWeights:
     return AwqWeights(words.contiguous(), scales.contiguous(), unpack_columns(qzeros).to(scales.dtype), group)
 
 
-def unpacked(weights: AwqWeights) -> Tensor:
-    """The weights ``[out, in]`` of repacked ones, by plain torch: the inverse of ``repack``."""
+def dequantize_reference(weights: AwqWeights) -> Tensor:
+    """Dequantize repacked weights to ``[out, in]`` in plain torch."""
     words = weights.codes.view(*weights.codes.shape[:2], 8, 4, 4).permute(0, 1, 4, 2, 3)  # [k tile, n block, w, g, t]
     shift = torch.arange(0, 16, 4, device=words.device)  # [n tile of w, half of 8 rows]
     pair = torch.tensor([0, 16], device=words.device)
@@ -96,7 +99,7 @@ def unpacked(weights: AwqWeights) -> Tensor:
 
 
 def reference_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
-    """The weights ``[out, in]`` in the scales' dtype, by plain torch."""
+    """Dequantize AutoAWQ's tensors to ``[out, in]`` in the scales' dtype, in plain torch."""
     group = qweight.shape[0] // scales.shape[0]
     zeros = unpack_columns(qzeros).repeat_interleave(group, 0).to(scales.dtype)
     return ((unpack_columns(qweight).to(scales.dtype) - zeros) * scales.repeat_interleave(group, 0)).t().contiguous()
@@ -115,8 +118,10 @@ def _params(weights: AwqWeights, **more: object) -> _AwqParams:
 
 
 def gemm(kernels: Kernels, x: Tensor, weights: AwqWeights, splits: int | None = None) -> Tensor:
-    """``x [rows, in]`` times the weights: ``[rows, out]``. Up to 16 rows in one pass over the weights; for more, the
-    weights are written out and torch multiplies."""
+    """Multiply ``x [rows, in]`` by the weights: ``[rows, out]``.
+
+    Up to 16 rows take one pass over the packed weights. For more rows, weights are dequantized and torch multiplies.
+    """
     x = x.contiguous()
     rows = x.shape[0]
     if rows > MAX_ROWS:
@@ -135,7 +140,7 @@ def gemm(kernels: Kernels, x: Tensor, weights: AwqWeights, splits: int | None = 
 
 
 def dequantize(kernels: Kernels, weights: AwqWeights) -> Tensor:
-    """The weights ``[out, in]``."""
+    """Dequantize the weights to ``[out, in]`` on the device."""
     output = torch.empty(weights.outputs, weights.inputs, dtype=weights.scales.dtype, device=weights.scales.device)
     params = _params(weights, output=pointer(output), splits=1)
     grid = (weights.outputs // 64, -(-weights.inputs // 64), 1)

@@ -1,4 +1,4 @@
-"""What to launch for attention: variant, grid, splits, workspace."""
+"""Launch configuration of CUDA attention: variant, grid, splits, workspace."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ THREADS, ROWS = 128, 64
 
 
 class _AttentionParams(ctypes.Structure):
-    """``AttentionParams`` of cuda/attention_params.h."""
+    """``AttentionParams`` in cuda/attention_params.h."""
 
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("query", "keys", "values", "output", "lse", "part_output", "part_lse")),
-        *((n, ctypes.c_void_p) for n in ("row_start", "key_count", "positions", "first_slot", "pages")),
+        *((n, ctypes.c_void_p) for n in ("qo_indptr", "kv_lens", "positions", "first_slot", "pages")),
         *((n, ctypes.c_void_p) for n in ("chunks", "chunk_start")),
         *((n, ctypes.c_int64) for n in ("query_row_stride", "kv_head_stride")),
         *((n, ctypes.c_int) for n in ("rows", "heads", "kv_heads", "max_pages", "page_shift")),
-        *((n, ctypes.c_int) for n in ("splits", "first_part", "window")),
-        *((n, ctypes.c_float) for n in ("scale", "softcap")),
+        *((n, ctypes.c_int) for n in ("splits", "first_part", "sliding_window")),
+        *((n, ctypes.c_float) for n in ("sm_scale", "logits_soft_cap")),
     )
 
 
 class _CombineParams(ctypes.Structure):
-    """``CombineParams`` of cuda/attention_params.h."""
+    """``CombineParams`` in cuda/attention_params.h."""
 
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("part_output", "part_lse", "output", "lse")),
@@ -52,25 +52,31 @@ _CHUNK = np.dtype(
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a call, by sequence: ``row_start [sequences + 1]``, ``key_count [sequences]``, ``positions [rows]``
-    or none when a sequence's rows are its last, all int32 on the device. ``longest``, ``most_keys`` bound the grid."""
+class AttentionRows:
+    """Query rows of a call by sequence, all int32 on the device.
 
-    row_start: Tensor
-    key_count: Tensor
+    ``qo_indptr [sequences + 1]``, ``kv_lens [sequences]``, ``positions [rows]``; without positions, each sequence's
+    rows are its last. ``max_q_len`` and ``max_kv_len`` bound the grid.
+    """
+
+    qo_indptr: Tensor
+    kv_lens: Tensor
     positions: Tensor | None
-    longest: int
-    most_keys: int
+    max_q_len: int
+    max_kv_len: int
 
     @property
     def sequences(self) -> int:
-        return int(self.key_count.shape[0])
+        return int(self.kv_lens.shape[0])
 
 
 @dataclass(frozen=True)
-class InPool:
-    """Keys and values ``[kv_heads, slots, dim]``: ``first_slot [sequences]`` when each lies in one piece, else
-    ``pages [sequences, max_pages]`` of ``page_tokens`` (a power of two), int32."""
+class PagedKV:
+    """Keys and values of one layer in the pool, ``[kv_heads, slots, dim]``.
+
+    ``first_slot [sequences]`` if each sequence is contiguous, else ``pages [sequences, max_pages]`` of ``page_tokens``
+    (a power of two); both int32.
+    """
 
     keys: Tensor
     values: Tensor
@@ -80,9 +86,11 @@ class InPool:
 
 
 @dataclass(frozen=True)
-class InChunks:
-    """Keys and values of one layer, as quantized chunks: a table made by ``chunk_table``, and where each sequence's
-    chunks begin in it, int32 ``[sequences + 1]``."""
+class ChunkedKV:
+    """Keys and values of one layer in quantized chunks.
+
+    ``table`` comes from ``chunk_table``; ``start`` is each sequence's first chunk in it, int32 ``[sequences + 1]``.
+    """
 
     table: Tensor
     start: Tensor
@@ -93,7 +101,7 @@ class InChunks:
 def chunk_table(
     chunks: Sequence[tuple[ChunkHeader, int, int]], layer: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The kernels' table of one layer of chunks, each given as ``(header, address of its payload, first token)``."""
+    """Build the kernels' table of one layer of chunks from ``(header, payload address, first token)`` triples."""
     table = np.zeros(len(chunks), _CHUNK)
     for row, (header, payload, first) in zip(table, chunks, strict=True):
         row["payload"], row["first_token"] = payload, first
@@ -103,52 +111,60 @@ def chunk_table(
     return torch.from_numpy(table.view(np.uint8)).to(device)
 
 
-def splits_for(tiles: int, most_keys: int, processors: int) -> int:
-    """Parts into which keys are split so that every multiprocessor has about two blocks; at least 256 keys each."""
+def splits_for(tiles: int, max_kv_len: int, processors: int) -> int:
+    """Return the number of KV splits that gives each SM about two blocks, of at least 256 keys each."""
     wanted = -(-2 * processors // max(1, tiles))
-    return max(1, min(wanted, most_keys // 256, 64))
+    return max(1, min(wanted, max_kv_len // 256, 64))
 
 
 def attend(
     kernels: Kernels,
     query: Tensor,
-    source: InPool | InChunks,
-    rows: Rows,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
+    source: PagedKV | ChunkedKV,
+    rows: AttentionRows,
+    sm_scale: float,
+    sliding_window: int = 0,
+    logits_soft_cap: float = 0.0,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of ``query [rows, heads, dim]`` over what ``source`` holds: output of the same shape and log-sum-exp
-    ``[rows, heads]`` (float32, natural; -inf where nothing is seen). FlashAttention-2, arXiv:2307.08691."""
-    parts = Parts(kernels, query, rows, scale, window, softcap)
+    """Compute attention of ``query [rows, heads, dim]`` over ``source``: output and log-sum-exp ``[rows, heads]``.
+
+    The log-sum-exp is float32, natural, and -inf for rows without a visible key. FlashAttention-2, arXiv:2307.08691.
+    """
+    parts = CascadeAttention(kernels, query, rows, sm_scale, sliding_window, logits_soft_cap)
     parts.add(source, splits)
     return parts.combined()
 
 
-class Parts:
-    """Attention over several sources, as if their keys stood in one place: add each, then combine."""
+class CascadeAttention:
+    """Attention over several KV sources, merged by log-sum-exp: add each source, then combine."""
 
     def __init__(
-        self, kernels: Kernels, query: Tensor, rows: Rows, scale: float, window: int = 0, softcap: float = 0.0
+        self,
+        kernels: Kernels,
+        query: Tensor,
+        rows: AttentionRows,
+        sm_scale: float,
+        sliding_window: int = 0,
+        logits_soft_cap: float = 0.0,
     ) -> None:
         if query.shape[2] not in HEAD_DIMS:
             raise ValueError(f"head_dim is {query.shape[2]}; kernels take {', '.join(map(str, HEAD_DIMS))}")
         self._kernels, self._query, self._rows = kernels, query, rows
-        self._scale, self._window, self._softcap = scale, window, softcap
-        self._added: list[tuple[InPool | InChunks, int, Rows]] = []
+        self._sm_scale, self._sliding_window, self._logits_soft_cap = sm_scale, sliding_window, logits_soft_cap
+        self._added: list[tuple[PagedKV | ChunkedKV, int, AttentionRows]] = []
 
-    def add(self, source: InPool | InChunks, splits: int | None = None, rows: Rows | None = None) -> None:
-        """``rows`` where key counts or positions differ for this source: position 0 is the source's first key."""
+    def add(self, source: PagedKV | ChunkedKV, splits: int | None = None, rows: AttentionRows | None = None) -> None:
+        """Add a source. ``rows`` overrides KV lengths and positions; position 0 is the source's first key."""
         mine = rows or self._rows
-        kv_heads = source.kv_heads if isinstance(source, InChunks) else source.keys.shape[0]
+        kv_heads = source.kv_heads if isinstance(source, ChunkedKV) else source.keys.shape[0]
         if splits is None:
-            tiles = -(-mine.longest * self._query.shape[1] // kv_heads // ROWS) * kv_heads * mine.sequences
-            splits = splits_for(tiles, mine.most_keys, _processors(self._query))
+            tiles = -(-mine.max_q_len * self._query.shape[1] // kv_heads // ROWS) * kv_heads * mine.sequences
+            splits = splits_for(tiles, mine.max_kv_len, _processors(self._query))
         self._added.append((source, splits, mine))
 
     def combined(self) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp over all that was added."""
+        """Launch the kernels and return output and log-sum-exp over all sources."""
         query = self._query
         count, heads, dim = query.shape
         output = torch.empty(count, heads, dim, dtype=query.dtype, device=query.device)
@@ -168,9 +184,9 @@ class Parts:
 
     def _launch(
         self,
-        source: InPool | InChunks,
+        source: PagedKV | ChunkedKV,
         splits: int,
-        rows: Rows,
+        rows: AttentionRows,
         first_part: int,
         output: Tensor | None,
         lse: Tensor | None,
@@ -185,19 +201,19 @@ class Parts:
             lse=pointer(lse),
             part_output=pointer(part_output),
             part_lse=pointer(part_lse),
-            row_start=pointer(rows.row_start),
-            key_count=pointer(rows.key_count),
+            qo_indptr=pointer(rows.qo_indptr),
+            kv_lens=pointer(rows.kv_lens),
             positions=pointer(rows.positions),
             query_row_stride=query.stride(0),
             rows=count,
             heads=heads,
             splits=splits,
             first_part=first_part,
-            window=self._window,
-            scale=self._scale,
-            softcap=self._softcap,
+            sliding_window=self._sliding_window,
+            sm_scale=self._sm_scale,
+            logits_soft_cap=self._logits_soft_cap,
         )
-        if isinstance(source, InChunks):
+        if isinstance(source, ChunkedKV):
             kernel, kv_heads = f"attention_chunks{source.bits}_{name}_{dim}", source.kv_heads
             params.chunks, params.chunk_start = pointer(source.table), pointer(source.start)
         else:
@@ -208,12 +224,12 @@ class Parts:
             if source.pages is not None:
                 params.max_pages, params.page_shift = source.pages.shape[1], source.page_tokens.bit_length() - 1
         params.kv_heads = kv_heads
-        grid = (-(-rows.longest * (heads // kv_heads) // ROWS), kv_heads, rows.sequences * splits)
+        grid = (-(-rows.max_q_len * (heads // kv_heads) // ROWS), kv_heads, rows.sequences * splits)
         self._kernels.launch(kernel, grid, THREADS, shared_bytes(dim), params, stream_of(query))
 
 
 def shared_bytes(dim: int) -> int:
-    """Shared memory of a block: a tile of keys and one of values; beyond 128 channels the query too."""
+    """Return the shared memory of a block: a tile of keys, one of values and, beyond 128 channels, the query."""
     keys = 32 if dim > 128 else 64
     return 2 * (dim + 8) * (2 * keys + (ROWS if dim > 128 else 0))
 
@@ -221,8 +237,7 @@ def shared_bytes(dim: int) -> int:
 def combine(
     kernels: Kernels, part_output: Tensor, part_lse: Tensor, output: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Combines parts ``[parts, rows, heads, dim]`` by their log-sum-exp ``[parts, rows, heads]`` into ``output`` and
-    ``lse``, and returns them."""
+    """Merge parts ``[parts, rows, heads, dim]`` by log-sum-exp ``[parts, rows, heads]`` into ``output`` and ``lse``."""
     parts, count, heads, dim = part_output.shape
     params = _CombineParams(
         part_output=pointer(part_output),

@@ -1,6 +1,7 @@
-"""Builds the CUDA kernels without a GPU: one fat library with nvcc, and sm_70 with NVRTC 12.9, which still knows it.
+"""Build of the CUDA kernels without a GPU: a fat library with nvcc, and sm_70 with NVRTC 12.9.
 
-``python -m kvkernels.cuda.cuda_build`` is ``make kernels``. Reads no driver and needs no torch.
+NVRTC 12.9 still supports sm_70. ``python -m kvkernels.cuda.cuda_build`` is ``make kernels``. Needs neither a driver nor
+torch.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ from kvkernels.cuda import cuda_sources, nvrtc
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 ARCHITECTURES = (75, 80, 86, 89, 90)
 VOLTA = 70
-# What a change may add to a kernel before the check fails: registers that do not change occupancy.
+# Registers that a change may add to a kernel before the check fails; so few do not change occupancy.
 _SLACK_REGISTERS = 8
 
 Report = dict[str, dict[str, dict[str, int]]]
 
 
 def find_cuobjdump() -> str | None:
-    """cuobjdump with its disassembler beside it: of the toolkit, or of NVIDIA's wheels."""
+    """Find cuobjdump with its disassembler beside it, in the toolkit or in NVIDIA's wheels."""
     folders = [f"{folder}/bin" for folder in nvrtc.nvidia_folders()]
     return next((found for f in folders if (found := shutil.which("cuobjdump", path=f))), shutil.which("cuobjdump"))
 
 
 def find_nvcc() -> str | None:
-    """nvcc: in CUDA_HOME, on the path, or where NVIDIA's installer puts it."""
+    """Find nvcc in CUDA_HOME, in NVIDIA's default location or on the path."""
     places = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     return next((found for p in places if p and (found := shutil.which("nvcc", path=f"{p}/bin"))), shutil.which("nvcc"))
 
 
 def build(target: Path = LIBRARY, architectures: tuple[int, ...] = ARCHITECTURES, jobs: int | None = None) -> Report:
-    """Compiles every source for every architecture, links one library, and returns what each kernel uses. Raises
-    RuntimeError with the compiler's message, or when there is no nvcc."""
+    """Compile all sources for all architectures, link one library, and return each kernel's resource usage.
+
+    Raises RuntimeError with the compiler's message, or without nvcc.
+    """
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError(
@@ -51,7 +54,7 @@ def build(target: Path = LIBRARY, architectures: tuple[int, ...] = ARCHITECTURES
     cuda = cuda_sources.folder() / "cuda"
     target.parent.mkdir(parents=True, exist_ok=True)
     code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    # The newest one's PTX, for devices that come later.
+    # PTX of the newest architecture, for later devices.
     code.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
     flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "0", *code]
     with tempfile.TemporaryDirectory() as work:
@@ -76,7 +79,7 @@ def _run(command: list[str], environment: dict[str, str] | None = None) -> str:
 
 
 def read_resources(log: str) -> Report:
-    """``{kernel: {architecture: {registers, spill_bytes, stack_bytes}}}`` from what ptxas said."""
+    """Parse ptxas' log to ``{kernel: {architecture: {registers, spill_bytes, stack_bytes}}}``."""
     report: Report = {}
     kernel = architecture = ""
     for line in log.splitlines():
@@ -93,7 +96,7 @@ def read_resources(log: str) -> Report:
 
 
 def count_products(report: Report, library: Path) -> None:
-    """Adds the number of tensor-core instructions to every entry, where there is a disassembler."""
+    """Add the number of tensor-core instructions to every entry, if there is a disassembler."""
     cuobjdump = find_cuobjdump()
     if cuobjdump is None:
         print("tensor-core instructions were not counted: pip install 'kvsidecar[kernels]' brings cuobjdump")
@@ -111,7 +114,7 @@ def count_products(report: Report, library: Path) -> None:
 
 
 def growth(old: Report, new: Report) -> list[str]:
-    """What got worse, in a sentence each: more registers, new spills, tensor cores no longer used."""
+    """List regressions, one sentence each: more registers, new spills, tensor cores no longer used."""
     out = []
     for kernel, by_architecture in new.items():
         for architecture, now in by_architecture.items():
@@ -135,12 +138,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=LIBRARY)
     parser.add_argument("--no-volta", action="store_true", help="leave out sm_70, which needs the NVRTC 12.9 wheel")
-    parser.add_argument("--report", type=Path, help="write what each kernel uses to this JSON file")
+    parser.add_argument("--report", type=Path, help="write each kernel's resource usage to this JSON file")
     parser.add_argument("--check", type=Path, help="fail when a kernel uses more than this JSON file says")
-    parser.add_argument("--if-possible", action="store_true", help="without nvcc, say so and end well")
+    parser.add_argument("--if-possible", action="store_true", help="exit with 0 if there is no nvcc")
     options = parser.parse_args()
     if options.if_possible and find_nvcc() is None:
-        print("skipped: there is no nvcc to compile the CUDA kernels with")
+        print("skipped: no nvcc to compile the CUDA kernels")
         return 0
     print(f"compiling for sm_{', sm_'.join(map(str, ARCHITECTURES))} (minutes) ...", flush=True)
     try:

@@ -1,4 +1,7 @@
-"""Between the pool and payloads in memory that the device can address (a GPU arena's slot, or pinned host memory)."""
+"""KV quantization and packing on CUDA: pool to and from device-addressable payloads.
+
+A payload is a slot of the GPU arena or pinned host memory.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from kvkernels.cuda.cuda_library import Kernels, pointer, stream_of, type_name
 _THREADS = 128
 
 
-class _ChunkParams(ctypes.Structure):
-    """``ChunkParams`` of cuda/chunks.cu."""
+class _KvPackParams(ctypes.Structure):
+    """``KvPackParams`` in cuda/kv_pack.cu."""
 
     _fields_ = (
         *((n, ctypes.c_void_p) for n in ("pool_keys", "pool_values", "slots", "payload")),
@@ -26,13 +29,13 @@ class _ChunkParams(ctypes.Structure):
     )
 
 
-def takes(head_dim: int, rotary_half: int = 0) -> bool:
-    """Whether the kernels can move such heads: they take four channels at a time."""
+def supports(head_dim: int, rotary_half: int = 0) -> bool:
+    """Return True if the kernels support a head dim and a RoPE shift; they process four channels at a time."""
     return head_dim % 8 == 0 and head_dim <= 256 and rotary_half % 4 == 0
 
 
-def _params(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: int) -> _ChunkParams:
-    params = _ChunkParams(
+def _params(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: int) -> _KvPackParams:
+    params = _KvPackParams(
         pool_keys=pointer(keys),
         pool_values=pointer(values),
         slots=pointer(slots),
@@ -52,8 +55,10 @@ def _params(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, pa
 
 
 def pack(kernels: Kernels, keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: int) -> None:
-    """Enqueues writing the pool's tokens at ``slots`` (int64, on the device) into a payload at a device address. The
-    bytes are there when the stream has come this far."""
+    """Enqueue packing of the pool's tokens at ``slots`` (int64, on the device) into a payload at a device address.
+
+    The bytes are valid once the stream has executed the work.
+    """
     params, name = _params(keys, values, slots, header, payload), type_name(keys.dtype)
     tokens, heads, layers, stream = len(slots), header.kv_heads, header.layers, stream_of(keys)
     if header.bits == 16:
@@ -76,8 +81,10 @@ def unpack(
     rotation: tuple[Tensor, Tensor] | None,
     layers: range,
 ) -> None:
-    """Enqueues writing the first ``len(slots)`` tokens of a payload at a device address into the pool, keys turned by
-    ``rotation`` (cosine and sine ``[rotary_dim / 2]``, float32, on the device), for some layers."""
+    """Enqueue unpacking of the first ``len(slots)`` tokens of a payload at a device address into the pool.
+
+    ``rotation`` is a RoPE shift of the keys: cosine and sine ``[rotary_dim / 2]``, float32, on the device.
+    """
     params = _params(keys, values, slots, header, payload)
     params.first_layer = layers.start
     if rotation is not None:

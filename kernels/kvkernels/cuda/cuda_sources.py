@@ -1,4 +1,4 @@
-"""Where the CUDA sources are: in the repository, or copied into the installed package."""
+"""Location and fingerprint of the CUDA sources, in the repository or in the installed package."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent.parent
-# Programs; each includes what it needs from beside it.
-KERNELS = ("attention.cu", "awq.cu", "chunks.cu")
+# Translation units.
+KERNELS = ("attention.cu", "awq_gemm.cu", "kv_pack.cu")
 
 
 @cache
 def folder() -> Path:
-    """The folder that holds ``cuda/`` and, in the repository, ``emulator/``. Raises FileNotFoundError."""
+    """Return the folder with ``cuda/`` and, in the repository, ``emulator/``. Raises FileNotFoundError."""
     for root in (_PACKAGE.parent, _PACKAGE / "sources"):
         if (root / "cuda" / KERNELS[0]).exists():
             return root
@@ -21,7 +21,7 @@ def folder() -> Path:
 
 
 def fingerprint(*names: str) -> str:
-    """A hash of all files in the named subfolders: a build of other sources is another build."""
+    """Hash all files of the named subfolders; a change requires a rebuild."""
     digest = hashlib.sha256()
     for name in names:
         for path in sorted((folder() / name).iterdir()):

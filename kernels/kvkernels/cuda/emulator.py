@@ -1,4 +1,7 @@
-"""Builds the CPU emulator: the same sources, with every CUDA thread a fiber. For tests; far too slow to serve."""
+"""Build of the CUDA emulator, which runs the same sources on the CPU with one fiber per thread.
+
+For tests; far too slow to serve.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,16 @@ _FLAGS = ("-std=c++20", "-ffp-contract=off", "-fno-strict-aliasing", "-DKVK_EMUL
 
 
 def compiler() -> str | None:
-    """A C++20 compiler, if there is one."""
+    """Return a C++20 compiler, or None."""
     return next((found for name in ("g++", "clang++") if (found := shutil.which(name))), None)
 
 
 def build(root: Path | None = None, volta: bool = False, sanitize: bool = False, fewest: bool = False) -> Path:
-    """The emulator's library, built from ``root`` (default: the repository's ``kernels``) unless the same sources were
-    built before. ``volta`` takes the code of sm_70, ``sanitize`` adds the address sanitizer, ``fewest`` leaves
-    attention for f16 and 64 channels alone. Raises RuntimeError with the compiler's message."""
+    """Build the emulator's library from ``root`` (default: the repository's ``kernels``), cached by source fingerprint.
+
+    ``volta`` selects the code of sm_70, ``sanitize`` adds the address sanitizer, ``fewest`` restricts attention to f16
+    with 64 channels. Raises RuntimeError with the compiler's message.
+    """
     found = compiler()
     if found is None:
         raise RuntimeError("no C++ compiler: install g++ or clang++")
@@ -43,5 +48,5 @@ def build(root: Path | None = None, volta: bool = False, sanitize: bool = False,
     if done.returncode:
         Path(unfinished.name).unlink()
         raise RuntimeError(f"the emulator does not compile:\n{done.stderr[-4000:]}")
-    Path(unfinished.name).replace(target)  # whole or not at all, whoever else builds
+    Path(unfinished.name).replace(target)  # atomic, also if another process builds
     return target

@@ -1,4 +1,4 @@
-"""Which of our CUDA kernels a device runs: the fat library's, a cubin's, NVRTC's, or none."""
+"""Kernel selection for a CUDA device: fat library, cubin, NVRTC, or none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from kvkernels.cuda import nvrtc
-from kvkernels.cuda.cuda_library import KernelFailed, Kernels, SharedLibrary
+from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels, SharedLibrary
 
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 VOLTA_CUBIN = LIBRARY.with_name("kvkernels_sm70.cubin")
@@ -18,26 +18,26 @@ _OLDEST = (7, 0)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Kernels for a device, or None, and why in a sentence."""
+class SelectedKernels:
+    """Kernels for a device, or None, with the reason in one sentence."""
 
     kernels: Kernels | None
     why: str
 
 
-def attempt(*ways: tuple[str, Callable[[], Kernels]]) -> Choice:
-    """The first way that works; else every way's reason."""
+def first_working(*ways: tuple[str, Callable[[], Kernels]]) -> SelectedKernels:
+    """Return the first source of kernels that loads; without one, every source's error."""
     reasons = []
     for name, way in ways:
         try:
-            return Choice(way(), name)
-        except (OSError, RuntimeError, KernelFailed) as error:
+            return SelectedKernels(way(), name)
+        except (OSError, RuntimeError, KernelLaunchError) as error:
             reasons.append(f"{name}: {str(error).splitlines()[0]}")
-    return Choice(None, "; ".join(reasons))
+    return SelectedKernels(None, "; ".join(reasons))
 
 
-def library() -> Kernels:
-    """The fat library. Raises OSError when it was not built or finds no device."""
+def load_library() -> Kernels:
+    """Load the fat library. Raises OSError if it was not built or finds no device."""
     if not LIBRARY.exists():
         raise OSError("it has not been built (make kernels)")
     found = SharedLibrary(LIBRARY)
@@ -47,27 +47,27 @@ def library() -> Kernels:
 
 
 @cache
-def kernels_for(device: torch.device) -> Choice:
-    """The kernels for a device; decided once."""
+def kernels_for(device: torch.device) -> SelectedKernels:
+    """Select the kernels for a device, once."""
     if device.type != "cuda":
-        return Choice(None, "no CUDA device")
+        return SelectedKernels(None, "no CUDA device")
     capability = torch.cuda.get_device_capability(device)
     name = f"sm_{capability[0]}{capability[1]}"
     if capability < _OLDEST:
-        return Choice(None, f"{name} has no tensor cores")
+        return SelectedKernels(None, f"{name} has no tensor cores")
 
     def compiled() -> Kernels:
-        return nvrtc.Module(nvrtc.cached(name))
+        return nvrtc.CubinModule(nvrtc.cached_cubin(name))
 
     if capability < (7, 5):
-        return attempt(
-            ("library's cubin", lambda: nvrtc.Module(VOLTA_CUBIN.read_bytes())), ("compiled by NVRTC", compiled)
+        return first_working(
+            ("library's cubin", lambda: nvrtc.CubinModule(VOLTA_CUBIN.read_bytes())), ("compiled by NVRTC", compiled)
         )
-    return attempt(("fat library", library), ("compiled by NVRTC", compiled))
+    return first_working(("fat library", load_library), ("compiled by NVRTC", compiled))
 
 
-def takes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a device's tensor cores multiply a type: f16 from sm_70, bf16 from sm_80 on."""
+def supports(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if a device's tensor cores support a dtype: f16 from sm_70, bf16 from sm_80 on."""
     if dtype == torch.float16:
         return True
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,5 +1,6 @@
-"""Compiles the kernels with NVRTC (torch brings it) where there is no nvcc, and launches them by the driver.
+"""Runtime compilation of the kernels with NVRTC (bundled with torch), and launch through the driver API.
 
+Used where there is no fat library.
 NVRTC 12.9 (``nvidia-cuda-nvrtc-cu12==12.9.86`` with the headers of ``nvidia-cuda-runtime-cu12==12.9.79``) also compiles
 for sm_70, which CUDA 13 has dropped.
 """
@@ -15,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvkernels.cuda import cuda_sources
-from kvkernels.cuda.cuda_library import KernelFailed
+from kvkernels.cuda.cuda_library import KernelLaunchError
 
 
 def nvidia_folders() -> Iterator[Path]:
-    """Folders of NVIDIA's wheels, and of an installed toolkit."""
+    """Yield the folders of NVIDIA's wheels and of an installed toolkit."""
     found = importlib.util.find_spec("nvidia")
     for location in (found.submodule_search_locations or []) if found else []:
         yield from sorted(Path(location).iterdir())
@@ -29,8 +30,8 @@ def nvidia_folders() -> Iterator[Path]:
     yield Path("/usr/local/cuda")
 
 
-def find() -> tuple[Path, Path] | None:
-    """NVRTC's library and the folder of CUDA's headers, if both are there."""
+def find_nvrtc() -> tuple[Path, Path] | None:
+    """Find NVRTC's library and the folder of CUDA's headers; None unless both exist."""
     folders = [f for f in nvidia_folders() if f.is_dir()]
     libraries = [p for f in folders for part in ("lib", "lib64") for p in sorted(f.glob(f"{part}/libnvrtc.so.*"))]
     headers = [f / "include" for f in folders if (f / "include" / "cuda_fp16.h").exists()]
@@ -39,8 +40,8 @@ def find() -> tuple[Path, Path] | None:
 
 
 def compile_kernels(architecture: str) -> bytes:
-    """All kernels as a cubin for ``sm_XX``. Raises RuntimeError with the compiler's message."""
-    found = find()
+    """Compile all kernels to a cubin for ``sm_XX``. Raises RuntimeError with the compiler's message."""
+    found = find_nvrtc()
     if found is None:
         raise RuntimeError(
             "no NVRTC with CUDA headers: pip install nvidia-cuda-nvrtc-cu12==12.9.86 nvidia-cuda-runtime-cu12==12.9.79"
@@ -78,8 +79,8 @@ def compile_kernels(architecture: str) -> bytes:
         c.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def cached(architecture: str) -> bytes:
-    """``compile_kernels``, kept under the user's cache folder; says that it compiles, since it takes a minute."""
+def cached_cubin(architecture: str) -> bytes:
+    """Return ``compile_kernels``' cubin from the user's cache folder, compiling it at first use (a minute)."""
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsidecar" / "kernels"
     path = root / f"{cuda_sources.fingerprint('cuda')}-{architecture}.cubin"
     if path.exists():
@@ -93,9 +94,11 @@ def cached(architecture: str) -> bytes:
     return cubin
 
 
-class Module:
-    """A cubin's kernels on the current device, through the driver. Raises OSError without a driver, KernelFailed when
-    the driver refuses the code."""
+class CubinModule:
+    """Kernels of a cubin on the current device, through the driver API.
+
+    Raises OSError without a driver, KernelLaunchError if the driver rejects the code.
+    """
 
     def __init__(self, cubin: bytes) -> None:
         self._c = ctypes.CDLL("libcuda.so.1")
@@ -129,4 +132,4 @@ class Module:
         if error:
             text = ctypes.c_char_p()
             self._c.cuGetErrorString(error, ctypes.byref(text))
-            raise KernelFailed(f"{what}: {(text.value or b'error').decode()} (CUDA driver, {error})")
+            raise KernelLaunchError(f"{what}: {(text.value or b'error').decode()} (CUDA driver, {error})")

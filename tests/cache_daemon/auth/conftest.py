@@ -13,10 +13,10 @@ import grpc
 import pytest
 from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.net.channel import aio_channel
-from kvsidecar.net.grpc_server import Limits, listening_at
+from kvsidecar.net.grpc_server import ListenerLimits, serve_listeners
 from kvsidecar.tenants_file import hash_token
 
-from benchmarks.authority import Authority, Issued
+from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
 from cache_daemon.auth.listeners import build_listeners
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
@@ -71,12 +71,12 @@ class Running:
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
+def authority(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path)
 
 
 @pytest.fixture
-def server_files(authority: Authority) -> Issued:
+def server_files(authority: CertificateAuthority) -> IssuedCertificate:
     return authority.issue("server", hosts=("localhost", "127.0.0.1", "10.77.0.1"))
 
 
@@ -93,11 +93,13 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
     """Serves the echo as the daemon's settings say; ends with the test."""
     async with AsyncExitStack() as stack:
 
-        async def launch(limits: Limits | None = None, **settings: Any) -> Running:
+        async def launch(limits: ListenerLimits | None = None, **settings: Any) -> Running:
             config = DaemonConfig(socket=tmp_path / "cache.sock", **settings)
             tenants = ReloadableTenantsTable(config.tenants, tenant_id)
             addresses = await stack.enter_async_context(
-                listening_at(SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0, limits or Limits())
+                serve_listeners(
+                    SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0, limits or ListenerLimits()
+                )
             )
             return Running(addresses, tenants, config, stack)
 
@@ -105,7 +107,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-async def tls(start: Callable[..., Any], server_files: Issued, tenants_file: Path) -> Running:
+async def tls(start: Callable[..., Any], server_files: IssuedCertificate, tenants_file: Path) -> Running:
     """TCP with TLS on the server's side; callers show tokens."""
     return await start(
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file
@@ -113,7 +115,9 @@ async def tls(start: Callable[..., Any], server_files: Issued, tenants_file: Pat
 
 
 @pytest.fixture
-async def mtls(start: Callable[..., Any], authority: Authority, server_files: Issued, tenants_file: Path) -> Running:
+async def mtls(
+    start: Callable[..., Any], authority: CertificateAuthority, server_files: IssuedCertificate, tenants_file: Path
+) -> Running:
     """TCP where every client must have a certificate of the authority."""
     return await start(
         tcp="127.0.0.1:0",

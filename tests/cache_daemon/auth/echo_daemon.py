@@ -7,7 +7,7 @@ import signal
 import sys
 
 from kvsidecar.cli.service_settings import run_service
-from kvsidecar.net.grpc_server import listening_at, refuse_second, stop_on_signals
+from kvsidecar.net.grpc_server import hold_socket_lock, serve_listeners, stop_on_signals
 
 from cache_daemon.auth.listeners import build_listeners
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
@@ -19,10 +19,10 @@ from tests.cache_daemon.auth.echo import SERVICE, add_echo
 async def serve(config: DaemonConfig) -> None:
     stop = asyncio.Event()
     stop_on_signals(stop)
-    with refuse_second(config.socket):
+    with hold_socket_lock(config.socket):
         tenants = ReloadableTenantsTable(config.tenants, tenant_id)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, tenants.reload)
-        async with listening_at(SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0) as addresses:
+        async with serve_listeners(SERVICE, build_listeners(config, tenants, add_echo), lambda: 0.0) as addresses:
             print(*addresses, flush=True)
             await stop.wait()
 

@@ -17,7 +17,7 @@ import grpc
 import pytest
 from kvsidecar.net.channel import channel
 
-from benchmarks.authority import Authority, Issued
+from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
 from tests.cache_daemon.auth.conftest import ALICE, BOB
 from tests.cache_daemon.auth.echo import SERVICE
 
@@ -78,7 +78,9 @@ def test_a_busy_port_is_one_sentence_and_exit_code_2(start: Start) -> None:
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in said
 
 
-def test_an_address_of_another_machine_is_refused(start: Start, server_files: Issued, tenants_file: Path) -> None:
+def test_an_address_of_another_machine_is_refused(
+    start: Start, server_files: IssuedCertificate, tenants_file: Path
+) -> None:
     tls = ("--tls-cert", server_files.certificate, "--tls-key", server_files.key, "--tenants", tenants_file)
     said = failure(start("--tcp", "192.0.2.1:7401", *tls))
     assert "cannot listen on 192.0.2.1:7401: Cannot assign requested address" in said
@@ -101,7 +103,7 @@ def test_a_second_daemon_is_refused_and_the_first_goes_on(start: Start, tmp_path
 
 
 def test_sighup_reads_the_tenants_again(
-    start: Start, authority: Authority, server_files: Issued, tenants_file: Path
+    start: Start, authority: CertificateAuthority, server_files: IssuedCertificate, tenants_file: Path
 ) -> None:
     tls = ("--tls-cert", server_files.certificate, "--tls-key", server_files.key, "--tenants", tenants_file)
     process = start("--tcp", "127.0.0.1:0", *tls)
@@ -143,7 +145,12 @@ def elsewhere() -> Iterator[list[str]]:
 
 
 def test_another_machine_comes_in_with_tls_and_a_token_only(
-    start: Start, elsewhere: list[str], authority: Authority, server_files: Issued, tenants_file: Path, tmp_path: Path
+    start: Start,
+    elsewhere: list[str],
+    authority: CertificateAuthority,
+    server_files: IssuedCertificate,
+    tenants_file: Path,
+    tmp_path: Path,
 ) -> None:
     tls = ("--tls-cert", server_files.certificate, "--tls-key", server_files.key, "--tenants", tenants_file)
     address = addresses(start("--tcp", "10.77.0.1:0", *tls))[-1]

@@ -14,9 +14,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.errors import Context, DeadlineExceeded, Unauthenticated, from_rpc
 from kvsidecar.net.addresses import TcpAddress
 from kvsidecar.net.channel import aio_channel
-from kvsidecar.net.grpc_server import Door, listening_at
+from kvsidecar.net.grpc_server import Listener, serve_listeners
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from cache_daemon.auth.authenticator import RefusalLog
 from cache_daemon.auth.interceptor import AuthInterceptor, InterceptorTimeouts
 from cache_daemon.auth.principal import GUEST, Principal
@@ -42,8 +42,8 @@ class Behind:
 
     async def open(self) -> Behind:
         guard = AuthInterceptor(knows_friends, InterceptorTimeouts(call_seconds=STALL, stall_seconds=STALL))
-        door = Door(TcpAddress("127.0.0.1", 0), self.echo.add_to, interceptors=(guard,))
-        addresses = await self._stack.enter_async_context(listening_at(SERVICE, [door], lambda: 0.0))
+        door = Listener(TcpAddress("127.0.0.1", 0), self.echo.add_to, interceptors=(guard,))
+        addresses = await self._stack.enter_async_context(serve_listeners(SERVICE, [door], lambda: 0.0))
         self.channel = await self._stack.enter_async_context(
             aio_channel(addresses[0], options=[("grpc.use_local_subchannel_pool", 1)])
         )
@@ -127,7 +127,7 @@ def test_refusals_are_logged_once_a_second_with_their_number() -> None:
 
 
 async def test_neither_logs_nor_stderr_hold_secrets(
-    tls: Running, authority: Authority, tenants_file: Path, capfd: pytest.CaptureFixture[str]
+    tls: Running, authority: CertificateAuthority, tenants_file: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with structlog.testing.capture_logs() as lines:
         await refused(tls.call("Whoami", token="a-secret-that-is-wrong", ca=authority.ca), Unauthenticated)
@@ -147,7 +147,7 @@ async def test_neither_logs_nor_stderr_hold_secrets(
 
 
 async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_out(
-    tls: Running, authority: Authority
+    tls: Running, authority: CertificateAuthority
 ) -> None:
     silent_channel = await tls.channel(token=ALICE, ca=authority.ca)
     silent = [
@@ -168,14 +168,14 @@ async def test_questions_that_never_arrive_keep_no_other_call_of_their_caller_ou
 
 async def test_a_question_that_does_not_arrive_ends_its_call(behind: Behind) -> None:
     guard = AuthInterceptor(knows_friends, InterceptorTimeouts(request_seconds=STALL))
-    door = Door(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
-    async with listening_at(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
+    door = Listener(TcpAddress("127.0.0.1", 0), behind.echo.add_to, interceptors=(guard,))
+    async with serve_listeners(SERVICE, [door], lambda: 0.0) as addresses, aio_channel(addresses[0]) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.stream_unary(f"/{SERVICE}/Whoami")(metadata=FRIEND, timeout=10)
         assert "did not arrive within 0.3 s" in str(from_rpc(caught.value))
 
 
-async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, authority: Authority) -> None:
+async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, authority: CertificateAuthority) -> None:
     channel = await tls.channel(ca=authority.ca)
     stub = health_pb2_grpc.HealthStub(channel)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -186,7 +186,7 @@ async def test_a_health_check_without_a_name_may_not_be_long(tls: Running, autho
 
 async def test_a_door_of_health_alone_takes_no_long_question() -> None:
     async with (
-        listening_at(SERVICE, [Door(TcpAddress("127.0.0.1", 0), None)], lambda: 0.0) as addresses,
+        serve_listeners(SERVICE, [Listener(TcpAddress("127.0.0.1", 0), None)], lambda: 0.0) as addresses,
         aio_channel(addresses[0]) as channel,
     ):
         stub = health_pb2_grpc.HealthStub(channel)

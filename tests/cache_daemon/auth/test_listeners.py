@@ -14,10 +14,10 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar.errors import ConfigurationError, PermissionDenied, Unauthenticated, Unavailable
-from kvsidecar.net.channel import explain
-from kvsidecar.net.grpc_server import Limits
+from kvsidecar.net.channel import explain_unavailable
+from kvsidecar.net.grpc_server import ListenerLimits
 
-from benchmarks.authority import Authority, Issued
+from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
 from tests.cache_daemon.auth.conftest import ADMIN, ALICE, BOB, Running, refused
 from tests.cache_daemon.auth.echo import SERVICE
 
@@ -70,25 +70,25 @@ async def test_a_shared_socket_that_others_could_replace_is_refused(start: Calla
 # ---- tokens ---------------------------------------------------------------------------------------------------
 
 
-async def test_a_token_names_its_tenant(tls: Running, authority: Authority) -> None:
+async def test_a_token_names_its_tenant(tls: Running, authority: CertificateAuthority) -> None:
     assert await tls.call("Whoami", token=ALICE, ca=authority.ca) == b"alice"
     assert await tls.call("Use", b"salt-of-alice", token=ALICE, ca=authority.ca) == b"used"
 
 
-async def test_a_token_does_not_open_another_tenant(tls: Running, authority: Authority) -> None:
+async def test_a_token_does_not_open_another_tenant(tls: Running, authority: CertificateAuthority) -> None:
     for salt in (b"salt-of-bob", b"", b"salt-of-nobody"):
         text = await refused(tls.call("Use", salt, token=ALICE, ca=authority.ca), PermissionDenied)
         assert "salt-of" not in text
     assert await tls.call("Use", b"salt-of-bob", token=BOB, ca=authority.ca) == b"used"
 
 
-async def test_an_operators_token_opens_everything(tls: Running, authority: Authority) -> None:
+async def test_an_operators_token_opens_everything(tls: Running, authority: CertificateAuthority) -> None:
     assert await tls.call("Use", b"salt-of-bob", token=ADMIN, ca=authority.ca) == b"used"
     assert await tls.call("Stats", token=ADMIN, ca=authority.ca) == b"everything"
     await refused(tls.call("Stats", token=ALICE, ca=authority.ca), PermissionDenied)
 
 
-async def test_without_a_token_nothing_is_answered(tls: Running, authority: Authority) -> None:
+async def test_without_a_token_nothing_is_answered(tls: Running, authority: CertificateAuthority) -> None:
     assert "Bearer TOKEN" in await refused(tls.call("Whoami", ca=authority.ca), Unauthenticated)
 
 
@@ -104,19 +104,21 @@ async def test_without_a_token_nothing_is_answered(tls: Running, authority: Auth
         f"Bearer {ALICE.upper()}",
     ],
 )
-async def test_a_wrong_token_is_refused_and_not_repeated(tls: Running, authority: Authority, sent: str) -> None:
+async def test_a_wrong_token_is_refused_and_not_repeated(
+    tls: Running, authority: CertificateAuthority, sent: str
+) -> None:
     text = await refused(tls.call("Whoami", ca=authority.ca, metadata=[("authorization", sent)]), Unauthenticated)
     assert "wrong-token" not in text
     assert "alice" not in text.lower()
 
 
-async def test_two_tokens_at_once_are_refused(tls: Running, authority: Authority) -> None:
+async def test_two_tokens_at_once_are_refused(tls: Running, authority: CertificateAuthority) -> None:
     sent = [("authorization", f"Bearer {ALICE}"), ("authorization", f"Bearer {BOB}")]
     assert "once" in await refused(tls.call("Whoami", ca=authority.ca, metadata=sent), Unauthenticated)
 
 
 async def test_a_revoked_token_ends_open_streams_that_ask_again(
-    tls: Running, authority: Authority, tenants_file: Path
+    tls: Running, authority: CertificateAuthority, tenants_file: Path
 ) -> None:
     channel = await tls.channel(token=ALICE, ca=authority.ca)
     call = channel.stream_stream(f"/{SERVICE}/Both")(timeout=10)
@@ -137,7 +139,7 @@ async def test_a_revoked_token_ends_open_streams_that_ask_again(
 # ---- certificates ---------------------------------------------------------------------------------------------
 
 
-async def test_a_certificate_names_its_tenant(mtls: Running, authority: Authority) -> None:
+async def test_a_certificate_names_its_tenant(mtls: Running, authority: CertificateAuthority) -> None:
     alice = authority.issue("alice")
     way = {"ca": authority.ca, "certificate": alice.certificate, "key": alice.key}
     assert await mtls.call("Whoami", **way) == b"alice"
@@ -145,48 +147,52 @@ async def test_a_certificate_names_its_tenant(mtls: Running, authority: Authorit
     await refused(mtls.call("Use", b"salt-of-bob", **way), PermissionDenied)
 
 
-async def test_a_certificates_uri_names_its_tenant(mtls: Running, authority: Authority) -> None:
+async def test_a_certificates_uri_names_its_tenant(mtls: Running, authority: CertificateAuthority) -> None:
     pod = authority.issue("pod-7", uris=("spiffe://there/alice",))
     assert await mtls.call("Whoami", ca=authority.ca, certificate=pod.certificate, key=pod.key) == b"alice"
 
 
-async def test_a_certificate_that_no_tenant_names_is_refused(mtls: Running, authority: Authority) -> None:
+async def test_a_certificate_that_no_tenant_names_is_refused(mtls: Running, authority: CertificateAuthority) -> None:
     mallory = authority.issue("mallory")
     way = {"ca": authority.ca, "certificate": mallory.certificate, "key": mallory.key}
     assert "no name" in await refused(mtls.call("Whoami", **way), Unauthenticated)
     assert await mtls.call("Whoami", token=BOB, **way) == b"bob", "a token says more than the certificate"
 
 
-async def test_a_wrong_token_is_not_mended_by_a_certificate(mtls: Running, authority: Authority) -> None:
+async def test_a_wrong_token_is_not_mended_by_a_certificate(mtls: Running, authority: CertificateAuthority) -> None:
     alice = authority.issue("alice")
     way = {"ca": authority.ca, "certificate": alice.certificate, "key": alice.key}
     await refused(mtls.call("Whoami", token="wrong", **way), Unauthenticated)
 
 
-async def test_without_a_certificate_the_handshake_fails(mtls: Running, authority: Authority) -> None:
+async def test_without_a_certificate_the_handshake_fails(mtls: Running, authority: CertificateAuthority) -> None:
     await refused(mtls.call("Whoami", ca=authority.ca, token=ALICE), Unavailable)
 
 
-async def test_a_certificate_of_another_authority_fails(mtls: Running, authority: Authority, tmp_path: Path) -> None:
+async def test_a_certificate_of_another_authority_fails(
+    mtls: Running, authority: CertificateAuthority, tmp_path: Path
+) -> None:
     (tmp_path / "other").mkdir()
-    alice = Authority(tmp_path / "other", "other").issue("alice")
+    alice = CertificateAuthority(tmp_path / "other", "other").issue("alice")
     way = {"ca": authority.ca, "certificate": alice.certificate, "key": alice.key}
     await refused(mtls.call("Whoami", token=ALICE, **way), Unavailable)
 
 
 @pytest.mark.parametrize("days", [(-3, -1), (1, 3)], ids=["expired", "not yet valid"])
-async def test_a_certificate_out_of_its_days_fails(mtls: Running, authority: Authority, days: tuple[int, int]) -> None:
+async def test_a_certificate_out_of_its_days_fails(
+    mtls: Running, authority: CertificateAuthority, days: tuple[int, int]
+) -> None:
     alice = authority.issue("alice", from_day=days[0], to_day=days[1])
     await refused(mtls.call("Whoami", ca=authority.ca, certificate=alice.certificate, key=alice.key), Unavailable)
 
 
 async def test_a_client_does_not_talk_to_a_server_of_another_authority(tls: Running, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
-    await refused(tls.call("Whoami", token=ALICE, ca=Authority(tmp_path / "other", "other").ca), Unavailable)
+    await refused(tls.call("Whoami", token=ALICE, ca=CertificateAuthority(tmp_path / "other", "other").ca), Unavailable)
 
 
 async def test_without_a_tenants_file_a_certificate_is_a_guests(
-    start: Callable[..., Any], authority: Authority, server_files: Issued
+    start: Callable[..., Any], authority: CertificateAuthority, server_files: IssuedCertificate
 ) -> None:
     running = await start(
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tls_client_ca=authority.ca
@@ -199,7 +205,7 @@ async def test_without_a_tenants_file_a_certificate_is_a_guests(
 
 
 async def test_a_door_that_nobody_can_pass_is_refused(
-    start: Callable[..., Any], server_files: Issued, tenants_file: Path
+    start: Callable[..., Any], server_files: IssuedCertificate, tenants_file: Path
 ) -> None:
     tenants_file.write_text('[tenant.alice]\nsalt = "salt-of-alice"\ncertificates = ["alice"]\n')
     with pytest.raises(ConfigurationError, match="nobody could come in"):
@@ -217,7 +223,7 @@ async def test_insecure_tcp_serves_guests(start: Callable[..., Any]) -> None:
     await refused(running.call("Stats"), PermissionDenied)
 
 
-async def test_plain_tcp_at_a_tls_port_fails_and_disturbs_nobody(tls: Running, authority: Authority) -> None:
+async def test_plain_tcp_at_a_tls_port_fails_and_disturbs_nobody(tls: Running, authority: CertificateAuthority) -> None:
     friend = await tls.channel(token=ALICE, ca=authority.ca)
     call = friend.stream_stream(f"/{SERVICE}/Both")(timeout=20)
     for _ in range(3):
@@ -237,25 +243,25 @@ async def test_who_forgot_tls_is_told_so_where_certificates_are_asked_for(mtls: 
 
 async def forgets_tls(running: Running) -> None:
     address, closed = running.addresses[TCP], Unavailable("Socket closed")
-    told = await asyncio.to_thread(explain, closed, address, encrypted=False)
+    told = await asyncio.to_thread(explain_unavailable, closed, address, encrypted=False)
     assert f"{address} speaks TLS and was called without" in str(told)
-    assert explain(closed, address, encrypted=True) is closed
+    assert explain_unavailable(closed, address, encrypted=True) is closed
 
 
 async def test_another_failure_is_not_blamed_on_tls(start: Callable[..., Any]) -> None:
     running = await start(tcp="127.0.0.1:0", tcp_insecure=True)
     failed = Unavailable("Socket closed")
     for target in (running.addresses[TCP], running.addresses[PRIVATE], "127.0.0.1:1"):
-        assert await asyncio.to_thread(explain, failed, target, encrypted=False) is failed
+        assert await asyncio.to_thread(explain_unavailable, failed, target, encrypted=False) is failed
     other = Unauthenticated("no")
-    assert explain(other, running.addresses[TCP], encrypted=False) is other
+    assert explain_unavailable(other, running.addresses[TCP], encrypted=False) is other
 
 
 async def test_who_says_nothing_is_shown_out(
-    start: Callable[..., Any], server_files: Issued, tenants_file: Path
+    start: Callable[..., Any], server_files: IssuedCertificate, tenants_file: Path
 ) -> None:
     running = await start(
-        Limits(handshake_seconds=0.3),
+        ListenerLimits(handshake_seconds=0.3),
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file,
     )  # fmt: skip
     port = int(running.addresses[TCP].rpartition(":")[2])
@@ -266,10 +272,10 @@ async def test_who_says_nothing_is_shown_out(
 
 
 async def test_connections_beyond_the_limit_are_closed(
-    start: Callable[..., Any], authority: Authority, server_files: Issued, tenants_file: Path
+    start: Callable[..., Any], authority: CertificateAuthority, server_files: IssuedCertificate, tenants_file: Path
 ) -> None:
     running = await start(
-        Limits(connections=4),
+        ListenerLimits(connections=4),
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file,
     )  # fmt: skip
     port = int(running.addresses[TCP].rpartition(":")[2])
@@ -307,8 +313,13 @@ async def closed_of(connections: list[socket.socket], expected: int) -> int:
 # ---- health and reflection ------------------------------------------------------------------------------------
 
 
-async def test_health_answers_at_all_doors(start: Callable[..., Any], authority: Authority, server_files: Issued,
-                                           tenants_file: Path, tmp_path: Path) -> None:  # fmt: skip
+async def test_health_answers_at_all_doors(
+    start: Callable[..., Any],
+    authority: CertificateAuthority,
+    server_files: IssuedCertificate,
+    tenants_file: Path,
+    tmp_path: Path,
+) -> None:
     running = await start(
         shared_socket=tmp_path / "shared.sock",
         tcp="127.0.0.1:0", tls_cert=server_files.certificate, tls_key=server_files.key, tenants=tenants_file,
@@ -330,7 +341,9 @@ async def test_health_answers_at_all_doors(start: Callable[..., Any], authority:
         f"{SERVICE}/Down",
     ],
 )
-async def test_everything_but_the_health_check_asks_who_calls(tls: Running, authority: Authority, method: str) -> None:
+async def test_everything_but_the_health_check_asks_who_calls(
+    tls: Running, authority: CertificateAuthority, method: str
+) -> None:
     channel = await tls.channel(ca=authority.ca)
     call = channel.stream_stream(f"/{method}")(timeout=10)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -339,7 +352,7 @@ async def test_everything_but_the_health_check_asks_who_calls(tls: Running, auth
     assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_health_can_be_watched_by_who_has_a_name(tls: Running, authority: Authority) -> None:
+async def test_health_can_be_watched_by_who_has_a_name(tls: Running, authority: CertificateAuthority) -> None:
     channel = await tls.channel(token=ALICE, ca=authority.ca)
     watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=10)
     assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

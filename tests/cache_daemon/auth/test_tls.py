@@ -12,13 +12,13 @@ from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from kvsidecar.errors import ConfigurationError
 
-from benchmarks.authority import Authority, Issued
+from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
 from cache_daemon.auth.tls import TlsFiles, server_credentials
 from tests.cache_daemon.auth.conftest import ALICE, Running
 
 
 def test_files_that_cannot_be_used_are_refused_by_name(
-    authority: Authority, server_files: Issued, tmp_path: Path
+    authority: CertificateAuthority, server_files: IssuedCertificate, tmp_path: Path
 ) -> None:
     other = authority.issue("other")
     text = tmp_path / "text"
@@ -40,13 +40,13 @@ def test_files_that_cannot_be_used_are_refused_by_name(
         assert message in str(caught.value)
 
 
-def test_a_key_that_others_can_read_is_refused(server_files: Issued) -> None:
+def test_a_key_that_others_can_read_is_refused(server_files: IssuedCertificate) -> None:
     server_files.key.chmod(0o644)
     with pytest.raises(ConfigurationError, match=r"server.key is open to others; run: chmod o-rwx"):
         server_credentials(TlsFiles(server_files.certificate, server_files.key))
 
 
-def test_a_key_with_a_password_is_refused_without_asking_for_it(server_files: Issued) -> None:
+def test_a_key_with_a_password_is_refused_without_asking_for_it(server_files: IssuedCertificate) -> None:
     key = serialization.load_pem_private_key(server_files.key.read_bytes(), None)
     server_files.key.write_bytes(
         key.private_bytes(
@@ -59,7 +59,7 @@ def test_a_key_with_a_password_is_refused_without_asking_for_it(server_files: Is
         server_credentials(TlsFiles(server_files.certificate, server_files.key))
 
 
-async def served_certificate(running: Running, authority: Authority) -> int:
+async def served_certificate(running: Running, authority: CertificateAuthority) -> int:
     """The serial number of the certificate that the server shows to a new connection."""
     port = int(running.addresses[-1].rpartition(":")[2])
     pem = await asyncio.to_thread(
@@ -73,7 +73,7 @@ def serial(path: Path) -> int:
 
 
 async def test_a_renewed_certificate_is_shown_without_a_restart(
-    tls: Running, authority: Authority, server_files: Issued, tmp_path: Path
+    tls: Running, authority: CertificateAuthority, server_files: IssuedCertificate, tmp_path: Path
 ) -> None:
     first = serial(server_files.certificate)
     assert await served_certificate(tls, authority) == first
@@ -95,7 +95,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(
 )
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1:DeprecationWarning")
 async def test_nothing_older_than_tls_1_2_is_spoken(
-    tls: Running, authority: Authority, version: ssl.TLSVersion, spoken: str | None
+    tls: Running, authority: CertificateAuthority, version: ssl.TLSVersion, spoken: str | None
 ) -> None:
     context = ssl.create_default_context(cafile=str(authority.ca))
     context.set_ciphers("ALL:@SECLEVEL=0")

@@ -18,7 +18,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub, add_CacheServiceServicer_to_server
-from kvsidecar.telemetry.otlp_export import providing, wanted
+from kvsidecar.telemetry.otlp_export import is_enabled, sdk_providers
 
 from benchmarks.node import Node, free_port
 from cache_daemon.auth.principal import OPERATOR
@@ -32,6 +32,7 @@ from cache_daemon.rpc.call_wrapper import CallMetrics
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.store_config import StoreConfig
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.operators import daemon_that_ends
@@ -65,11 +66,11 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
-    async with providing(otel.SERVICE_NAME, SimpleSpanProcessor(exporter), reader) as providers:
+    async with sdk_providers(otel.SERVICE_NAME, SimpleSpanProcessor(exporter), reader) as providers:
         telling = otel.telemetry_for(providers)
         store = ChunkStore(
-            MemoryArena(4 << 20), MemoryTier(), 1 << 20, POLICIES[DEFAULT], staging_bytes=1 << 20,
-            clock=FakeClock(), span=telling.work_span,
+            MemoryArena(4 << 20), MemoryTier(),
+            StoreConfig(POLICIES[DEFAULT], 1 << 20, 1 << 20, clock=FakeClock(), span=telling.work_span),
         )  # fmt: skip
         await store.start()
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
@@ -195,10 +196,10 @@ def test_an_endpoint_without_a_scheme_is_refused(tmp_path: Path) -> None:
 
 
 def test_telemetry_is_off_unless_an_endpoint_is_set() -> None:
-    assert not wanted("", {})
-    assert wanted("http://there:4317", {})
-    assert wanted("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4317"})
-    assert not wanted("http://there:4317", {"OTEL_SDK_DISABLED": "true"})
+    assert not is_enabled("", {})
+    assert is_enabled("http://there:4317", {})
+    assert is_enabled("", {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://there:4317"})
+    assert not is_enabled("http://there:4317", {"OTEL_SDK_DISABLED": "true"})
 
 
 def test_a_daemon_that_does_not_trace_does_not_load_opentelemetry() -> None:

@@ -14,7 +14,7 @@ from kvsidecar.errors import InvalidRequest
 
 from benchmarks import eviction_traces
 from benchmarks.node import Node
-from cache_daemon.observability.traffic_trace import PAGE_TOKENS, TrafficTrace, block_ids
+from cache_daemon.observability.traffic_trace import BLOCK_TOKENS, TrafficTrace, block_ids
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.operators import daemon_that_ends
 
@@ -24,10 +24,10 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def test_blocks_have_the_same_id_as_long_as_prompts_are_the_same() -> None:
-    root, prompt = bytes(32), list(range(3 * PAGE_TOKENS))
+    root, prompt = bytes(32), list(range(3 * BLOCK_TOKENS))
     whole = list(block_ids(b"k", root, keys.token_bytes(prompt)))
     longer = list(block_ids(b"k", root, keys.token_bytes([*prompt, 5])))
-    other = list(block_ids(b"k", root, keys.token_bytes([*prompt[: 2 * PAGE_TOKENS], *prompt[:PAGE_TOKENS]])))
+    other = list(block_ids(b"k", root, keys.token_bytes([*prompt[: 2 * BLOCK_TOKENS], *prompt[:BLOCK_TOKENS]])))
     assert longer[:3] == whole
     assert len(longer) == 4
     assert other[:2] == whole[:2]
@@ -43,7 +43,7 @@ def test_a_daemon_records_all_that_is_asked_for_and_no_tokens(start: Callable[..
     peer = Peer(node)
     assert not peer.welcome.HasField("summary"), "workers ask for prompts of which nothing is stored, too"
     secret = [123456789, 987654321]
-    prompt = secret * PAGE_TOKENS
+    prompt = secret * BLOCK_TOKENS
     for ids in (prompt, prompt, [*prompt, 7], secret):
         peer.match(ids)
     peer.match(prompt, salt=b"another")
@@ -90,7 +90,7 @@ def test_a_trace_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
 
 def test_a_summary_says_what_a_cache_without_limit_would_have(tmp_path: Path) -> None:
     trace = TrafficTrace(tmp_path / "trace", 1 << 20)
-    system = list(range(PAGE_TOKENS))
+    system = list(range(BLOCK_TOKENS))
     for prompt in (system + [1] * 512, system + [2] * 512, system + [1] * 512):
         trace.record_prompt(bytes(32), keys.token_bytes(prompt))
     trace.close()

@@ -1,4 +1,4 @@
-"""Nodes of this process, on machines that do other things, too."""
+"""Settings for nodes in this process, on a machine that is busy with other work."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from cache_daemon.remote import fetch
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look-up that a busy machine keeps waiting is no miss; what computing costs ends it all the same."""
+    """Raise the lookup timeout: a lookup that a busy machine delays is no miss, and the prefill cost still ends it."""
     monkeypatch.setattr(fetch, "_LOOKUP_SECONDS", 10.0)
     monkeypatch.setattr(fetch, "_LOOKUP_MAX_SECONDS", 10.0)

@@ -1,4 +1,4 @@
-"""Stores in this process that share an engine: nodes of a fleet, without the processes."""
+"""Nodes of a fleet in this process: stores that share a backend."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from cache_daemon.durable.encryption import Cipher, NullCipher
 from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
 from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
-from cache_daemon.remote.fetch import FetchResult
+from cache_daemon.remote.fetch_request import FetchResult
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import RemoteWrite
+from cache_daemon.store.lookup import FetchHints
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.stores import Bench, opened
 
@@ -28,7 +29,7 @@ CHUNK = 16
 
 
 def prompt(chunks: int, first: int = 0) -> list[int]:
-    """Tokens of so many chunks; prompts with another ``first`` have nothing in common."""
+    """Tokens of ``chunks`` chunks; prompts with another ``first`` have nothing in common."""
     return [first * 100_000 + i for i in range(chunks * CHUNK)]
 
 
@@ -38,7 +39,7 @@ def cuts_of(ids: list[int]) -> list[int]:
 
 @dataclass
 class FleetNode:
-    """A store and its remote tier, and what a worker does with both."""
+    """A store and its remote tier, with a worker's operations on both."""
 
     bench: Bench
     tier: RemoteTier
@@ -53,8 +54,10 @@ class FleetNode:
         return self.bench.store.stats()
 
     async def read(self, ids: list[int], salt: bytes = b"", deleted: bool = False) -> None:
-        """Stores a prompt, as a worker that has computed it; ``deleted`` while its tenant may be, which voids
-        reservations."""
+        """Store a prompt, as a worker that has computed it.
+
+        ``deleted`` if its tenant may be deleted meanwhile, which invalidates reservations.
+        """
         parent = b""
         for start, end in pairwise([0, *cuts_of(ids)]):
             key = keys.prefix_hash(parent or self.bench.root(salt), ids[start:end])
@@ -68,14 +71,14 @@ class FleetNode:
     async def ask(
         self, ids: list[int], salt: bytes = b"", price: float = PRICE, patience: float = 5.0
     ) -> tuple[int, FetchResult]:
-        """Looks a prompt up, checking every byte. Returns the tokens found, and what the remote tier did."""
+        """Look a prompt up and check every byte. Returns the tokens found, and the result of the remote fetch."""
         brought = await self.remote.fetch(
-            self.bench.session, salt, keys.token_bytes(ids), cuts_of(ids), price, patience
+            self.bench.session, salt, keys.token_bytes(ids), FetchHints(cuts_of(ids), price, patience)
         )  # fmt: skip
         return await self.bench.found(ids, salt), brought
 
     async def share(self, ids: list[int], salt: bytes = b"", deleted: bool = False) -> None:
-        """Reads a prompt and uses it again, so that it is in the engine afterwards; ``deleted`` as for ``read``."""
+        """Read a prompt and use it again, so that the backend has it afterwards; ``deleted`` as for ``read``."""
         await self.read(ids, salt, deleted)
         await self.bench.found(ids, salt)
         await self.sent()
@@ -96,7 +99,7 @@ async def node(
     arena_bytes: int = 400 * 4096,
     **store: object,
 ) -> AsyncIterator[FleetNode]:
-    """A node that is connected."""
+    """Run a connected node for the length of a block."""
     tier = RemoteTier(engine, KeySchema(prefix), cipher or NullCipher(), clock)
     settings = RemoteSettings(tier, write, ttl_seconds)
     async with opened(arena_bytes, remote=settings, **store) as bench:  # type: ignore[arg-type]
@@ -105,7 +108,7 @@ async def node(
 
 
 async def until(done: Callable[[], bool], seconds: float = 10.0) -> float:
-    """Waits until something is so. Returns the seconds that it took."""
+    """Wait until a condition holds. Returns the seconds that it took."""
     began = time.monotonic()
     while not done():
         assert time.monotonic() - began < seconds, "it did not come to that"
@@ -114,7 +117,7 @@ async def until(done: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 class Slow(InMemoryBackend):
-    """An engine that waits, hangs and fails on command, and counts reads."""
+    """A backend that waits, hangs and fails on command, and counts reads."""
 
     def __init__(self, part_bytes: int = 1 << 20) -> None:
         super().__init__(part_bytes)
@@ -155,7 +158,7 @@ class Slow(InMemoryBackend):
 
 
 class Gated(InMemoryBackend):
-    """An engine whose payloads leave it at once, and arrive when told to."""
+    """A backend whose payloads leave it at once, and arrive on command."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``--remote`` and its secrets: what is understood, what is refused, and that nothing is shown."""
+"""``--remote`` and its secrets: accepted and refused values, and that no secret is shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from kvsidecar.errors import ConfigurationError
 from pydantic import ValidationError
 
 from cache_daemon.config import DaemonConfig
-from cache_daemon.remote.address import Credentials, RemoteAddress, credentials_of, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, RemoteAddress, credentials_of, parse_remote
+from cache_daemon.remote.backend_factory import new_backend
 from tests.cache_daemon.operators import daemon_that_ends
 
 UNDERSTOOD = {

@@ -1,4 +1,4 @@
-"""What every engine promises, on the real ones."""
+"""The contract of remote backends, on real servers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from benchmarks.remote_servers import (
     why_no_valkey,
 )
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.remote.address import Credentials, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, parse_remote
 from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.redis_backend import RedisBackend
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, node, prompt, until
@@ -37,7 +38,7 @@ WHY_NOT = {"s3": why_no_s3, "azure": why_no_azure}
 
 @pytest.fixture(scope="module")
 def urls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Where each engine is, once for the module, started when first asked for."""
+    """URL of each backend, started once per module at its first use."""
     from contextlib import ExitStack
 
     with ExitStack() as stack:
@@ -145,7 +146,7 @@ async def test_nodes_share_over_it(engine: RemoteBackend) -> None:
 
 
 class Apart:
-    """An engine that cannot be reached while it is ``away``."""
+    """A backend that cannot be reached while it is ``away``."""
 
     def __init__(self, engine: RemoteBackend) -> None:
         self._engine, self.away = engine, False
@@ -156,7 +157,7 @@ class Apart:
         return getattr(self._engine, name)
 
     async def close(self) -> None:
-        """Other nodes use it, too."""
+        """Do nothing: other nodes use it, too."""
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -207,7 +208,7 @@ async def test_values_end_by_themselves(kind: str, urls: dict[str, str]) -> None
 
 
 async def asked(engine: RemoteBackend) -> list[bytes | None]:
-    """What a fresh engine says of a name."""
+    """Read a name through a new backend client."""
     await engine.connect()
     return await engine.get_many(["x"])
 

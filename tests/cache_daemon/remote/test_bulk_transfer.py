@@ -1,4 +1,4 @@
-"""Carrying a tenant's chunks between a daemon and its own remote tier, because somebody said so."""
+"""Bulk transfer of a tenant between a daemon and its remote tier, by command."""
 
 from __future__ import annotations
 

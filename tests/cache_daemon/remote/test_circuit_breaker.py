@@ -1,4 +1,4 @@
-"""The circuit breaker, hedged reads, and what is measured."""
+"""The circuit breaker, hedged reads, and the latency model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.backend import RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker, CircuitState
-from cache_daemon.remote.hedged_reads import HedgedReads
 from cache_daemon.remote.key_schema import KeySchema
-from cache_daemon.remote.latency_model import LatencyModel
+from cache_daemon.remote.latency_model import HedgedReads, LatencyModel
 from cache_daemon.remote.remote_record import MAX_PARTS, RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
@@ -219,7 +218,7 @@ def test_good_news_is_believed_sooner_than_bad() -> None:
 
 
 class Held(InMemoryBackend):
-    """An engine whose reads end when told to, well or not."""
+    """A backend whose reads end on command, well or not."""
 
     def __init__(self) -> None:
         super().__init__()

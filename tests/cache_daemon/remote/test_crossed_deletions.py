@@ -1,4 +1,4 @@
-"""Deletions of several nodes that cross, and those of tenants of which a node has just got something."""
+"""Deletions of several nodes that cross, and those of tenants with their first chunk on a node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_a_deletion_is_heard_while_one_of_the_same_tenant_waits_here(what:
 
 
 class Forgetful(InMemoryBackend):
-    """An engine that does what it is asked and whose answers are lost on command."""
+    """A backend that does its work and loses the answer on command."""
 
     loses, lost = False, 0
 

@@ -1,7 +1,7 @@
-"""A remote tier that fails while prompts are asked for: real daemons, a real server, a network that fails on command.
+"""Faults of the remote tier under load: real daemons, a real server, a network that fails on command.
 
-Whatever happens there, no prompt fails, no byte is wrong, nobody waits long, and within five seconds of its return the
-tier is used again.
+Whatever happens there, no prompt fails, no byte is wrong, no request waits long, and within five seconds of its return
+the tier is used again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ STALL_MS = 800.0
 
 
 class Fleet:
-    """Two daemons, and between each of them and one server a network of its own."""
+    """Two daemons, each with a network of its own to one server."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self.server = stack.enter_context(RedisServer(folder))
@@ -56,7 +56,7 @@ class Fleet:
             self.until(node, lambda stats: not stats.remote_failing)
 
     def fresh(self, chunks: int = 4) -> list[int]:
-        """A prompt that nobody has read."""
+        """Return a prompt that was never read."""
         self._next += 1
         return prompt(chunks, self._next)
 
@@ -66,7 +66,7 @@ class Fleet:
             parent = self.peers[node].put(ids[start:end], start, parent)
 
     def ask(self, node: int, ids: list[int], price: float = PRICE) -> int:
-        """Looks a prompt up as a worker does. Every byte is checked. Returns the tokens found."""
+        """Look a prompt up as a worker does, and check every byte. Returns the tokens found."""
         peer = self.peers[node]
         request = pb.MatchRequest(session_id=peer.session, token_ids=ids, cuts=cuts_of(ids), seconds_per_token=price)
         began = time.monotonic()
@@ -94,7 +94,7 @@ class Fleet:
         self.until(node, lambda stats: stats.remote_pending == 0)
 
     def works(self) -> bool:
-        """Whether what A reads now, B finds, through and through."""
+        """Return True if B finds a prompt that A reads now."""
         ids = self.fresh()
         self.read(0, ids)
         deadline = time.monotonic() + 1.0

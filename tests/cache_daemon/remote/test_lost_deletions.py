@@ -1,4 +1,4 @@
-"""Deletions that a remote engine loses: by a failover, a restored backup, a restart without its data."""
+"""Deletions that a backend loses: by a failover, a restored backup, a restart without its data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import deletion_epochs as store_marks
 from cache_daemon.remote import tombstone_sync
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
-from cache_daemon.remote.epoch_format import TenantEpochs, new_epoch
+from cache_daemon.remote.remote_record import TenantEpochs, new_epoch
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, FleetNode, node, prompt, until
 
@@ -33,7 +33,7 @@ def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deletion_of(a: FleetNode, what: str) -> tuple[bytes, bytes]:
-    """The arguments of Delete."""
+    """Build the request of Delete."""
     root = a.bench.root(SALT)
     first = keys.prefix_hash(root, IDS[:CHUNK])
     return (b"" if what == "everything" else root), (first if what == "chunk" else b"")
@@ -45,7 +45,7 @@ async def delete(a: FleetNode, what: str) -> None:
 
 
 def fail_over(engine: InMemoryBackend, values: dict[str, tuple[bytes, float | None]], *nodes: FleetNode) -> None:
-    """Gives the engine an earlier state; nodes that are named notice that they were connected anew."""
+    """Restore an earlier state of the backend; the named nodes notice a reconnect."""
     engine.values = copy.deepcopy(values)
     for one in nodes:
         one.tier.backend_generation += 1
@@ -136,16 +136,16 @@ def test_nodes_that_disagree_which_deletion_is_later_end_by_a_new_one() -> None:
     one, other = DeletionEpochs(lambda *_: None), DeletionEpochs(lambda *_: None)
     for marks, order in ((one, (first, second)), (other, (second, first))):
         for mark in order:
-            marks.observe(root, TenantEpochs(None, mark, None))
+            marks.compare(root, TenantEpochs(None, mark, None))
     assert (
-        one.observe(root, TenantEpochs(None, first, None))
-        is other.observe(root, TenantEpochs(None, second, None))
+        one.compare(root, TenantEpochs(None, first, None))
+        is other.compare(root, TenantEpochs(None, second, None))
         is EpochChange.DELETION_LOST
     )
     assert one.lost_deletions(root, TenantEpochs(None, first, None)) == {root: second}
     assert (
-        one.observe(root, TenantEpochs(None, third, None))
-        is other.observe(root, TenantEpochs(None, third, None))
+        one.compare(root, TenantEpochs(None, third, None))
+        is other.compare(root, TenantEpochs(None, third, None))
         is EpochChange.TENANT_DELETED
     )
 
@@ -155,22 +155,22 @@ def test_notes_of_marks_survive_a_restart() -> None:
     root, plain = b"r" * 32, new_epoch(deletion=False)
     everything, tenant = new_epoch(deletion=True), new_epoch(deletion=True)
     marks = DeletionEpochs(notes.__setitem__)
-    marks.observe(root, TenantEpochs(None, plain, None))
+    marks.compare(root, TenantEpochs(None, plain, None))
     marks.record_own_deletion(b"", everything, None)
-    marks.observe(root, TenantEpochs(everything, plain, None))
+    marks.compare(root, TenantEpochs(everything, plain, None))
     marks.record_own_deletion(root, tenant, plain)
     chunks = new_epoch(deletion=True)
-    marks.observe(root, TenantEpochs(everything, tenant, chunks))
+    marks.compare(root, TenantEpochs(everything, tenant, chunks))
     marks.record_own_tombstones(root, {b"h" * 32 + b"i" * 8})
     marks.mark_applied(root, marks.observed_at(root))
     again = DeletionEpochs(notes.__setitem__)
     for name, value in list(notes.items()):
         assert value is not None
         again.restore(name, value)
-    assert again.observe(root, TenantEpochs(everything, tenant, chunks)) is EpochChange.NONE
-    assert again.observe(root, TenantEpochs(everything, tenant, None)) is EpochChange.DELETION_LOST
-    assert again.observe(root, TenantEpochs(everything, plain, None)) is EpochChange.DELETION_LOST
-    assert again.observe(root, TenantEpochs(None, plain, None)) is EpochChange.DELETION_LOST
+    assert again.compare(root, TenantEpochs(everything, tenant, chunks)) is EpochChange.NONE
+    assert again.compare(root, TenantEpochs(everything, tenant, None)) is EpochChange.DELETION_LOST
+    assert again.compare(root, TenantEpochs(everything, plain, None)) is EpochChange.DELETION_LOST
+    assert again.compare(root, TenantEpochs(None, plain, None)) is EpochChange.DELETION_LOST
     assert again.lost_deletions(root, TenantEpochs(None, plain, None)) == {b"": everything, root: tenant}
     assert again.missing_tombstones(root, set()) == {b"h" * 32 + b"i" * 8}
     again.forget(root)

@@ -1,4 +1,4 @@
-"""An engine whose values are sound and not what they should be: each check alone keeps them out."""
+"""A backend with valid values of the wrong kind: each check alone keeps them out."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def test_a_sound_payload_of_another_chunk_is_not_believed() -> None:
 
 
 class Forgetless(InMemoryBackend):
-    """Keeps what has ended, as S3 does until its rules are applied."""
+    """A backend that keeps expired values, as S3 does until its rules are applied."""
 
     async def put_many(self, items: list[Item], ttl_seconds: int | None) -> None:  # type: ignore[override]
         await super().put_many(items, None)
 
 
 async def tier_with_a_chunk(now: list[float], ttl_seconds: int | None) -> tuple[RemoteTier, bytes, bytes]:
-    """A tier that has one chunk of a tenant; its root and its hash."""
+    """Create a tier with one chunk of a tenant; return it with root and hash."""
     tier = RemoteTier(Forgetless(), KeySchema("p"), NullCipher(), clock=lambda: now[0])
     await tier.probe_read(1)
     for breaker in (tier.reads, tier.writes):

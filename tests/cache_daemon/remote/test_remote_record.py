@@ -1,4 +1,4 @@
-"""Records and payloads: what was written comes back, and nothing else does."""
+"""Round trips of records and payloads, and rejection of all others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CIPHERS = {"plain": NullCipher(), "sealed": AesGcmCipher(b"k" * 32)}
 
 
 def chunk(compressible: bool = True) -> tuple[RemoteRecord, bytes, memoryview]:
-    """An entry without a payload, the payload, and a place for it."""
+    """Create a record without a payload, the payload, and a buffer for it."""
     root = keys.tenant_root(b"n" * 32, b"salt")
     header = new_header(GEOMETRY, IDS, 0)
     header.root = header.parent_prefix_hash = root
@@ -121,7 +121,7 @@ def test_another_key_reads_nothing_and_damages_nothing(writer: str, reader: str)
 
 
 def lied(**changed: object) -> bytes:
-    """A record that is whole, of a header that is not."""
+    """Encode an intact record of a wrong header."""
     entry, *_ = stored(NullCipher(), True)
     for field, value in changed.items():
         if field == "token_ids":

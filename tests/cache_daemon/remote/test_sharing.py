@@ -1,4 +1,4 @@
-"""What one node has read, another finds: the store's side of the remote tier, over the reference engine."""
+"""Sharing of prompts between nodes, over the in-memory backend."""
 
 from __future__ import annotations
 

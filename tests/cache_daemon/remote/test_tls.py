@@ -1,4 +1,4 @@
-"""Engines over TLS: a real server with a certificate of an authority, believed by that one and by no other."""
+"""Backends over TLS: a server certificate is trusted by its authority, and by no other."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from kvsidecar.errors import ConfigurationError
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import free_port
 from benchmarks.remote_servers import RedisServer, S3Server, why_no_s3, why_no_valkey
 from cache_daemon.durable.encryption import NullCipher
-from cache_daemon.remote.address import Credentials, credentials_of, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, credentials_of, parse_remote
 from cache_daemon.remote.backend import RemoteFailed
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
@@ -27,13 +28,13 @@ NOBODY = "its certificate is signed by nobody that is trusted here; see --remote
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("authority"))
+def authority(tmp_path_factory: pytest.TempPathFactory) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path_factory.mktemp("authority"))
 
 
 @pytest.fixture(scope="module")
-def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """Of a server that speaks TLS and nothing else."""
+def port(authority: CertificateAuthority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """Port of a server that speaks TLS and nothing else."""
     issued, found = authority.issue("server", hosts=("localhost", "127.0.0.1")), free_port()
     # The last --port counts.
     flags = ("--port", "0", "--tls-port", str(found), "--tls-auth-clients", "no", "--requirepass", PASSWORD)
@@ -45,7 +46,7 @@ def port(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def store(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def store(authority: CertificateAuthority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """An S3 store that speaks TLS and nothing else."""
     if why_no_s3():
         pytest.skip(why_no_s3())
@@ -56,7 +57,7 @@ def store(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @needs_valkey
 @pytest.mark.parametrize("scheme", ["rediss", "valkeys"])
-async def test_values_go_through_tls(port: int, authority: Authority, scheme: str) -> None:
+async def test_values_go_through_tls(port: int, authority: CertificateAuthority, scheme: str) -> None:
     credentials = Credentials(PASSWORD, authority.ca.read_bytes())
     engine = new_backend(parse_remote(f"{scheme}://localhost:{port}"), credentials)
     await engine.connect()
@@ -73,7 +74,7 @@ async def test_values_go_through_tls(port: int, authority: Authority, scheme: st
 async def test_who_is_not_vouched_for_and_who_does_not_speak_it_are_not_used(
     port: int, tmp_path: Path, scheme: str
 ) -> None:
-    stranger = Authority(tmp_path, "stranger").ca.read_bytes() if scheme == "rediss" else b""
+    stranger = CertificateAuthority(tmp_path, "stranger").ca.read_bytes() if scheme == "rediss" else b""
     engine = new_backend(parse_remote(f"{scheme}://localhost:{port}"), Credentials(PASSWORD, stranger))
     with pytest.raises(RemoteFailed) as caught:
         await engine.connect()
@@ -84,7 +85,7 @@ async def test_who_is_not_vouched_for_and_who_does_not_speak_it_are_not_used(
 
 
 @needs_s3
-async def test_nodes_share_over_a_store_with_a_certificate(store: S3Server, authority: Authority) -> None:
+async def test_nodes_share_over_a_store_with_a_certificate(store: S3Server, authority: CertificateAuthority) -> None:
     credentials = credentials_of(S3Server.secret, None, authority.ca)
     engine = new_backend(parse_remote(store.url), credentials)
     async with node(engine, prefix="t", ttl_seconds=600) as a, node(engine, prefix="t") as b:
@@ -95,11 +96,11 @@ async def test_nodes_share_over_a_store_with_a_certificate(store: S3Server, auth
 @needs_s3
 @pytest.mark.parametrize("wrong", ["authority", "nobody", "name", "plain"])
 async def test_a_store_that_is_not_vouched_for_costs_nothing_but_the_sharing(
-    store: S3Server, authority: Authority, tmp_path: Path, wrong: str
+    store: S3Server, authority: CertificateAuthority, tmp_path: Path, wrong: str
 ) -> None:
     url, ca, why = store.url, authority.ca, NOBODY
     if wrong == "authority":
-        ca = Authority(tmp_path, "stranger").ca
+        ca = CertificateAuthority(tmp_path, "stranger").ca
     elif wrong == "name":
         url, why = url.replace("127.0.0.1", "localhost"), "is not for the name or address by which it is called"
     elif wrong == "plain":

@@ -1,4 +1,4 @@
-"""What other nodes have deleted: gone here as well, also from the disk of a node that was down meanwhile."""
+"""Deletions by other nodes, applied here, also on the disk of a node that was down meanwhile."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from benchmarks.remote_servers import RedisServer, why_no_valkey
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote import tombstone_sync, tombstones
-from cache_daemon.remote.address import Credentials, new_backend, parse_remote
+from cache_daemon.remote.address import Credentials, parse_remote
 from cache_daemon.remote.backend import RemoteBackend
+from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
-from cache_daemon.remote.epoch_format import TenantEpochs, epoch_digest, new_epoch
 from cache_daemon.remote.key_schema import KeySchema
+from cache_daemon.remote.remote_record import TenantEpochs, epoch_digest, new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -41,7 +42,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Shared:
-    """An engine that stays when a node ends; ``fresh`` is a connection of another node's."""
+    """A backend that stays when a node ends; ``fresh`` is a connection of another node."""
 
     def __init__(self, url: str = "") -> None:
         self._url, self._one = url, InMemoryBackend()
@@ -222,11 +223,11 @@ def test_garbage_in_the_place_of_marks_deletes_nothing() -> None:
     notes: dict[bytes, bytes | None] = {}
     marks, root = DeletionEpochs(notes.__setitem__), b"r" * 32
     first = new_epoch(deletion=False)
-    assert marks.observe(root, TenantEpochs(None, first, None)) is EpochChange.NONE
-    assert marks.observe(root, TenantEpochs(None, b"", None)) is EpochChange.EPOCH_LOST
-    assert marks.observe(root, TenantEpochs(None, new_epoch(deletion=True)[:5], None)) is EpochChange.EPOCH_LOST
-    assert marks.observe(root, TenantEpochs(None, b"x" * (1 << 20), None)) is EpochChange.EPOCH_LOST
-    assert marks.observe(root, TenantEpochs(None, new_epoch(deletion=True), None)) is EpochChange.TENANT_DELETED
+    assert marks.compare(root, TenantEpochs(None, first, None)) is EpochChange.NONE
+    assert marks.compare(root, TenantEpochs(None, b"", None)) is EpochChange.EPOCH_LOST
+    assert marks.compare(root, TenantEpochs(None, new_epoch(deletion=True)[:5], None)) is EpochChange.EPOCH_LOST
+    assert marks.compare(root, TenantEpochs(None, b"x" * (1 << 20), None)) is EpochChange.EPOCH_LOST
+    assert marks.compare(root, TenantEpochs(None, new_epoch(deletion=True), None)) is EpochChange.TENANT_DELETED
     again = DeletionEpochs(notes.__setitem__)
     for name in [b"remote-mark:", b"remote-mark:short", b"remote-mark:" + root]:
         for value in (b"", b"x", b"x" * 47, b"x" * 50):
@@ -238,22 +239,22 @@ def test_garbage_in_the_place_of_marks_deletes_nothing() -> None:
 def test_news_behind_other_news_are_heard_as_well() -> None:
     notes: dict[bytes, bytes | None] = {}
     marks, root = DeletionEpochs(notes.__setitem__), b"r" * 32
-    marks.observe(root, TenantEpochs(None, new_epoch(deletion=False), None))
+    marks.compare(root, TenantEpochs(None, new_epoch(deletion=False), None))
     lost = TenantEpochs(None, new_epoch(deletion=False), new_epoch(deletion=True))
-    assert [marks.observe(root, lost) for _ in range(3)] == [
+    assert [marks.compare(root, lost) for _ in range(3)] == [
         EpochChange.EPOCH_LOST,
         EpochChange.CHUNKS_DELETED,
         EpochChange.NONE,
     ]
     marks.mark_applied(root, marks.observed_at(root), set())
     everything = TenantEpochs(new_epoch(deletion=True), lost.tenant_epoch, lost.chunks_epoch)
-    assert [marks.observe(root, everything) for _ in range(2)] == [EpochChange.ALL_DELETED, EpochChange.NONE]
+    assert [marks.compare(root, everything) for _ in range(2)] == [EpochChange.ALL_DELETED, EpochChange.NONE]
     marks.mark_applied(b"", marks.observed_at(b""))
     again = DeletionEpochs(notes.__setitem__)
     for name, value in list(notes.items()):
         assert value is not None
         again.restore(name, value)
-    assert again.observe(root, everything) is EpochChange.NONE, "all of it was written down"
+    assert again.compare(root, everything) is EpochChange.NONE, "all of it was written down"
 
 
 def test_marks_of_more_tenants_than_are_remembered_say_too_much_and_not_too_little(
@@ -263,10 +264,10 @@ def test_marks_of_more_tenants_than_are_remembered_say_too_much_and_not_too_litt
     marks = DeletionEpochs(lambda name, value: None)
     roots = [bytes([n]) * 32 for n in range(4)]
     old = new_epoch(deletion=False)
-    marks.observe(roots[0], TenantEpochs(None, old, None))
-    assert marks.observe(roots[0], TenantEpochs(None, new_epoch(deletion=True), None)) is EpochChange.TENANT_DELETED
+    marks.compare(roots[0], TenantEpochs(None, old, None))
+    assert marks.compare(roots[0], TenantEpochs(None, new_epoch(deletion=True), None)) is EpochChange.TENANT_DELETED
     for root in roots[1:]:
-        marks.observe(root, TenantEpochs(None, old, None))
+        marks.compare(root, TenantEpochs(None, old, None))
     assert list(marks) == roots[2:]
     assert marks._forgotten_deleted_at > time.monotonic() - SOON
 

@@ -1,4 +1,4 @@
-"""Deletion and time to live: what is gone here is found by nobody in the engine."""
+"""Deletion and TTL: no node finds in the backend what is deleted here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from kvsidecar import keys
 from kvsidecar.errors import ChunkNotFound, LimitExceeded
 
 from cache_daemon.remote.backend import RemoteFailed
-from cache_daemon.remote.fetch import FetchRequest, RemotePrefetcher
+from cache_daemon.remote.fetch import RemotePrefetcher
+from cache_daemon.remote.fetch_request import FetchRequest
 from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -106,7 +107,7 @@ async def test_a_deletion_outlives_an_engine_that_is_away_and_a_restart() -> Non
 
 
 async def test_the_same_deletion_waits_once_and_a_tenant_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.remote.deletion_queue.MAX_PER_TENANT", 8)
+    monkeypatch.setattr("cache_daemon.remote.tombstones.MAX_PER_TENANT", 8)
     engine = Slow()
     async with node(engine) as a:
         await a.share(prompt(3))

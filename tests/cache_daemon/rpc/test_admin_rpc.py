@@ -170,10 +170,10 @@ def test_a_token_opens_a_tls_port(start: Callable[..., Node], tmp_path: Path) ->
     pytest.importorskip("cryptography")
     from kvsidecar.tenants_file import hash_token
 
-    from benchmarks.authority import Authority
+    from benchmarks.certificate_authority import CertificateAuthority
 
     port, token = free_port(), "token-of-the-operator-0123456789"
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     issued = authority.issue("daemon", hosts=("127.0.0.1",))
     (tmp_path / "tenants.toml").write_text(f'[tenant.admin]\noperator = true\ntokens = ["{hash_token(token)}"]\n')
     (tmp_path / "tenants.toml").chmod(0o600)

@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
-from kvsidecar.bulk_transfer import Carried, Tenant, carry
+from kvsidecar.bulk_transfer import TenantScope, TransferResult, transfer_tenant
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import InvalidRequest, Unavailable
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
 from tests.cache_daemon.conftest import Peer, descriptor
 from tests.cache_daemon.operators import cache
@@ -46,7 +46,7 @@ def test_what_was_pushed_is_there_and_is_not_pushed_again(start: Start) -> None:
 
 
 def test_a_tenant_is_pulled_over_tls_by_a_certificate(start: Start, tmp_path: Path) -> None:
-    authority = Authority(tmp_path)
+    authority = CertificateAuthority(tmp_path)
     server, carrier = authority.issue("server", hosts=("127.0.0.1",)), authority.issue("carrier")
     tenants = tmp_path / "tenants.toml"
     tenants.write_text('[tenant.carrier]\noperator = true\ncertificates = ["carrier"]\n')
@@ -83,7 +83,7 @@ def test_the_time_that_is_left_goes_along(start: Start) -> None:
     begin = peer.put(FIRST, ttl=86_400)
     end = peer.put(SECOND, len(FIRST), begin, ttl=3600)
     lasting = peer.put(THIRD)
-    carried = carry(peer.stub, other.stub, Tenant(peer.namespace), descriptor())
+    carried = transfer_tenant(peer.stub, other.stub, TenantScope(peer.namespace), descriptor())
     assert (carried.chunks, carried.known) == (3, 0)
     came, left = times(other), times(peer)
     assert came.keys() == left.keys() == {begin, end, lasting}
@@ -98,7 +98,7 @@ def test_what_is_there_is_kept_longer_but_never_shorter(start: Start) -> None:
     longer, shorter, lasting = [peer.put(ids, ttl=ttl) for ids, ttl in ((FIRST, 7200), (SECOND, 60), (THIRD, 0))]
     for ids, ttl in ((FIRST, 60), (SECOND, 7200), (THIRD, 60)):
         other.put(ids, ttl=ttl)
-    carried = carry(peer.stub, other.stub, Tenant(peer.namespace), descriptor())
+    carried = transfer_tenant(peer.stub, other.stub, TenantScope(peer.namespace), descriptor())
     assert (carried.chunks, carried.known, carried.lost, carried.payload_bytes) == (0, 3, 0, 0)
     found = times(other)
     assert min(found[longer] or 0, found[shorter] or 0) > 3600
@@ -137,7 +137,7 @@ def test_what_goes_meanwhile_is_left_out_with_what_continues_it(start: Start) ->
     found = peer.match(FIRST + SECOND)
     peer.release(found)
     source = Losing(peer.stub, found.matches[1].prefix_hash)
-    carried = carry(source, other.stub, Tenant(peer.namespace), descriptor())
+    carried = transfer_tenant(source, other.stub, TenantScope(peer.namespace), descriptor())
     assert (carried.chunks, carried.lost) == (2, 1)
     assert other.read(FIRST + THIRD) == 7
 
@@ -154,10 +154,10 @@ def test_a_daemon_that_dies_meanwhile_is_said_and_not_taken_for_losses(start: St
                 gone.kill("daemon")
 
         with pytest.raises(Unavailable):
-            carry(peer.stub, other.stub, Tenant(peer.namespace), descriptor(), heard)
+            transfer_tenant(peer.stub, other.stub, TenantScope(peer.namespace), descriptor(), heard)
 
 
 def test_nothing_is_nothing(start: Start) -> None:
     here = start()
     peer = Peer(here)
-    assert carry(peer.stub, peer.stub, Tenant(peer.namespace), descriptor()) == Carried()
+    assert transfer_tenant(peer.stub, peer.stub, TenantScope(peer.namespace), descriptor()) == TransferResult()

@@ -14,7 +14,7 @@ from kvsidecar.errors import UnknownLease
 from kvsidecar.kv_transfer.chunk_writer import write
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from cache_daemon.rpc.request_validation import MESSAGE_BYTES
@@ -33,7 +33,7 @@ def node(start: Callable[..., Node], tmp_path: Path) -> Node:
 
 @pytest.fixture
 def guest(node: Node, tmp_path: Path) -> Iterator[Session]:
-    link = DaemonConnection(Address(tmp_path / "shared.sock"), "guest", descriptor())
+    link = DaemonConnection(ServiceAddress(tmp_path / "shared.sock"), "guest", descriptor())
     assert link.wait(10)
     session = link.session
     assert session is not None
@@ -106,7 +106,7 @@ def test_a_chunk_that_a_longer_one_replaces_is_sent_while_it_is_leased(node: Nod
 def test_guests_together_reserve_no_more_than_one_session_has(start: Callable[..., Node], tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
     node = start(shared_socket=tmp_path / "shared.sock", staging_bytes="1MiB", arena_bytes="8MiB")
-    links = [DaemonConnection(Address(tmp_path / "shared.sock"), f"guest-{i}", descriptor()) for i in range(2)]
+    links = [DaemonConnection(ServiceAddress(tmp_path / "shared.sock"), f"guest-{i}", descriptor()) for i in range(2)]
     try:
         sessions = [link.session for link in links if link.wait(10)]
         outcomes = []
@@ -123,13 +123,13 @@ def test_guests_together_reserve_no_more_than_one_session_has(start: Callable[..
         peer.close()
         links[0].close()
         links[1].close()
-        again = DaemonConnection(Address(tmp_path / "shared.sock"), "again", descriptor())
+        again = DaemonConnection(ServiceAddress(tmp_path / "shared.sock"), "again", descriptor())
         links.append(again)
         assert again.wait(10)
         session = again.session
         assert session is not None
         written = write(session, b"", [new_header(GEOMETRY, IDS[:9], 0)], lambda _, p: None, 10.0)
-        assert written.there == (True,), "what they held is free"
+        assert written.stored == (True,), "what they held is free"
     finally:
         for link in links:
             link.close()

@@ -85,7 +85,7 @@ async def test_an_unexpected_error_of_attach_is_internal_logged_and_counted(
     monkeypatch.setattr(CallMetrics, "__init__", noted)
     async with serving(tmp_path) as channel:
         stub: Any = CacheServiceStub(channel)
-        monkeypatch.setattr(ChunkStore, "report", broken)
+        monkeypatch.setattr(ChunkStore, "record_heartbeat", broken)
         described = descriptor()
         hello = pb.Hello(protocol_version=2, descriptor=described, namespace=keys.namespace_id(described))
         said = [pb.AttachRequest(hello=hello), pb.AttachRequest(heartbeat=pb.Heartbeat())]

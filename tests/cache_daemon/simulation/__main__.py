@@ -1,6 +1,6 @@
 """The nightly run: ``python -m tests.cache_daemon.simulation --seeds 200 --steps 5000``.
 
-Prints how far it is, each seed that fails with the shortest plan that fails alike, and at the end seeds, steps and
+Prints its progress, each seed that fails with the shortest plan that fails alike, and at the end seeds, steps and
 failures; the exit status is 1 when a seed failed. ``--first N --seeds 1`` replays one seed, ``--log`` with its log.
 """
 

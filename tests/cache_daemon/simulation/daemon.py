@@ -1,4 +1,4 @@
-"""One simulated daemon, and what a tester knows of it."""
+"""One simulated daemon, and the tester's model of it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvsidecar.errors import KVSidecarError
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.memory.arena import Arena
-from cache_daemon.remote import deletion_epochs, write_behind
+from cache_daemon.remote import deletion_epochs, tombstones
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
@@ -21,6 +21,7 @@ from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, ChunkSnapshot, Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
+from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.simulation import scene
@@ -69,11 +70,13 @@ class Daemon:
             self.bits = memoryview(bytearray(64))
             self.connection = Connection(world.engine, self.network) if world.settings.daemons > 1 else None
             self.store = ChunkStore(
-                self._arena(), self.tier if world.settings.durable else None, scene.DURABLE_BYTES,
-                POLICIES[world.settings.policy], staging_bytes=scene.STAGING_BYTES,
+                self._arena(), self.tier if world.settings.durable else None,
+                StoreConfig(
+                    POLICIES[world.settings.policy], scene.DURABLE_BYTES, scene.STAGING_BYTES, clock=self.clock
+                ),
                 accounts=TenantAccounts(lambda tenant: scene.BY_TENANT[tenant]),
                 bloom_filter=CountingBloomFilter(self.bits),
-                clock=self.clock, remote=self._remote(),
+                remote=self._remote(),
             )  # fmt: skip
             self.corrupt, self.listed, known = 0, {}, self.listed
             append, life = self.store.events.append, self.life
@@ -112,14 +115,14 @@ class Daemon:
         return self.store.open_session("s", described, keys.namespace_id(described))
 
     def heal(self) -> None:
-        """The disk and the network work again."""
+        """Repair disk and network."""
         self.tier._apply_errors.clear()
         self.tier._read_faults.clear()
         self.tier.let_go()
         self.network.is_away, self.network.failing = False, 0
 
     def quiet(self) -> None:
-        """What an orderly end begins with: calls end, sessions end."""
+        """End calls and sessions, as before an orderly shutdown."""
         self.heal()
         self.finish_calls()
         for session in self.sessions:
@@ -137,7 +140,7 @@ class Daemon:
         self.life.is_over = True
 
     def crash(self) -> None:
-        """Ends the process: whatever its tasks and threads still do, nothing of it arrives anywhere."""
+        """End the process: nothing that its tasks and threads still do has an effect."""
         life, loop = self.life, self.world.loop
         self.drive.cut()
         if self.connection is not None:
@@ -155,7 +158,7 @@ class Daemon:
         self.deleting.clear()
 
     def complete(self, work: Coroutine[Any, Any, Any], why: str) -> Any:
-        """Runs a coroutine of this daemon to its end."""
+        """Run a coroutine of this daemon to its end."""
         before = OWNER.set(self.life)
         try:
             return self.world.loop.complete(work, f"{why} of {self.name}")
@@ -168,7 +171,7 @@ class Daemon:
         self, name: str, session: Session | None, root: bytes, work: Coroutine[Any, Any, Any],
         done: Callable[[Any], None] = lambda _: None,
     ) -> Call:  # fmt: skip
-        """Begins a call, as a request that has arrived. ``done`` hears its answer at the moment that it is given."""
+        """Start a call, as a request that has arrived. ``done`` is called with its answer at once."""
         begun = False
 
         async def run() -> None:
@@ -186,7 +189,7 @@ class Daemon:
         return call
 
     def reap(self) -> None:
-        """Hears how calls ended."""
+        """Record how calls ended."""
         for call in [c for c in self.calls if c.task.done()]:
             self.calls.remove(call)
             if call.task.cancelled():
@@ -231,7 +234,7 @@ class Daemon:
             self.world.expect(seen == scene.payload_of(key, len(seen)), f"{self.name} shows other bytes than those")
 
     def _check_author(self, key: bytes, path: Path) -> None:
-        """Notes when a worker last stored a chunk, and whether what it reserved was deleted since."""
+        """Record when a worker last stored a chunk, and check that its reservation was not deleted since."""
         found = self.store._commit._open_reservations.get(key)
         if found is None:
             return
@@ -247,7 +250,7 @@ class Daemon:
             )
 
     def _check_reason(self, what: str, key: bytes, path: Path) -> None:
-        """A path ends only for a reason."""
+        """Check that a path ends for a reason."""
         if what == "EVICTED" or (path.root, path.tokens) not in self.alive:
             return
         corrupt = self.store.counters.corrupt_chunks > self.corrupt
@@ -262,7 +265,7 @@ class Daemon:
         return sum(n for _, n in self.store.tiers.index.match(path.root, path.ids)) == len(path.tokens)
 
     def forget(self, path: Path) -> None:
-        """A chunk was evicted or deleted: paths that lead through its tokens may end now."""
+        """Allow paths through a chunk's tokens to end: it was evicted or deleted."""
         first = path.tokens[: path.begin + 1]
         self.alive = {(r, p): None for r, p in self.alive if r != path.root or p[: path.begin + 1] != first}
         for root, key in list(self.pinned):
@@ -270,7 +273,7 @@ class Daemon:
                 del self.pinned[root, key]
 
     def keep_durable(self) -> None:
-        """What is not on disk is lost; to be called while the index is as it was."""
+        """Forget chunks that are not on disk; call it while the index is as it was."""
         self.alive = {(r, p): None for r, p in self.alive if self._ends_durably(r, p)}
         tokens = {pin: self.world.paths[pin[1]].tokens for pin in self.pinned}
         self.pinned = Counter({pin: n for pin, n in self.pinned.items() if self._ends_durably(pin[0], tokens[pin])})
@@ -280,20 +283,20 @@ class Daemon:
         return sum(n for _, n in found) == len(tokens) and all(c.disk_state is Residency.PRESENT for c, _ in found)
 
     def knows(self, root: bytes) -> bool:
-        """Whether it has seen a tenant's marks in the engine."""
+        """Return True if it has observed a tenant's epochs in the backend."""
         if not self.is_up:
             return deletion_epochs.NOTE_PREFIX + root in self.disk.notes()
         remote = self.store.remote
         return remote is not None and (not root or root in remote._epochs._tenants)
 
     def has_to_delete(self, root: bytes) -> bool:
-        """Whether a deletion of a tenant of its own waits for the engine."""
+        """Return True if its own deletion of a tenant waits for the backend."""
         if not self.is_up:
-            return any(name.startswith(write_behind.NOTE_PREFIX) for name in self.disk.notes())
-        return self.store.remote is not None and self.store.remote._write_behind.is_deleting(root)
+            return any(name.startswith(tombstones.NOTE_PREFIX) for name in self.disk.notes())
+        return self.store.remote is not None and self.store.remote._deletions.is_deleting(root)
 
     def durably_pinned(self) -> set[bytes]:
-        """The keys that pins keep whose own chunk is durable: such a pin is there after the next start."""
+        """Return the keys of pins whose own chunk is durable: such a pin survives a restart."""
         index, pins = self.store.tiers.index, self.store._pins._pins_of
         return {c.key for chunk in pins if chunk.disk_state is Residency.PRESENT for c in index.path(chunk)}
 
@@ -304,7 +307,7 @@ class Daemon:
     # ---- what always holds ----------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises AssertionError unless all that must always hold does."""
+        """Raise AssertionError unless all invariants hold."""
         self.reap()
         store, tiers = self.store, self.store.tiers
         store.check_integrity()
@@ -353,6 +356,6 @@ class Daemon:
                 assert account.pinned_bytes <= limits.pin_bytes, "a tenant has too much pinned"
 
     def check_disk(self) -> None:
-        """Raises AssertionError unless all that is on disk is in the index; nothing is on its way there."""
+        """Raise AssertionError unless all chunks on disk are in the index; call it while nothing is in flight."""
         strangers = self.disk.contents - self.listed.keys()
         assert not strangers, f"{[self.world.paths[k].tokens for k in strangers]} is on the disk of {self.name} alone"

@@ -1,4 +1,4 @@
-"""What outlives a daemon's process: a disk that a crash cuts off, and an arena whose copies take time."""
+"""State that outlives a simulated daemon's process: disk and arena."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.cache_daemon.simulation.thread import Hub
 
 
 class Disk(MemoryTier):
-    """The contents that survive. A transaction is written, then synced; a crash between the two undoes it."""
+    """Contents that survive. A transaction is written, then synced; a crash between the two undoes it."""
 
     def __init__(self, hub: Hub) -> None:
         super().__init__()
@@ -23,15 +23,15 @@ class Disk(MemoryTier):
         self._synced = ({}, {})  # type: tuple[dict[bytes, object], dict[bytes, bytes]]
 
     def load(self) -> list[Loaded]:
-        """Each load gives headers of its own, as a disk does."""
+        """Load the chunks; each load creates new headers, as a disk does."""
         return [Loaded(ChunkHeader.FromString(found[0].SerializeToString()), *found[1:]) for found in super().load()]
 
     def crash(self) -> None:
-        """Loses what was not synced."""
+        """Lose what was not synced."""
         self._stored, self._notes = dict(self._synced[0]), dict(self._synced[1])  # type: ignore[arg-type]
 
     def sync(self) -> None:
-        """Makes what was applied survive a crash."""
+        """Make applied changes survive a crash."""
         self._synced = (dict(self._stored), dict(self._notes))
 
     @property
@@ -41,7 +41,7 @@ class Disk(MemoryTier):
 
 
 class Drive:
-    """A disk as one start of a daemon has it: it takes time, and is ``cut`` off when the daemon crashes."""
+    """A disk during one start of a daemon: it takes time, and is ``cut`` off when the daemon crashes."""
 
     def __init__(self, disk: Disk, hub: Hub) -> None:
         self.disk, self._hub = disk, hub
@@ -91,7 +91,7 @@ class Drive:
 
 
 class SimulatedArena(MemoryArena):
-    """An arena whose copies and reads others come between."""
+    """An arena whose copies and reads are interleaved with other work."""
 
     def __init__(self, size_bytes: int, hub: Hub) -> None:
         super().__init__(size_bytes)

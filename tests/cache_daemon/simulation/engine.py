@@ -1,4 +1,4 @@
-"""A remote engine that several daemons share, over a network that takes time and fails."""
+"""A remote backend that several daemons share, over a network that takes time and fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 
 
 class Network:
-    """What happens to calls: ``failing`` of the next calls fail, before or after they did their work."""
+    """Faults of calls: the next ``failing`` calls fail, before or after they did their work."""
 
     def __init__(self, seconds: float = 0.002) -> None:
         self.seconds, self.failing = seconds, 0
@@ -18,7 +18,7 @@ class Network:
 
 
 class Connection:
-    """One daemon's way to the engine."""
+    """One daemon's client of the backend."""
 
     name, lanes = "simulated", 1
 
@@ -28,7 +28,7 @@ class Connection:
         self.is_cut = False
 
     def cut(self) -> None:
-        """The daemon is dead: nothing that it asks for from now on arrives."""
+        """Drop all further requests: the daemon is dead."""
         self.is_cut = True
 
     async def _there(self) -> None:

@@ -1,4 +1,4 @@
-"""What a tester remembers of a simulated daemon: paths, leases, reservations, calls that run."""
+"""The tester's records of a simulated daemon: paths, leases, reservations, running calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cache_daemon.store.sessions import Session
 
 
 class Path(NamedTuple):
-    """Where a chunk stands: its tokens from the prompt's beginning, where it begins, and the keys up to its own."""
+    """Position of a chunk: its tokens from the prompt's begin, its start, and the keys up to its own."""
 
     root: bytes
     tokens: tuple[int, ...]
@@ -29,7 +29,7 @@ class Path(NamedTuple):
 
 @dataclass(eq=False)
 class Life:
-    """One start of a daemon: what belongs to it ends with it."""
+    """One start of a daemon, and the tasks that end with it."""
 
     tasks: dict[asyncio.Task[Any], None] = field(default_factory=dict)
     is_over: bool = False
@@ -37,7 +37,7 @@ class Life:
 
 @dataclass(eq=False)
 class Held:
-    """A lease that the test holds, and what it showed when it was given."""
+    """A lease of the test, and the bytes that it showed at first."""
 
     session: Session
     result: MatchResult

@@ -22,11 +22,14 @@ _CANCELLED_ENOUGH = 5
 
 
 class Stuck(AssertionError):
-    """Nothing can go on, or something goes on for ever."""
+    """The simulation cannot go on, or does not end."""
 
 
 class Order:
-    """Draws who goes next. Number 0 draws nothing: the loop first, then threads in their order, and no early timer."""
+    """Draws which callback, thread or timer runs next.
+
+    Number 0 draws nothing: the loop first, then threads in their order, and no early timer.
+    """
 
     def __init__(self, number: int) -> None:
         self.random = Random(number)
@@ -68,7 +71,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # ---- what an asyncio loop is asked for --------------------------------------------------------------------
 
     def _write_to_self(self) -> None:
-        """Nobody sleeps in a selector."""
+        """Do nothing: no thread sleeps in a selector."""
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Any:
         chosen = executor if executor is not None else self._default_executor
@@ -79,7 +82,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.errors.append(f"{context['message']}: {type(error).__name__}: {error}")
 
     def enter(self) -> None:
-        """Makes this the running loop, for code that a step calls directly."""
+        """Make this the running loop, for code that a step calls directly."""
         asyncio._set_running_loop(self)
         self._is_entered = True
 
@@ -90,8 +93,11 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     # ---- going on -------------------------------------------------------------------------------------------
 
     def turn(self, until: float = float("inf")) -> bool:
-        """Lets one callback or one thread get on; time passes when nothing else can happen, but not beyond ``until``.
-        False when nothing can happen by then."""
+        """Run one callback or one thread.
+
+        Time passes when nothing else can happen, but not beyond ``until``. Returns False when nothing can happen by
+        then.
+        """
         self.turns += 1
         if self.order.chance(0.01):
             self._jump(min(until, self.now + _MOST_JUMP_SECONDS))
@@ -124,7 +130,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 self._ready.append(handle)
 
     def _jump(self, until: float) -> bool:
-        """Lets time pass to what is next. False when nothing is by then."""
+        """Advance the time to the next event. Returns False when there is none by then."""
         self._due()
         times = [self._scheduled[0]._when] if self._scheduled else []
         deadline = self.hub.next_deadline()
@@ -136,13 +142,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return True
 
     def some_turns(self, count: int) -> None:
-        """Lets up to so many things happen, none of them later than now."""
+        """Run up to ``turns`` callbacks or threads, none of them later than now."""
         for _ in range(count):
             if not self.turn(self.now):
                 return
 
     def until(self, done: Callable[[], bool], why: str, seconds: float = _PATIENCE_SECONDS) -> None:
-        """Goes on until something is so. Raises Stuck."""
+        """Run until a condition holds. Raises Stuck."""
         end, last = self.now + seconds, self.turns + _MOST_TURNS
         while not done():
             if not self.turn(end) or self.now > end or self.turns > last:
@@ -151,20 +157,20 @@ class SimulatedLoop(asyncio.BaseEventLoop):
                 raise Stuck(f"{why} does not end; threads: {self.hub.told()}")
 
     def wait(self, seconds: float) -> None:
-        """Lets time pass, and whatever happens in it."""
+        """Advance the time, and run what happens in it."""
         end = self.now + seconds
         while self.turn(end) and self.now < end:
             pass
         self.now = max(self.now, end)
 
     def complete(self, work: Coroutine[Any, Any, Any], why: str, seconds: float = _PATIENCE_SECONDS) -> Any:
-        """Runs a coroutine to its end. Raises Stuck, and what it raises."""
+        """Run a coroutine to its end. Raises Stuck, and what it raises."""
         task = self.create_task(work)
         self.until(task.done, why, seconds)
         return task.result()
 
     def cancel(self) -> None:
-        """Ends threads and tasks where they stand."""
+        """End threads and tasks where they are."""
         self.hub.kill(self.hub.threads)
         while tasks := [task for task in asyncio.all_tasks(self) if task.cancelling() < _CANCELLED_ENOUGH]:
             for task in tasks:

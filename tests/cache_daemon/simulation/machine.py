@@ -1,4 +1,4 @@
-"""All that happens to simulated stores: what workers do, what operators do, and what goes wrong."""
+"""Steps of simulated stores: traffic of workers, operators' commands, and faults."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from tests.cache_daemon.simulation.world import Settings, World
 
 
 class Machine(Traffic):
-    """Workers' traffic; deletions, pins and dying workers; disks and networks that fail, wait and lose; daemons that
-    are restarted and crash."""
+    """Traffic of workers; deletions, pins and dying workers; faults of disks and networks; restarts and crashes."""
 
     def take(self, one: Step) -> None:
-        """Does a step, lets things get on for a while, and checks."""
+        """Take a step, run the simulation for a while, and check."""
         self.world.say(f"STEP {one}")
         with self.world.ordered(one.order) as order:
             getattr(self, one.name)(**dict(one.arguments))
@@ -54,8 +53,11 @@ class Machine(Traffic):
         self._deleted(daemon, scene.root_of(salt), b"")
 
     def _deleted(self, daemon: Daemon, root: bytes, key: bytes) -> int | None:
-        """Returns how many went; None while the disk hangs or fails: it is removed later then. None also when the chunk
-        made way for others before the call began."""
+        """Delete, and return how many chunks were removed.
+
+        None while the disk hangs or fails: it removes them later then. None also when the chunk was evicted before the
+        call began.
+        """
         deleted = self.world.delete(daemon, root, key)
         daemon.deleting.append((root, key))
         try:
@@ -95,7 +97,7 @@ class Machine(Traffic):
 
     @step(at=where, n=who)
     def die(self, at: int, n: int) -> None:
-        """A worker goes, with all that it holds; another one comes."""
+        """End a worker with all that it holds; another one attaches."""
         daemon = self._at(at)
         session = daemon.sessions[n]
         daemon.store.close_session(session)
@@ -130,7 +132,7 @@ class Machine(Traffic):
 
     @step(at=where, count=integers(0, 3), away=often)
     def fail_network(self, at: int, count: int, away: bool) -> None:
-        """Answers of the engine are lost, or the engine cannot be reached."""
+        """Lose answers of the backend, or make it unreachable."""
         network = self._at(at).network
         network.failing, network.is_away = count, away
 
@@ -141,7 +143,7 @@ class Machine(Traffic):
 
     @step(2, at=where)
     def settle(self, at: int) -> None:
-        """Waits until all is written that can be."""
+        """Wait until all is written that can be."""
         daemon = self._at(at)
         if not daemon.tier._gate.is_set():
             return
@@ -165,8 +167,10 @@ class Machine(Traffic):
 
     @step(at=where)
     def agree(self, at: int) -> None:
-        """Gives daemons the time to hear of each other's deletions: what was deleted is found nowhere then, unless a
-        worker stored it again."""
+        """Give daemons the time to apply each other's deletions, and check that no deleted chunk is left.
+
+        A chunk that a worker stored again may be there.
+        """
         daemon = self._at(at)
         if daemon.connection is None or len(self.world.up) < len(self.world.daemons):
             return
@@ -191,14 +195,17 @@ class Machine(Traffic):
 
     @step(at=where, stay=often)
     def restart(self, at: int, stay: bool) -> None:
-        """An orderly end: what was durable is there again, with when it was used and whether it is pinned. It may
-        ``stay`` down while there is another daemon."""
+        """Restart in an orderly way: durable chunks are there again, with recency and pins.
+
+        The daemon may ``stay`` down while there is another one.
+        """
         daemon = self._at(at)
         daemon.quiet()
         daemon.close()
         pinned = daemon.durably_pinned()
         before = {c.key: (c.last_used_at, c.key in pinned) for c in daemon.durable}
         daemon.keep_durable()
+        self.world.may_forget(daemon)
         self.world.say(f"{daemon.name} ENDED")
         daemon.before = before
         if not (stay and self.world.up):
@@ -206,9 +213,9 @@ class Machine(Traffic):
 
     @step(at=where, stay=often)
     def crash(self, at: int, stay: bool) -> None:
-        """A sudden end: what was told durable is found, with whatever the disk was doing."""
+        """Crash: chunks that were reported durable are found, whatever the disk was doing."""
         daemon = self._at(at)
-        durable = [chunk for chunk in daemon.durable if not chunk.superseder_count]
+        durable = [chunk for chunk in daemon.durable if not chunk.write_state.superseder_count]
         daemon.keep_durable()
         daemon.crash()
         self.world.may_forget(daemon)
@@ -219,7 +226,7 @@ class Machine(Traffic):
 
     @step(2)
     def start(self) -> None:
-        """Whoever is down comes up."""
+        """Start the daemons that are down."""
         for daemon in self.world.daemons:
             if not daemon.is_up:
                 self._start(daemon)
@@ -249,7 +256,7 @@ class Machine(Traffic):
     # ---- the end of all -------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Deletes everything, and looks for what is left."""
+        """Delete everything, and check that nothing is left."""
         with self.world.ordered(0):
             self.start()
             for daemon in self.world.daemons:
@@ -290,7 +297,7 @@ CATALOGUE = Catalogue(Machine)
 
 
 def run(plan: Sequence[Step], settings: Settings, ends: bool = True) -> World:
-    """Does what a plan says in a new world, to its end. Raises AssertionError when something is wrong."""
+    """Run a plan in a new world, to its end. Raises AssertionError when a check fails."""
     world = World(settings)
     with world.running():
         machine = Machine(world)

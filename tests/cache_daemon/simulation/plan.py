@@ -1,4 +1,4 @@
-"""Plans: steps with their arguments and orders, drawn from a seed or by hypothesis, and shrunk when they fail."""
+"""Plans: steps with arguments and orders, drawn from a seed or by hypothesis, and shrunk when they fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ORDERS = 1 << 20
 
 @dataclass(frozen=True)
 class Step:
-    """One step: the machine's method ``name`` with ``arguments``; ``order`` draws who goes when while it runs."""
+    """One step: the machine's method ``name`` with ``arguments``; ``order`` seeds the interleaving while it runs."""
 
     name: str
     arguments: tuple[tuple[str, Any], ...]
@@ -28,7 +28,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Draw:
-    """An argument: how a ``Random`` draws it, and hypothesis."""
+    """An argument: how a ``Random`` and hypothesis draw it."""
 
     sample: Callable[[Random], Any]
     strategy: st.SearchStrategy[Any]
@@ -50,7 +50,7 @@ def tuples(of: Draw, low: int, high: int) -> Draw:
 
 
 def step(weight: int = 1, **draws: Draw) -> Callable[[F], F]:
-    """Makes a method a step of plans, so many times as likely as others."""
+    """Make a method a step of plans, ``weight`` times as likely as others."""
 
     def mark(method: F) -> F:
         method.draws, method.weight = draws, weight  # type: ignore[attr-defined]
@@ -69,7 +69,7 @@ class Catalogue:
         self._names = [name for name, method in self._steps.items() for _ in range(method.weight)]
 
     def sample(self, seed: int, count: int) -> list[Step]:
-        """The plan of a seed."""
+        """Draw the plan of a seed."""
         random = Random(seed)
         return [self._sample(random) for _ in range(count)]
 
@@ -79,7 +79,7 @@ class Catalogue:
         return Step(name, drawn, random.randrange(1, ORDERS))
 
     def plans(self, most: int) -> st.SearchStrategy[list[Step]]:
-        """Plans of up to so many steps."""
+        """Return a strategy of plans of up to ``most`` steps."""
 
         def of(name: str) -> st.SearchStrategy[Step]:
             draws = {n: draw.strategy for n, draw in self._steps[name].draws.items()}
@@ -90,7 +90,7 @@ class Catalogue:
 
 
 def shrunk(plan: Sequence[Step], fails: Callable[[Sequence[Step]], bool], most_steps: int = 60_000) -> list[Step]:
-    """A plan that fails too, without steps and orders that it can do without; found in at most so many steps."""
+    """Return a shorter plan that fails too, found in at most ``most`` runs."""
     left, steps = list(plan), 0
 
     def still(shorter: Sequence[Step]) -> bool:

@@ -1,4 +1,4 @@
-"""Sizes, tenants and contents of a simulation: small, so that everything is short of room all the time."""
+"""Sizes, tenants and contents of a simulation: small, so that every limit is reached all the time."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def root_of(salt: bytes) -> bytes:
 
 
 def payload_of(key: bytes, size: int) -> bytes:
-    """A chunk's payload names the chunk, its context included."""
+    """Return a payload that names its chunk, prefix included."""
     return (key * (size // len(key) + 1))[:size]

@@ -1,4 +1,4 @@
-"""Runs of many seeds: what fails, how to see it again, and the shortest plan that fails alike."""
+"""Search over seeds: failures, their replay, and the shortest plan that fails alike."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.cache_daemon.simulation.world import Settings, World
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a plan: how many steps were taken, the log's digest, and the defect if there was one."""
+    """Result of a plan: the steps taken, the log's digest, and the defect if there was one."""
 
     steps: int
     digest: str
@@ -23,7 +23,7 @@ class Outcome:
 
 
 def outcome_of(plan: Sequence[Step], settings: Settings) -> Outcome:
-    """Runs a plan. An unexpected exception is a defect, as a broken promise is."""
+    """Run a plan. An unexpected exception is a defect, as a broken promise is."""
     world, steps, error = World(settings), 0, ""
     try:
         with world.running():
@@ -40,7 +40,7 @@ def outcome_of(plan: Sequence[Step], settings: Settings) -> Outcome:
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed that failed, and a short plan that does as well."""
+    """A failing seed, and a short plan that fails as well."""
 
     seed: int
     steps: int
@@ -53,7 +53,7 @@ class Failure:
 
 
 def failure_of(seed: int, steps: int, settings: Settings, shrinks: bool = True) -> Failure | None:
-    """Runs the plan of a seed; None when all goes well."""
+    """Run the plan of a seed; None when it succeeds."""
     plan = CATALOGUE.sample(seed, steps)
     found = outcome_of(plan, settings)
     if not found.error:
@@ -66,5 +66,5 @@ def failure_of(seed: int, steps: int, settings: Settings, shrinks: bool = True) 
 
 
 def _kind(error: str) -> str:
-    """What stays the same of an error while its plan is shrunk: its words, without tokens and numbers."""
+    """Reduce an error to its words, without tokens and numbers, to compare it while its plan is shrunk."""
     return "".join(c for c in error if not (c.isdigit() or c in "()[], ABe+-."))

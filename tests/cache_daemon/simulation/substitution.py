@@ -1,4 +1,4 @@
-"""The clocks, threads and random numbers that the daemon's modules see during a simulation."""
+"""Substitutes for the clocks, threads and random numbers that the daemon's modules use."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class _Threading:
 
 
 class _Secrets:
-    """The module ``secrets``: numbers that nobody guesses, and everybody can repeat."""
+    """The module ``secrets``, with repeatable numbers."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -78,7 +78,7 @@ class _Secrets:
 
 
 class _Log:
-    """A module's logger. What is said belongs to the run's log; an exception that somebody survives is a defect."""
+    """A module's logger. Messages go to the run's log; a logged exception is a defect."""
 
     def __init__(self, said: Callable[[str], None], failed: Callable[[str], None]) -> None:
         self._said, self._failed = said, failed

@@ -1,4 +1,4 @@
-"""Defects that are put into the store on purpose: the state machine finds each, and shows it in a few steps."""
+"""Defects planted in the store: the state machine finds each, and shrinks it to a few steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANTED = {
         "shows other bytes", 6,
     ),
     "a Match that is cancelled keeps its chunks": (
-        Lookup, "_match", "            hold.release()\n            raise\n", "            raise\n", "", 12,
+        Lookup, "_match", "            lease.release()\n            raise\n", "            raise\n", "", 12,
     ),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The simulation that the store's state machine stands on: its clock, its threads, its disk."""
+"""Self-tests of the simulation: its clock, its threads, its disk."""
 
 from __future__ import annotations
 

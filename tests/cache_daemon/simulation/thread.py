@@ -22,8 +22,10 @@ def _always() -> bool:
 
 
 class SimulatedThread:
-    """A stand-in for ``threading.Thread`` of one simulation's ``hub``. It gets on when the loop resumes it, up to the
-    next place where it waits or pauses."""
+    """A stand-in for ``threading.Thread`` of one simulation's ``hub``.
+
+    It runs when the loop resumes it, up to the next place where it waits or pauses.
+    """
 
     def __init__(
         self, hub: Hub, target: Callable[..., object], args: tuple[Any, ...] = (), name: str = "thread"
@@ -75,7 +77,7 @@ class Hub:
         return min((t.deadline for t in self.threads if t.deadline is not None), default=None)
 
     def resume(self, thread: SimulatedThread) -> None:
-        """Lets a thread get on up to its next pause."""
+        """Run a thread up to its next pause."""
         assert self.current is None, "a thread resumes another one"
         assert thread.greenlet is not None
         self.current, thread.may_go, thread.deadline = thread, _always, None
@@ -85,12 +87,12 @@ class Hub:
             self.current = None
 
     def pause(self) -> None:
-        """Lets others get on, in a thread; on the loop it does nothing."""
+        """Let others run, in a thread; on the loop it does nothing."""
         if self.current is not None:
             self.main.switch()
 
     def wait(self, may_go: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits in a thread until something is so. False when it is not in time."""
+        """Wait in a thread until a condition holds. Returns False on a timeout."""
         thread = self.current
         if thread is None:  # the loop itself waits: all that it can wait for is another thread
             assert timeout is None, "the loop waits with a timeout"
@@ -107,7 +109,7 @@ class Hub:
         return may_go()
 
     def kill(self, threads: list[SimulatedThread]) -> None:
-        """Ends threads where they stand."""
+        """End threads where they are."""
         for thread in list(threads):
             if thread.greenlet is not None and not thread.ended:
                 self.current = thread
@@ -124,7 +126,7 @@ class Hub:
 
 
 class SimulatedLock:
-    """A stand-in for ``threading.RLock``, and for ``threading.Lock`` where nobody takes it twice."""
+    """A stand-in for ``threading.RLock``, and for a ``threading.Lock`` that is never taken twice."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub

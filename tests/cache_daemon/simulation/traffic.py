@@ -1,4 +1,4 @@
-"""What workers do with simulated stores: they write and read, with calls that overlap."""
+"""Workers' traffic with simulated stores: writes and reads, with calls that overlap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import new_header
 
-from cache_daemon.store.lookup import MatchResult
+from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
@@ -28,7 +28,7 @@ Tokens = tuple[int, ...]
 
 
 class Traffic:
-    """Sessions of four tenants store, bring, match, release and abort, with calls that overlap and are cancelled."""
+    """Sessions of four tenants store, fetch, match, release and abort, with calls that overlap and are cancelled."""
 
     def __init__(self, world: World) -> None:
         self.world, self.loop = world, world.loop
@@ -45,7 +45,7 @@ class Traffic:
 
     @step(3, at=where, n=who, salt=salts, ids=prompts, cut=cuts, ttl=ttls)
     def reserve(self, at: int, n: int, salt: bytes, ids: Tokens, cut: int, ttl: int = 0) -> None:
-        """Reserves what is missing of a prompt, in two chunks if it is cut, to be kept for so long."""
+        """Reserve the missing chunks of a prompt, two if it is cut, with a TTL."""
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         if not self._may_reserve(daemon, root):
@@ -81,7 +81,7 @@ class Traffic:
 
     @step(2, at=where, n=who, salt=salts, many=tuples(prompts, 2, 8), cut=cuts)
     def save(self, at: int, n: int, salt: bytes, many: Sequence[Tokens], cut: int) -> None:
-        """Stores prompts one after the other, as a worker does."""
+        """Store prompts one after the other, as a worker does."""
         daemon = self._at(at)
         for ids in many:
             self.reserve(at, n, salt, ids, cut)
@@ -91,8 +91,10 @@ class Traffic:
     @step(3, at=where, n=who, unsound=few, most=integers(1, 4), wait=often,
           late=one_of([""] * 4 + ["scribbles", "corrects"]))  # fmt: skip
     def commit(self, at: int, n: int, unsound: Tokens, most: int, wait: bool, late: str) -> None:
-        """Commits some of a session's reservations, oldest first. A ``late`` writer scribbles meanwhile, or writes
-        rubbish before and what is right while the daemon copies."""
+        """Commit some of a session's reservations, oldest first.
+
+        A ``late`` writer scribbles meanwhile, or writes rubbish before and the right bytes while the daemon copies.
+        """
         daemon = self._at(at)
         session = daemon.sessions[n]
         chosen = [o for o in daemon.open if o.session is session][:most]
@@ -174,7 +176,7 @@ class Traffic:
 
     @step(2, at=where, n=who, salt=salts, many=tuples(prompts, 2, 8))
     def read(self, at: int, n: int, salt: bytes, many: Sequence[Tokens]) -> None:
-        """Reads prompts one after the other, as a worker does."""
+        """Read prompts one after the other, as a worker does."""
         daemon = self._at(at)
         for ids in many:
             self.match(at, n, salt, ids, False, True)
@@ -190,7 +192,7 @@ class Traffic:
 
     @step(at=where, salt=salts, ids=prompts)
     def stream(self, at: int, salt: bytes, ids: Tokens) -> None:
-        """Reads one chunk as a stream does."""
+        """Read one chunk as a stream does."""
         daemon = self._at(at)
         found = daemon.store.probe(scene.root_of(salt), keys.token_bytes(ids))
         if not found:
@@ -205,7 +207,7 @@ class Traffic:
 
     @step(3, at=where, n=who, salt=salts, ids=prompts, cut=cuts, wait=often)
     def bring(self, at: int, n: int, salt: bytes, ids: Tokens, cut: int, wait: bool) -> None:
-        """Adds what other daemons have stored of a prompt."""
+        """Fetch what other daemons have stored of a prompt."""
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         remote = daemon.store.remote
@@ -215,14 +217,16 @@ class Traffic:
         if in_progress and not self.world.settings.promises.listed_once:
             return
         ends = sorted({min(cut, len(ids)), len(ids)})
-        call = daemon.call("bring", session, root, remote.fetch(session, salt, keys.token_bytes(ids), ends, 0.0, 5.0))
+        call = daemon.call(
+            "bring", session, root, remote.fetch(session, salt, keys.token_bytes(ids), FetchHints(ends, 0.0, 5.0))
+        )
         self._await(daemon, call, wait)
 
     # ---- calls that overlap ---------------------------------------------------------------------------------
 
     @step(at=where, number=which, turns=integers(0, 12))
     def cancel(self, at: int, number: int, turns: int) -> None:
-        """A caller goes away, somewhere in the middle of its call."""
+        """Cancel a call somewhere in its middle."""
         daemon = self._at(at)
         if daemon.calls:
             call = daemon.calls[number % len(daemon.calls)]
@@ -232,5 +236,5 @@ class Traffic:
 
     @step(2, turns=integers(1, 60))
     def go_on(self, turns: int) -> None:
-        """Lets calls and threads make some progress."""
+        """Run calls and threads for a while."""
         self.loop.some_turns(turns)

@@ -1,4 +1,4 @@
-"""A whole simulation: daemons, the engine that they share, and the log of all that happened."""
+"""A whole simulation: daemons, their shared backend, and the log of all events."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Promises:
-    """What is asked for. Each is False as long as a known defect of the store breaks it; F2 and the like are the
-    project's numbers of defects."""
+    """Promises that are checked.
+
+    Each is False as long as a known defect of the store breaks it; F2 and the like are the project's numbers of
+    defects.
+    """
 
     listed_once: bool = True
     """A key that a worker has reserved may be brought from the remote tier meanwhile (F2)."""
@@ -44,7 +47,7 @@ class Promises:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a world is set up."""
+    """Configuration of a world."""
 
     policy: str = "gittins"
     daemons: int = 1
@@ -56,7 +59,7 @@ class Settings:
 
 @dataclass
 class Deleted:
-    """A deletion that was asked for: of a chunk with what continues it, of a tenant, or of everything."""
+    """A deletion that was requested: of a chunk with its subtree, of a tenant, or of everything."""
 
     daemon: Daemon
     root: bytes
@@ -70,7 +73,7 @@ class Deleted:
 
 
 class World:
-    """Runs steps. ``say`` notes what happens; ``expect`` notes what must not, for the end of the step."""
+    """Runs steps. ``say`` logs events; ``expect`` records broken promises, for the end of the step."""
 
     def __init__(self, settings: Settings) -> None:
         from tests.cache_daemon.simulation.daemon import Daemon
@@ -98,7 +101,7 @@ class World:
 
     @contextmanager
     def running(self) -> Iterator[World]:
-        """The world while it is used."""
+        """Activate the world for the length of a block."""
         before, bringing._MIN_TOKENS = bringing._MIN_TOKENS, 1  # prompts are short
         self._substitution.begin()
         self.loop.enter()
@@ -117,7 +120,7 @@ class World:
 
     @contextmanager
     def ordered(self, number: int) -> Iterator[Order]:
-        """Draws from an order for the length of a step, and checks afterwards."""
+        """Draw from an order for the length of a step, and check afterwards."""
         self.loop.order = order = Order(number)
         yield order
         self.check()
@@ -134,7 +137,7 @@ class World:
         assert not self.loop.errors, "; ".join(self.loop.errors)
 
     def delete(self, daemon: Daemon, root: bytes, key: bytes) -> Deleted:
-        """Notes that a deletion begins."""
+        """Record that a deletion begins."""
         self.happened += 1
         promises = self.settings.promises
         heard_by = frozenset(
@@ -147,7 +150,7 @@ class World:
         return self.deleted[-1]
 
     def may_forget(self, daemon: Daemon) -> None:
-        """A daemon without a disk crashes: deletions that it had not done in the engine are gone with it."""
+        """Drop the deletions of a daemon without a disk that ends: pending ones are lost with it."""
         for deleted in self.deleted:
             if deleted.daemon is daemon and not self.settings.durable:
                 deleted.heard_by = frozenset()
@@ -158,12 +161,12 @@ class World:
 
     @property
     def digest(self) -> str:
-        """Of the whole log."""
+        """The hash of the whole log."""
         return hashlib.sha256("\n".join(self.log).encode()).hexdigest()
 
 
 def _new_task(loop: Any, work: Any, **given: Any) -> Any:
-    """A task that ends with its owner."""
+    """Create a task that ends with its owner."""
     import asyncio
 
     task = asyncio.Task(work, loop=loop, **given)
@@ -175,7 +178,7 @@ def _new_task(loop: Any, work: Any, **given: Any) -> Any:
 
 
 def settings_of(seed: int, promises: Promises | None = None) -> Settings:
-    """The set-up of a seed: each policy, one or two daemons, both kinds of arena, with and without a disk."""
+    """Derive a configuration from a seed: each policy, one or two daemons, both arenas, with and without a disk."""
     from benchmarks.eviction_policies import POLICIES
 
     policies = sorted(POLICIES)

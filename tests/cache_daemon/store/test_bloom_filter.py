@@ -1,4 +1,4 @@
-"""The index summary: never a false negative, whatever is stored, removed, restarted."""
+"""The Bloom filter: no false negatives after stores, removals and restarts."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""What was deleted does not come back: neither from the disk, nor by a Commit of what was reserved before."""
+"""Deleted chunks do not come back: neither from the disk, nor by a Commit of an earlier reservation."""
 
 from __future__ import annotations
 

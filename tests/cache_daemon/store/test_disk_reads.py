@@ -1,4 +1,4 @@
-"""What the store reads back from a durable tier that misbehaves."""
+"""Reads from a durable tier that misbehaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOT = 4096
 
 
 async def cool(bench: Bench, ids: list[int]) -> None:
-    """Leaves a durable chunk on disk only."""
+    """Leave a durable chunk on disk only."""
     await bench.store.settle()
     chunk = bench.store.probe(bench.root(), keys.token_bytes(ids))[0][0]
     assert chunk.disk_state is Residency.PRESENT
@@ -71,7 +71,7 @@ async def test_two_who_want_a_cold_chunk_read_it_once() -> None:
 
 
 async def put_chain(bench: Bench, chunks: int) -> list[list[int]]:
-    """Chunks of two tokens, each behind the other; what each prompt of them is."""
+    """Store chunks of two tokens, each behind the other; return the prompt of each."""
     parent = b""
     for i in range(chunks):
         parent, _ = await bench.put([2 * i, 2 * i + 1], start=2 * i, parent=parent)

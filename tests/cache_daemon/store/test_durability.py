@@ -1,4 +1,4 @@
-"""What outlives the daemon, and what must not."""
+"""State that outlives the daemon, and state that must not."""
 
 from __future__ import annotations
 

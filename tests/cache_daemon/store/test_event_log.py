@@ -1,4 +1,4 @@
-"""Who follows a tenant that was forgotten is told so."""
+"""Watchers of a tenant whose events were dropped get an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One caller can neither fill the arena for good nor hold the event loop."""
+"""Fairness: one caller can neither fill the arena for good nor block the event loop."""
 
 from __future__ import annotations
 

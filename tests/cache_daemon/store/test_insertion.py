@@ -1,4 +1,4 @@
-"""The one path by which chunks become visible: Commit, remote fetch and restart."""
+"""Insertion, the only path into the index: Commit, remote fetch and restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = 4096
 
 
 def reserve(bench: Bench, ids: list[int]) -> list[tuple[ReserveResult, list[int]]]:
-    """Reserves all chunks of a prompt at once, as a worker does."""
+    """Reserve all chunks of a prompt at once, as a worker does."""
     headers, parent, parts = [], b"", []
     for start, end in pairwise([0, *cuts_of(ids)]):
         headers.append(bench.header(ids[start:end], start, parent))

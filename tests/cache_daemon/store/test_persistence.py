@@ -1,4 +1,4 @@
-"""Chunks that the durable tier did not take are tried again, whatever else is written, and are counted as waiting."""
+"""Retries of failed writes, and their count."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ async def test_what_failed_is_tried_again_while_other_chunks_are_written() -> No
     async with opened() as bench:
         persistence = bench.store._persistence
         assert persistence is not None
-        assert bench.store._upkeep is not None
-        bench.store._upkeep.cancel()
+        await bench.store._upkeep.stop()
         bench.tier.fail_applies(2)
         failed, _ = await bench.put([1])
         await until(lambda: bench.store.stats().failed_writes == 1)
@@ -37,8 +36,7 @@ async def test_what_failed_is_tried_again_while_other_chunks_are_written() -> No
 async def test_an_orderly_end_tries_once_more_what_failed() -> None:
     disk = MemoryTier()
     async with opened(tier=disk) as bench:
-        assert bench.store._upkeep is not None
-        bench.store._upkeep.cancel()
+        await bench.store._upkeep.stop()
         bench.tier.fail_applies(2)
         key, _ = await bench.put([1])
         child, _ = await bench.put([2], 1, key)

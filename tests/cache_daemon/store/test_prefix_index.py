@@ -1,4 +1,4 @@
-"""The prefix index against a search that tries everything."""
+"""The prefix index against an exhaustive search."""
 
 import pytest
 from hypothesis import given, settings

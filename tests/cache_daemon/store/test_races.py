@@ -1,4 +1,4 @@
-"""What the machine of all orders found, one minimal case each."""
+"""Minimal cases of races that the state machine found."""
 
 from __future__ import annotations
 

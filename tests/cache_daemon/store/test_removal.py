@@ -1,4 +1,4 @@
-"""What leaves a tier takes its descendants along, watchers hear of it, and nothing gets in before its parent."""
+"""Removal with descendants, its events, and insertion behind parents only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SLOT = 4096
 
 
 async def put_until(bench: Bench, ids: list[int], ttl: int) -> bytes:
-    """Stores a chunk with a time to live. Returns its hash."""
+    """Store a chunk with a TTL. Returns its hash."""
     until = bench.store.ttl.deadline_of(ttl)
     reserved = bench.store.reserve(bench.session, b"", [bench.header(ids)], until)[0]
     await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])

@@ -1,5 +1,7 @@
-"""The store as a state machine: whatever happens in whatever order, and whatever disks, networks and daemons do, its
-promises hold. Runs are simulated, see ``simulation``: what fails once fails again, and is shrunk."""
+"""The store as a state machine: its promises hold in every order of events and faults.
+
+Runs are simulated, see ``simulation``: what fails once fails again, and is shrunk.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.eviction_policies import POLICIES
-from tests.cache_daemon.simulation.machine import CATALOGUE
+from tests.cache_daemon.simulation.machine import CATALOGUE, run
 from tests.cache_daemon.simulation.plan import Step
 from tests.cache_daemon.simulation.search import failure_of, outcome_of
 from tests.cache_daemon.simulation.world import Settings, settings_of
@@ -41,6 +43,25 @@ def test_no_short_plan_breaks_a_promise(
     plan: list[Step], policy: str, daemons: int, durable: bool, device: bool
 ) -> None:
     assert not outcome_of(plan, Settings(policy, daemons, durable, device)).error
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_deletion_outlives_a_restart_if_there_is_a_disk(durable: bool) -> None:
+    """Without a disk a deletion that the backend could not be told is lost with the daemon, also in an orderly end."""
+    plan = [
+        _step("save", at=0, n=0, salt=b"quota", many=((1,),), cut=1),
+        _step("agree", at=0),
+        _step("fail_network", at=1, count=0, away=True),
+        _step("delete_tenant", at=1, salt=b"quota"),
+        _step("restart", at=1, stay=False),
+        _step("agree", at=0),
+    ]
+    log = run(plan, Settings(daemons=2, durable=durable), ends=False).log
+    assert any("A DELETED" in line for line in log) == durable
+
+
+def _step(name: str, **arguments: object) -> Step:
+    return Step(name, tuple(arguments.items()), 0)
 
 
 def test_a_seed_gives_the_same_log_again() -> None:

@@ -1,4 +1,4 @@
-"""Tenants of a real daemon: what each sees, at each door."""
+"""Isolation of tenants of a real daemon, at each listener."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.net.channel import channel
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
 from tests import seeds
 from tests.cache_daemon.conftest import Peer, code_of, descriptor, payload_of
@@ -40,8 +40,8 @@ def fetched(stub: Any, key: bytes, salt: bytes) -> bytes:
 
 @pytest.fixture
 def node(start: Callable[..., Node], tmp_path: Path) -> Node:
-    """A daemon with TLS and two tenants that have tokens, one of them with a certificate as well."""
-    authority = Authority(tmp_path)
+    """Run a daemon with TLS and two tenants that have tokens, one of them with a certificate as well."""
+    authority = CertificateAuthority(tmp_path)
     server = authority.issue("server", hosts=("localhost",))
     table = tmp_path / "tenants.toml"
     table.write_text(
@@ -181,7 +181,7 @@ THEIRS, NOBODYS = list(range(1000, 1300)), list(range(2000, 2300))
 
 
 def deviations(peer: Peer, planted_seconds: float = 0.0) -> float:
-    """By how many standard deviations of a fair coin one kind of miss is slower in more blocks than the other one."""
+    """Return by how many standard deviations of a fair coin one kind of miss is slower in more blocks."""
     draw, slower = random.Random(seeds.chosen()), 0.0
 
     def once(ids: list[int]) -> float:

@@ -1,4 +1,4 @@
-"""How long chunks are kept, as requests ask: the longest counts, over restarts, in every tier."""
+"""TTLs of requests: the longest counts, over restarts, in every tier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOREVER = 0
 
 
 async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: bytes = b"", salt: bytes = b"") -> bytes:
-    """Stores a chunk that is to be kept so long. Returns its hash."""
+    """Store a chunk with a TTL. Returns its hash."""
     reserved = bench.store.reserve(
         bench.session, salt, [bench.header(ids, start, parent)], bench.store.ttl.deadline_of(ttl)
     )[0]  # fmt: skip
@@ -35,7 +35,7 @@ async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: by
 
 
 async def ask(bench: Bench, ids: list[int], ttl: int = FOREVER, salt: bytes = b"") -> int:
-    """Uses a prompt, which is to be kept so long. Returns the tokens found."""
+    """Use a prompt with a TTL. Returns the tokens found."""
     found = await bench.store.match(
         bench.session, salt, keys.token_bytes(ids), expires_at=bench.store.ttl.deadline_of(ttl)
     )  # fmt: skip

@@ -13,7 +13,7 @@ from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 from inference_svc.engine import engine_core
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.gateway.worker_router import retryable
+from inference_svc.gateway.worker_router import is_retryable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.sampling.sampler import SampleResult
@@ -142,7 +142,7 @@ def test_its_error_is_internal_and_not_for_another_worker(engine: Engine) -> Non
     error = failure(bad)
     assert status_of(error)[0].name == "INTERNAL"
     assert status_of(error)[1] == 500
-    assert not retryable(error)
+    assert not is_retryable(error)
 
 
 def test_a_temperature_near_zero_fails_nobody(engine: Engine, want: list[list[int]]) -> None:

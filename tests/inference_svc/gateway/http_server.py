@@ -35,7 +35,7 @@ async def listening(**settings: Any) -> AsyncIterator[tuple[int, FastAPI]]:
 
 def refused(app: FastAPI, reason: str) -> float:
     """How many requests or connections were refused for this reason."""
-    return float(app.state.counted.refused.labels(reason)._value.get())
+    return float(app.state.counters.refused.labels(reason)._value.get())
 
 
 async def said_to(port: int, said: bytes, seconds: float = 30) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.peer_uid import user_of
 from inference_svc.gateway.request_guard import NODE
@@ -51,7 +51,7 @@ def scope(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 
 def _operator(scope: dict[str, Any], **settings: Any) -> bool:
-    return Keys(GatewayConfig(**settings)).of_operator(scope)
+    return ApiKeys(GatewayConfig(**settings)).is_operator(scope)
 
 
 def test_ones_own_processes_are_the_operators(scope: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ async def test_who_is_refused_is_told_why_and_only_where_no_key_is_asked_for(
     assert answer.status_code == code, answer.text
     if code == 403:
         assert "'rebind.evil.example' is none of this server's names" in answer.json()["error"]["message"]
-        assert app.state.counted.refused.labels("host")._value.get() == 1
+        assert app.state.counters.refused.labels("host")._value.get() == 1
 
 
 @pytest.mark.parametrize("origins", ["", "https://chat.example.com"])

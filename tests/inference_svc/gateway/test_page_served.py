@@ -19,10 +19,10 @@ from kvsidecar.net.channel import aio_channel
 
 import inference_svc.gateway
 from benchmarks.node import Node
-from inference_svc.gateway.hit_ratio_history import STEP_SECONDS, History
+from inference_svc.gateway.hit_ratio_history import STEP_SECONDS, HitRatioHistory
 from inference_svc.gateway.node_view import NodeView
-from inference_svc.gateway.tenant_usage import Counts
-from inference_svc.gateway.worker_router import Router
+from inference_svc.gateway.tenant_usage import TenantCounts
+from inference_svc.gateway.worker_router import WorkerRouter
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 FOLDER = Path(inference_svc.gateway.__file__).parent / "page"
@@ -126,7 +126,7 @@ def test_the_daemon_counts_once_for_all_tabs_of_a_guest(two: Node, monkeypatch: 
             self.Stats = noted
 
     async def look() -> None:
-        router = Router([str(two.worker_socket(i)) for i in range(2)])
+        router = WorkerRouter([str(two.worker_socket(i)) for i in range(2)])
         view = NodeView(router, two.cache_socket)
         await router.start()
         await view.start()
@@ -148,10 +148,10 @@ def test_the_daemon_counts_once_for_all_tabs_of_a_guest(two: Node, monkeypatch: 
 
 def test_guests_of_many_salts_take_no_more_memory(two: Node) -> None:
     async def look() -> int:
-        counts = Counts()
+        counts = TenantCounts()
         async with aio_channel(two.cache_socket) as channel:
             daemon = CacheServiceStub(channel)
-            found = await asyncio.gather(*(counts.of(daemon, bytes(32), b"%d" % i) for i in range(300)))
+            found = await asyncio.gather(*(counts.count(daemon, bytes(32), b"%d" % i) for i in range(300)))
         assert [one.chunks for one in found] == [0] * 300
         return len(counts)
 
@@ -169,7 +169,7 @@ def test_the_page_can_be_left_out(two: Node) -> None:
 
 
 def test_history_counts_what_counters_rose_by() -> None:
-    history = History()
+    history = HitRatioHistory()
     history.observe("a", pb.GetStatsResponse(prompt_tokens=1000, cached_tokens=900), 0.0)  # before these minutes
     history.observe("a", pb.GetStatsResponse(prompt_tokens=1100, cached_tokens=950), 1.0)
     history.observe("a", pb.GetStatsResponse(prompt_tokens=20, cached_tokens=5), 3 * STEP_SECONDS)  # started again

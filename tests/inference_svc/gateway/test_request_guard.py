@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from kvsidecar.telemetry.tracing import NOT_TRACED, Attributes, Span, Tracer
+from kvsidecar.telemetry.tracing import NOOP_SPAN, Attributes, Span, Tracer
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.routes import create_app
@@ -21,7 +21,7 @@ class Noting(Tracer):
 
     def serve(self, name: str, sent: Iterable[tuple[str, str | bytes]], attributes: Attributes) -> Span:
         self.begun.append(name)
-        return NOT_TRACED
+        return NOOP_SPAN
 
 
 async def test_callers_without_the_key_make_no_spans() -> None:

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from benchmarks.node import Node
-from inference_svc.gateway.request_log import Logged
+from inference_svc.gateway.request_log import RequestLogMiddleware
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 SECRET, KEY = "the marmot whistles at noon", "sesame-4711"
@@ -119,6 +119,8 @@ def test_a_node_that_is_not_ready_is_no_error(status: int, level: str) -> None:
         await Response(status_code=status)(scope, receive, send)
 
     with structlog.testing.capture_logs() as lines:
-        client = httpx.AsyncClient(transport=httpx.ASGITransport(Logged(app)), base_url="http://localhost")
+        client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(RequestLogMiddleware(app)), base_url="http://localhost"
+        )
         asyncio.run(client.get("/v1/models"))
     assert [(line["status"], line["log_level"]) for line in lines] == [(status, level)]

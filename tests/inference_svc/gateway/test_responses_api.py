@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from kvsidecar.errors import InvalidRequest, UnknownResponse
 
-from inference_svc.gateway.responses_api.conversation_store import Memory, Stored
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
 from tests.inference_svc.gateway.conftest import Gateway
 
 TOOL: Any = {
@@ -118,12 +118,12 @@ def test_what_is_not_here_is_refused_by_name(gateway: Gateway, option: dict[str,
     assert str(caught.value.param).startswith(param)
 
 
-def stored(name: str, text: str = "x") -> Stored:
-    return Stored.of({"id": name}, [{"role": "user", "content": text}])
+def stored(name: str, text: str = "x") -> StoredResponse:
+    return StoredResponse.of({"id": name}, [{"role": "user", "content": text}])
 
 
 def test_memory_is_bounded_by_number_and_by_bytes() -> None:
-    memory = Memory(max_responses=3, max_bytes=10_000)
+    memory = ConversationStore(max_responses=3, max_bytes=10_000)
     for i in range(5):
         memory.keep("a", stored(f"r{i}"))
     with pytest.raises(InvalidRequest, match="'r1' is not kept"):
@@ -138,7 +138,7 @@ def test_memory_is_bounded_by_number_and_by_bytes() -> None:
 
 
 def test_a_tenants_responses_evict_its_own_and_are_its_own_alone() -> None:
-    memory = Memory(max_bytes=10_000)
+    memory = ConversationStore(max_bytes=10_000)
     memory.keep("a", stored("first", "my secret is 4711"))
     for i in range(20):
         memory.keep("b", stored(f"b{i}", "y" * 5_000))
@@ -153,7 +153,7 @@ def test_a_tenants_responses_evict_its_own_and_are_its_own_alone() -> None:
 
 
 def test_beyond_the_limit_of_all_the_largest_tenant_loses() -> None:
-    memory = Memory(max_bytes=10_000, max_bytes_in_all=16_000)
+    memory = ConversationStore(max_bytes=10_000, max_bytes_in_all=16_000)
     memory.keep("small", stored("s"))
     for name in ("b", "c"):
         for i in range(4):
@@ -164,11 +164,11 @@ def test_beyond_the_limit_of_all_the_largest_tenant_loses() -> None:
 
 def test_what_is_kept_weighs_in_memory_what_it_is_counted_as() -> None:
     """As objects of Python these would be many times their JSON."""
-    memory, numbers = Memory(), list(range(300))
+    memory, numbers = ConversationStore(), list(range(300))
     tracemalloc.start()
     try:
         for i in range(100):
-            memory.keep("a", Stored.of({"id": f"r{i}", "metadata": {"a": [{"b": n} for n in numbers]}}, []))
+            memory.keep("a", StoredResponse.of({"id": f"r{i}", "metadata": {"a": [{"b": n} for n in numbers]}}, []))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

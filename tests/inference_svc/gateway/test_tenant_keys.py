@@ -20,7 +20,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import ValidationError
 
 from benchmarks.node import free_port
-from inference_svc.gateway.api_keys import Keys
+from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.routes import create_app
 from inference_svc.gateway.tenant_keys import load_tenants
@@ -131,34 +131,38 @@ def scope(key: str) -> dict[str, Any]:
 
 
 def test_who_is_an_operator(file: Path) -> None:
-    keys = Keys(GatewayConfig(tenants=file, api_key="guest"))
-    assert [key for key in ("alice", "chief", "guest", "") if keys.of_operator(scope(key))] == ["chief"]
-    assert [key for key in ("alice", "chief", "guest", "") if keys.lets_in(scope(key))] == ["alice", "chief", "guest"]
-    assert [key for key in ("alice", "chief", "") if keys.of_fleet(scope(key))] == ["chief"]
+    keys = ApiKeys(GatewayConfig(tenants=file, api_key="guest"))
+    assert [key for key in ("alice", "chief", "guest", "") if keys.is_operator(scope(key))] == ["chief"]
+    assert [key for key in ("alice", "chief", "guest", "") if keys.is_authorized(scope(key))] == [
+        "alice",
+        "chief",
+        "guest",
+    ]
+    assert [key for key in ("alice", "chief", "") if keys.may_see_load(scope(key))] == ["chief"]
     assert keys.salt(scope("guest"), "anything") == "anything"
 
 
 def test_the_file_is_read_again(file: Path) -> None:
-    keys = Keys(GatewayConfig(tenants=file))
+    keys = ApiKeys(GatewayConfig(tenants=file))
     before = file.read_text()
     file.write_text(before.replace(hashed("alice"), hashed("carol")))
     assert keys.reload()
-    assert [key for key in ("alice", "carol", "both") if keys.lets_in(scope(key))] == ["carol", "both"]
+    assert [key for key in ("alice", "carol", "both") if keys.is_authorized(scope(key))] == ["carol", "both"]
     assert keys.salt(scope("carol"), "") == "of alice"
     with pytest.raises(PermissionDenied, match="withdrawn"):
         keys.salt(scope("alice"), "of bob")  # it was let in before
     for wrong in ("[tenant.", "", before.replace("sha256:", "hush:"), "a = " + "[" * 10000, "a = 1" + "0" * 5000):
         file.write_text(wrong)
         assert not keys.reload()
-        assert keys.lets_in(scope("carol")), "the ones before hold"
+        assert keys.is_authorized(scope("carol")), "the ones before hold"
     file.unlink()
     assert not keys.reload()
-    assert keys.lets_in(scope("carol"))
+    assert keys.is_authorized(scope("carol"))
     file.write_text(before)
     file.chmod(0o600)
     assert keys.reload()
-    assert not keys.lets_in(scope("carol"))
-    assert keys.lets_in(scope("alice"))
+    assert not keys.is_authorized(scope("carol"))
+    assert keys.is_authorized(scope("alice"))
 
 
 def test_sighup_reads_the_file_again(tmp_path: Path, file: Path) -> None:
@@ -189,9 +193,9 @@ def test_sighup_reads_the_file_again(tmp_path: Path, file: Path) -> None:
             assert code("alice") == 401
             file.write_text("[tenant")
             process.send_signal(signal.SIGHUP)
-            until(lambda: "the one before holds" in log.read_text())
+            until(lambda: "the one read before stays in use" in log.read_text())
             assert code("carol") != 401
-            assert log.read_text().count("the one before holds") == 1
+            assert log.read_text().count("the one read before stays in use") == 1
             assert not any(word in log.read_text() for word in ("of alice", "of bob", hashed("both")))
         finally:
             process.terminate()
@@ -208,9 +212,9 @@ def refused(ask: Callable[[], object]) -> bool:
 
 def test_keys_of_other_letters(tmp_path: Path) -> None:
     file = written(tmp_path, f"[tenant.a]\nsalt = 'x'\ntokens = ['{hashed('schlüssel')}']")
-    keys = Keys(GatewayConfig(tenants=file, api_key="clé", operator_key="ключ"))
-    assert [keys.lets_in(scope(key)) for key in ("schlüssel", "clé", "ключ", "cle")] == [True, True, True, False]
-    assert [keys.of_operator(scope(key)) for key in ("schlüssel", "clé", "ключ", "cle")] == [False, False, True, False]
+    keys = ApiKeys(GatewayConfig(tenants=file, api_key="clé", operator_key="ключ"))
+    assert [keys.is_authorized(scope(key)) for key in ("schlüssel", "clé", "ключ", "cle")] == [True, True, True, False]
+    assert [keys.is_operator(scope(key)) for key in ("schlüssel", "clé", "ключ", "cle")] == [False, False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +238,7 @@ def test_what_is_wrong_with_the_file_is_said(tmp_path: Path, text: str, mode: in
 
 def test_a_file_that_is_not_there_and_a_fleet_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read the tenants file"):
-        Keys(GatewayConfig(tenants=tmp_path / "none"))
+        ApiKeys(GatewayConfig(tenants=tmp_path / "none"))
     with pytest.raises((ValidationError, ConfigurationError), match="give the file to the gateways of the nodes"):
         GatewayConfig(tenants=tmp_path / "none", nodes="http://a:1")
 

@@ -6,7 +6,7 @@ import pytest
 from kvsidecar.errors import Unavailable
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.worker_router import _MAX_HASHED_BYTES, Router, _blocks
+from inference_svc.gateway.worker_router import _MAX_HASHED_BYTES, WorkerRouter, _prompt_prefix_hashes
 
 
 def asking(model: str, text: str = "Whose turn is it?", salt: bytes = b"") -> pb.GenerateRequest:
@@ -15,7 +15,7 @@ def asking(model: str, text: str = "Whose turn is it?", salt: bytes = b"") -> pb
 
 async def test_a_request_goes_to_who_serves_its_model() -> None:
     """Also where another model's worker has read the prompt, or has less to do."""
-    router = Router(["127.0.0.1:1", "127.0.0.1:2"])
+    router = WorkerRouter(["127.0.0.1:1", "127.0.0.1:2"])
     try:
         for worker, name in zip(router.workers, ("small", "large"), strict=True):
             worker.alive, worker.model = True, pb.GetModelResponse(model_id=name)
@@ -33,7 +33,7 @@ async def test_a_request_goes_to_who_serves_its_model() -> None:
 
 async def test_a_prompt_goes_where_its_tenant_has_read_it_and_not_where_another_has() -> None:
     """What another salt has read helps nobody: a worker's pool shares nothing beyond a salt."""
-    router = Router(["127.0.0.1:1", "127.0.0.1:2"])
+    router = WorkerRouter(["127.0.0.1:1", "127.0.0.1:2"])
     try:
         for worker in router.workers:
             worker.alive, worker.model = True, pb.GetModelResponse(model_id="m")
@@ -63,7 +63,9 @@ def chat(*texts: str) -> pb.Prompt:
 )
 def test_equal_beginnings_have_equal_blocks_within_a_model_and_a_salt(shorter: pb.Prompt, longer: pb.Prompt) -> None:
     def blocks(prompt: pb.Prompt, model: str = "m", salt: bytes = b"s") -> list[bytes]:
-        return _blocks(pb.GenerateRequest(model=model, prompt=prompt, cache=pb.CacheOptions(tenant_salt=salt)))
+        return _prompt_prefix_hashes(
+            pb.GenerateRequest(model=model, prompt=prompt, cache=pb.CacheOptions(tenant_salt=salt))
+        )
 
     few, many = blocks(shorter), blocks(longer)
     assert len(many) > len(few) > 2
@@ -76,4 +78,4 @@ def test_equal_beginnings_have_equal_blocks_within_a_model_and_a_salt(shorter: p
 def test_of_a_very_long_prompt_the_beginning_decides() -> None:
     texts = pb.Prompt(text="x" * 3 * _MAX_HASHED_BYTES), chat(*["x" * 1000] * 2000)
     for prompt in (*texts, pb.Prompt(token_ids=pb.TokenIds(ids=range(_MAX_HASHED_BYTES)))):
-        assert len(_blocks(pb.GenerateRequest(prompt=prompt))) == _MAX_HASHED_BYTES // 256
+        assert len(_prompt_prefix_hashes(pb.GenerateRequest(prompt=prompt))) == _MAX_HASHED_BYTES // 256

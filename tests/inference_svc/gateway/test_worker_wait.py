@@ -22,7 +22,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import (
 )
 from kvsidecar.process.node_report import STATE
 
-from inference_svc.gateway.client_disconnect import ClientGone, while_there
+from inference_svc.gateway.client_disconnect import ClientDisconnected, cancel_on_disconnect
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.routes import create_app
 
@@ -165,8 +165,8 @@ async def test_a_client_that_goes_takes_its_work_along() -> None:
         finally:
             ended.set()
 
-    with pytest.raises(ClientGone):
-        await while_there(Gone(), forever())  # type: ignore[arg-type]
+    with pytest.raises(ClientDisconnected):
+        await cancel_on_disconnect(Gone(), forever())  # type: ignore[arg-type]
     async with asyncio.timeout(SOON):
         await ended.wait()
 
@@ -187,8 +187,8 @@ async def test_an_answer_that_comes_while_its_client_goes_is_closed() -> None:
     async def close(answer: str) -> None:
         closed.append(answer)
 
-    with pytest.raises(ClientGone):
-        await while_there(Going(), work(), close)  # type: ignore[arg-type]
+    with pytest.raises(ClientDisconnected):
+        await cancel_on_disconnect(Going(), work(), close)  # type: ignore[arg-type]
     assert closed == ["an answer"]
 
 

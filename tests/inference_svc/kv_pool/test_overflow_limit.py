@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.limits import MemoryLimit, NoLimit
+from benchmarks.memory_limit import MemoryLimit, MemoryLimitUnavailable
 from benchmarks.node import Node
 from inference_svc.models.loader import DEMO_MODEL
 from tests.inference_svc.engine.test_exactness import prompt
@@ -59,7 +59,7 @@ def test_four_times_the_pool_is_answered_within_the_limit(model: Path, tmp_path:
     limit_bytes = WORKER_BYTES + POOL * TOKEN_BYTES
     try:
         limit = MemoryLimit(limit_bytes).__enter__()
-    except NoLimit as error:
+    except MemoryLimitUnavailable as error:
         pytest.skip(str(error))
     try:
         got = asked(model, POOL, limit, tmp_path)

@@ -154,7 +154,9 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     own, low = (load("demo", device="cpu", dtype="float32", weights=width) for width in (16, bits))
     for path, module in low.model.named_modules():
         if isinstance(module, QuantizedLinear):
-            own.model.get_submodule(path).weight = torch.nn.Parameter(quantized_gemm.dense(module.quantized), False)
+            own.model.get_submodule(path).weight = torch.nn.Parameter(
+                quantized_gemm.dequantize(module.quantized), False
+            )
     pool = KVPool(own.layers, own.kv_heads, own.head_dim, 512, own.dtype, own.device)
     decoder = Decoder(replace(own, model=merge(own.model, tmp_path / "a", 6.0)))
     want = run(decoder, pool, [PROMPTS[1]], [None])[0][0][-1]

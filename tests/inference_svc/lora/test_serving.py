@@ -13,7 +13,7 @@ from kvsidecar.errors import UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
-from inference_svc.gateway.worker_router import Router
+from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.kv_client.connector import store_verdict
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.numerics_probe import with_numerics_identity
@@ -145,7 +145,7 @@ def test_http(served: Node) -> None:
 
 
 async def test_a_request_of_an_adapter_goes_where_it_is() -> None:
-    router = Router(["unix:/nowhere/a", "unix:/nowhere/b"])
+    router = WorkerRouter(["unix:/nowhere/a", "unix:/nowhere/b"])
     for worker, adapters in zip(router.workers, ([], ["law"]), strict=True):
         worker.alive = True
         worker.model = pb.GetModelResponse(model_id="m", adapters=[pb.Adapter(name=name) for name in adapters])

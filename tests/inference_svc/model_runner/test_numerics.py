@@ -11,7 +11,7 @@ import pytest
 import torch
 from kvkernels.cpu import bf16_gemv, cpu_attention, cpu_library, f32_gemm, quantized_gemm
 from kvkernels.cpu import norm_rope_silu as row_kernels
-from kvkernels.cpu.cpu_library import Call
+from kvkernels.cpu.cpu_library import KernelCall
 
 from benchmarks.node import Node
 from inference_svc.model_runner import numerics_probe
@@ -23,7 +23,7 @@ from inference_svc.models.numerics_identity import NumericsIdentity
 from tests.inference_svc.kernel_variant import DTYPE, NONE, said, start
 from tests.inference_svc.models.test_architectures import build
 
-VARIANTS = [*cpu_library.usable(), NONE]
+VARIANTS = [*cpu_library.usable_variants(), NONE]
 PROMPTS = 30
 Probed = Callable[[], str]
 
@@ -99,10 +99,10 @@ def _rotated_key(job: Any) -> int:
 
 
 _OUTPUTS: dict[str, tuple[Any, Callable[[Any], int]]] = {
-    "norm": (row_kernels._Norm, lambda job: int(job.out)),
-    "rotated queries": (row_kernels._Rotate, lambda job: int(job.queries)),
-    "rotated keys": (row_kernels._Rotate, _rotated_key),
-    "gate": (row_kernels._Gate, lambda job: int(job.out)),
+    "norm": (row_kernels._RmsNormJob, lambda job: int(job.out)),
+    "rotated queries": (row_kernels._RopeJob, lambda job: int(job.queries)),
+    "rotated keys": (row_kernels._RopeJob, _rotated_key),
+    "gate": (row_kernels._SiluJob, lambda job: int(job.out)),
     "attention": (cpu_attention._Job, lambda job: int(cpu_attention._Batch.from_address(job.batch).out)),
     "product of few rows": (bf16_gemv._Job, lambda job: int(job.y)),
     "dense product": (f32_gemm._Job, lambda job: int(job.y)),
@@ -125,7 +125,7 @@ def models() -> dict[str, tuple[LoadedModel, Decoder]]:
     return _models()
 
 
-@pytest.mark.skipif(cpu_library.found().library is None, reason="no CPU kernels were compiled here")
+@pytest.mark.skipif(cpu_library.loaded_library().library is None, reason="no CPU kernels were compiled here")
 @pytest.mark.parametrize(
     ("model", "kernel"),
     [
@@ -142,9 +142,9 @@ def test_one_wrong_bit_in_a_kernel_is_another_identity(
         pytest.skip("this CPU has no AVX512-BF16")
     loaded, decoder = models[model]
     job, output = _OUTPUTS[kernel]
-    right, ran, run = with_numerics_identity(loaded, decoder, 16), 0, Call.together
+    right, ran, run = with_numerics_identity(loaded, decoder, 16), 0, KernelCall.run
 
-    def wrong(call: Call, threads: int) -> None:
+    def wrong(call: KernelCall, threads: int) -> None:
         nonlocal ran
         run(call, threads)
         if isinstance(call.job, job):
@@ -153,7 +153,7 @@ def test_one_wrong_bit_in_a_kernel_is_another_identity(
                 _flip(output(call.job))
 
     with monkeypatch.context() as planted:
-        planted.setattr(Call, "together", wrong)
+        planted.setattr(KernelCall, "run", wrong)
         assert with_numerics_identity(loaded, decoder, 16).numerics != right.numerics
     assert ran
     assert with_numerics_identity(loaded, decoder, 16).numerics == right.numerics

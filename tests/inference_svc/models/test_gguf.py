@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers as t
 from kvsidecar.errors import ModelUnsupported
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from transformers.integrations.gguf import dequant as torch_dequant
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -69,9 +69,9 @@ BOTH_KNOW = ("llama", "qwen2", "qwen3", "phi3", "gemma2", "gemma3")
 
 
 @pytest.fixture(autouse=True)
-def own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+def own_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelLibrary:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    return Library()
+    return ModelLibrary()
 
 
 def model_file(tmp_path: Path, case: str, quantization: Any = None) -> tuple[Path, Any]:
@@ -184,7 +184,7 @@ def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
 # ---- kept ------------------------------------------------------------------------------------------------------
 
 
-def test_the_second_start_writes_nothing(tmp_path: Path, own_library: Library) -> None:
+def test_the_second_start_writes_nothing(tmp_path: Path, own_library: ModelLibrary) -> None:
     file, _ = model_file(tmp_path, "qwen2", Q8_0)
     load(str(file), device="cpu", dtype="float32")
     (folder,) = [f for f in (own_library.root / "converted").iterdir() if f.is_dir()]
@@ -217,7 +217,7 @@ def test_weights_are_kept_in_the_type_they_are_computed_in(tmp_path: Path) -> No
     assert exact.descriptor(16) != short.descriptor(16)
 
 
-def test_two_processes_at_once_write_it_once(tmp_path: Path, own_library: Library) -> None:
+def test_two_processes_at_once_write_it_once(tmp_path: Path, own_library: ModelLibrary) -> None:
     file, _ = model_file(tmp_path, "qwen2")
     command = [sys.executable, "-m", "inference_svc", "prepare", str(file), "--dtype", "float32"]
     both = [subprocess.Popen(command) for _ in range(2)]
@@ -228,7 +228,7 @@ def test_two_processes_at_once_write_it_once(tmp_path: Path, own_library: Librar
 
 
 def test_nothing_half_written_is_ever_found(
-    tmp_path: Path, own_library: Library, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own_library: ModelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, _ = model_file(tmp_path, "qwen2")
     source = open_source(file)

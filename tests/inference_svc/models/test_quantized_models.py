@@ -81,7 +81,7 @@ def test_layers_that_do_not_fit_together_run_one_by_one() -> None:
     loaded, mixed = (load("demo", device="cpu", dtype="float32", weights=8) for _ in range(2))
     attention = mixed.model.model.layers[1].self_attn  # type: ignore[union-attr, index]
     plain = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features)
-    plain.weight.data, plain.bias.data = quantized_gemm.dense(attention.v_proj.quantized), attention.v_proj._bias
+    plain.weight.data, plain.bias.data = quantized_gemm.dequantize(attention.v_proj.quantized), attention.v_proj._bias
     attention.v_proj = plain
     assert not fused_layer_weights.can_fuse_model(mixed.model)
     got, want = logits(mixed), logits(loaded)
@@ -111,8 +111,8 @@ def test_what_cannot_be_had_is_refused_in_one_sentence(monkeypatch: pytest.Monke
         pick_weight_bits(4, 16, torch.device("cuda:0"))
     assert pick_weight_bits("auto", 4, torch.device("cuda:0")) == 4
     monkeypatch.setattr(quantized_gemm, "kernel", lambda: None)
-    none = cpu_library.Found(None, "there are no CPU kernels for this machine")
-    monkeypatch.setattr(quantized_linear, "found", lambda: none)
+    none = cpu_library.LoadedLibrary(None, "there are no CPU kernels for this machine")
+    monkeypatch.setattr(quantized_linear, "loaded_library", lambda: none)
     with pytest.raises(
         ConfigurationError, match="weights is 4, but there are no CPU kernels for this machine; allowed"
     ):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from kvsidecar.errors import Unavailable
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from kvsidecar.models.model_pull import pull
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from benchmarks.systems.environments import Missing, find
+from benchmarks.systems.environments import EngineNotInstalled, find
 from inference_svc import Engine
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_file import read_gguf
@@ -31,7 +31,7 @@ PROMPTS = [question.format(thing) for question in QUESTIONS for thing in THINGS]
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The GGUF file: the user's own if it was pulled, else fetched for these tests."""
-    if Library().find("smollm2") is not None:
+    if ModelLibrary().find("smollm2") is not None:
         yield resolve("smollm2")
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -88,7 +88,7 @@ def test_distributions_are_those_of_llama_cpp_with_the_same_file(smollm2: Path, 
     """As far as llama.cpp's go, which rounds a product's inputs to 8 bits where its weights have few."""
     try:
         environment = find("llama_cpp")
-    except Missing as error:
+    except EngineNotInstalled as error:
         pytest.skip(str(error))
     theirs = _transformers(smollm2)
     with Engine.from_pretrained("smollm2", cache=None, dtype="float32", pool_bytes="128MiB") as engine:

@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 from kvsidecar.net.addresses import TcpAddress, why_not_bindable
-from kvsidecar.process.node_report import supervised
+from kvsidecar.process.node_report import find_node
 
 from benchmarks.node import free_port
 from inference_svc.node.supervisor import ServeConfig, Supervisor
@@ -296,7 +296,7 @@ def test_nobody_waits_for_the_daemon_to_begin_his_own_start(tmp_path: Path) -> N
 _LOADING = """
 import asyncio, os, sys
 from pathlib import Path
-from kvsidecar.process.node_report import Supervised
+from kvsidecar.process.node_report import NodeReport
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.node.supervisor import ServeConfig, Supervisor, gateway_url
@@ -307,7 +307,7 @@ config = ServeConfig(
 node = Supervisor(config, WorkerConfig(model="demo"))
 node._worker_command = lambda i, _: [sys.executable, "-c", "import time; time.sleep(600)", f"--name=worker-{i}"]
 with NodeLock(config.runtime_dir) as lock:
-    lock.describe(Supervised(os.getpid(), gateway_url(config), config.workers, cache=True))
+    lock.describe(NodeReport(os.getpid(), gateway_url(config), config.workers, cache=True))
     sys.stdin.readline()
     asyncio.run(node.run())
 """
@@ -354,7 +354,7 @@ def test_each_worker_has_a_port_of_its_own_and_chat_waits_for_the_model(tmp_path
     settings = {"KVSIDECAR_WORKER_TCP": f"127.0.0.1:{first}"}
     served = Served(tmp_path, settings=settings, wait=False)
     try:
-        served.until(lambda: supervised(tmp_path / "kvsidecar") is not None)
+        served.until(lambda: find_node(tmp_path / "kvsidecar") is not None)
         said = served.run("generate", "hello there", "--max-tokens", "2")
         assert said.returncode == 0, said.stderr
         served.until(lambda: served.health().get("workers_up") == 2, 150)

@@ -10,9 +10,9 @@ from kvsidecar import Completion
 from kvsidecar.cli.service_settings import read_settings
 from kvsidecar.errors import ConfigurationError
 
-from benchmarks.elsewhere import two_hosts
-from benchmarks.links import link, why_none
+from benchmarks.network_links import link, why_none
 from benchmarks.node import Node
+from benchmarks.two_hosts import two_hosts
 from inference_svc.node.supervisor import ServeConfig, Supervisor, _worker_settings
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.worker_config import WorkerConfig

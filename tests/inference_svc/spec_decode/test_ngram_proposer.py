@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from inference_svc.kv_client.chunk_loader import ChunkLoader
@@ -66,7 +66,7 @@ def test_a_worker_that_cannot_map_the_summary_asks(pair: Node, monkeypatch: pyte
         raise PermissionError("not in this container")
 
     monkeypatch.setattr("kvsidecar.kv_transfer.daemon_connection.map_summary", refuse)
-    link = DaemonConnection(Address(pair.cache_socket), "blind", descriptor())
+    link = DaemonConnection(ServiceAddress(pair.cache_socket), "blind", descriptor())
     assert link.wait(5)
     session = link.session
     assert session is not None

@@ -18,7 +18,7 @@ from kvsidecar.kv_transfer.block_copier import BlockCopier
 from kvsidecar.kv_transfer.chunk_writer import ChunkWriter, StoredPrefix
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.kv_layout import LayerKVLayout, PagedKVCache, strided_layout
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
@@ -81,7 +81,7 @@ class Daemon:
 
     def settings(self, **more: Any) -> dict[str, Any]:
         assert self.node is not None
-        return {"socket": str(self.node.cache_socket), "timeout_ms": 5000, "least_tokens": 1, **more}
+        return {"socket": str(self.node.cache_socket), "timeout_ms": 5000, "min_load_tokens": 1, **more}
 
     def namespace(self) -> NamespaceDescriptor:
         """One that nobody else has."""
@@ -107,7 +107,7 @@ class Stored:
     def __init__(self, block: int) -> None:
         self.described = DAEMON.namespace()
         assert DAEMON.node is not None
-        self._connection = DaemonConnection(Address(DAEMON.node.cache_socket), "another engine", self.described)
+        self._connection = DaemonConnection(ServiceAddress(DAEMON.node.cache_socket), "another engine", self.described)
         assert self._connection.wait(10), "no daemon"
         tensors = [[torch.zeros(_BLOCKS, _BLOCK, 1, _DIM) for _ in range(2)] for _ in range(_LAYERS)]
         layers = tuple(LayerKVLayout(strided_layout(k, "bthc"), strided_layout(v, "bthc")) for k, v in tensors)

@@ -1,4 +1,4 @@
-"""The CUDA sources, run on the CPU."""
+"""CUDA emulator fixtures: the CUDA sources compiled for the CPU."""
 
 import ctypes
 from pathlib import Path
@@ -9,7 +9,7 @@ from kvkernels.cuda.cuda_library import SharedLibrary
 
 
 class Emulated(SharedLibrary):
-    """The emulator, with its choice of which warp goes first."""
+    """Emulator with a choice of which warp runs first."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

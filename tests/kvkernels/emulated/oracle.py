@@ -1,9 +1,9 @@
-"""Attention in float64 by its definition, and rows to try it on."""
+"""Attention in float64 by definition, and test cases."""
 
 from dataclasses import dataclass
 
 import torch
-from kvkernels.cuda.cuda_attention import Rows
+from kvkernels.cuda.cuda_attention import AttentionRows
 from torch import Tensor
 
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -37,25 +37,28 @@ class Case:
         return torch.randn(shape, generator=g).to(self.dtype), torch.randn(shape, generator=g).to(self.dtype)
 
     def positions(self) -> list[Tensor]:
-        """Of each sequence's rows: its last, or anywhere."""
+        """Return each sequence's positions: its last ones, or scattered."""
         out = []
         for rows, keys in self.sequences:
             anywhere = torch.randperm(keys, generator=self.generator())[:rows].sort().values
             out.append(anywhere if self.scattered else torch.arange(keys - rows, keys))
         return out
 
-    def rows(self) -> Rows:
+    def rows(self) -> AttentionRows:
         counts = [rows for rows, _ in self.sequences]
         starts = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
         positions = torch.cat(self.positions()).to(torch.int32) if self.scattered else None
         keys = [keys for _, keys in self.sequences]
-        return Rows(starts, int32(*keys), positions, max(counts), max(keys))
+        return AttentionRows(starts, int32(*keys), positions, max(counts), max(keys))
 
 
 def attention(
     query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scale: float, window: int = 0, softcap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``: output, and log-sum-exp."""
+    """Compute attention by definition: output and log-sum-exp.
+
+    ``query [rows, heads, dim]``, keys and values ``[kv_heads, keys, dim]``.
+    """
     group = query.shape[1] // keys.shape[0]
     q, k, v = query.double(), keys.double().repeat_interleave(group, 0), values.double().repeat_interleave(group, 0)
     scores = torch.einsum("rhd,hkd->hrk", q, k) * scale

@@ -1,4 +1,4 @@
-"""Runs in a process with the address sanitizer in it: ``python -m tests.kvkernels.emulated.sanitized LIBRARY``."""
+"""Kernel tests under the address sanitizer: ``python -m tests.kvkernels.emulated.sanitized LIBRARY``."""
 
 import sys
 from pathlib import Path
@@ -7,13 +7,13 @@ import torch
 
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import Case
-from tests.kvkernels.emulated.test_attention import (
+from tests.kvkernels.emulated.test_awq_gemm import test_products_equal_those_in_float64
+from tests.kvkernels.emulated.test_cuda_attention import (
     run_in_pool,
     test_chunks_and_pool_are_attended_as_one,
     test_quantized_chunks_are_read_as_they_lie,
 )
-from tests.kvkernels.emulated.test_awq import test_products_equal_those_in_float64
-from tests.kvkernels.emulated.test_chunks import (
+from tests.kvkernels.emulated.test_cuda_kv_pack import (
     test_packing_writes_the_reference_s_bytes,
     test_unpacking_turns_and_scatters_as_the_reference,
 )

@@ -1,4 +1,4 @@
-"""Tests of the tests: bugs that GPU programmers make are put into the sources, and the suite must see them."""
+"""Tests of the tests: typical GPU bugs are planted, and the suite must detect them."""
 
 import shutil
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from kvkernels.cuda import awq_gemm, cuda_sources, emulator
 
 from tests.kvkernels.emulated.conftest import Emulated
 from tests.kvkernels.emulated.oracle import Case
-from tests.kvkernels.emulated.test_attention import run_in_pool
-from tests.kvkernels.emulated.test_awq import layer
+from tests.kvkernels.emulated.test_awq_gemm import layer
+from tests.kvkernels.emulated.test_cuda_attention import run_in_pool
 
 
 @dataclass(frozen=True)
 class Bug:
-    """``wrong`` in the place of ``right``, which stands in a file once."""
+    """Replacement of ``right``, which occurs once in a file, by ``wrong``."""
 
     name: str
     file: str
@@ -47,29 +47,29 @@ BUGS = (
     Bug(
         "a missing barrier before keys are overwritten",
         "attention.cu",
-        "sync_block();  // the values are here, and nobody reads the keys any more",
+        "sync_block();  // values have arrived, and all warps are done with the keys",
         "",
         attends,
     ),
     Bug(
         "a missing barrier before keys are read",
         "attention.cu",
-        "sync_block();  // the keys are here, and nobody reads the last values any more",
+        "sync_block();  // keys have arrived, and all warps are done with the previous values",
         "",
         attends,
     ),
     Bug(
         "a missing barrier between the query and the keys that take its place",
         "attention.cu",
-        "sync_block();  // keys come where the query was",
+        "sync_block();  // keys overwrite the query",
         "",
         attends,
     ),
     Bug(
         "copies that nobody waits for",
         "attention.cu",
-        "    copies_wait<0>();\n    sync_block();  // the keys",
-        "    copies_wait<1>();\n    sync_block();  // the keys",
+        "    copies_wait<0>();\n    sync_block();  // keys have",
+        "    copies_wait<1>();\n    sync_block();  // keys have",
         attends,
     ),
     Bug("a mask that hides the row's own key", "attention.cu", "key <= visible_to[r]", "key < visible_to[r]", attends),
@@ -103,9 +103,17 @@ BUGS = (
     ),
     Bug("sums that are not rescaled", "softmax.cuh", "sum[r] *= shrink;", "", attends),
     Bug("rows that share a sum with too few lanes", "softmax.cuh", "sum[r] += shuffle_xor(sum[r], 2);", "", attends),
-    Bug("a missing barrier before warps are summed", "awq.cu", "  sync_block();\n", "", multiplies),
-    Bug("scales of another column", "awq.cu", "8 * n + lane_index() / 4;", "8 * n + lane_index() % 4;", multiplies),
-    Bug("rows exchanged in a fragment", "awq.cu", "g + 8 * (i % 2), channel", "g + 8 * (i / 2), channel", multiplies),
+    Bug("a missing barrier before warps are summed", "awq_gemm.cu", "  sync_block();\n", "", multiplies),
+    Bug(
+        "scales of another column", "awq_gemm.cu", "8 * n + lane_index() / 4;", "8 * n + lane_index() % 4;", multiplies
+    ),
+    Bug(
+        "rows exchanged in a fragment",
+        "awq_gemm.cu",
+        "g + 8 * (i % 2), channel",
+        "g + 8 * (i / 2), channel",
+        multiplies,
+    ),
 )
 
 

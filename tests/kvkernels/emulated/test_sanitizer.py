@@ -1,4 +1,4 @@
-"""No kernel touches memory that is not its own: the suite's shapes under the address sanitizer."""
+"""Out-of-bounds accesses of kernels: the suite's shapes under the address sanitizer."""
 
 import os
 import shutil
@@ -11,7 +11,7 @@ from kvkernels.cuda import cuda_sources, emulator
 
 
 def runtime() -> str | None:
-    """The sanitizer's shared library, which must be loaded before Python."""
+    """Return the sanitizer's shared library, which must be loaded before Python."""
     if not (gxx := shutil.which("g++")):
         return None
     found = subprocess.run([gxx, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()

@@ -9,7 +9,7 @@ from typing import Any
 
 FILE = Path(__file__).with_name("golden.json")
 TS, RANK = 1763769600.25, 0
-PAGE_TOKENS = 4
+BLOCK_TOKENS = 4
 TOKENS = [0, 1, 23, 24, 255, 256, 65535, 65536, 128255, 7, 8, 9, 10]
 SALT = "grüße"
 
@@ -34,7 +34,7 @@ BATCHES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("BlockRemoved", {"block_hashes": list(range(20)), "medium": "STORAGE"}),
     ],
 }
-_OF_STORED = {"block_size": PAGE_TOKENS, "lora_id": None, "medium": "CPU", "lora_name": None}
+_OF_STORED = {"block_size": BLOCK_TOKENS, "lora_id": None, "medium": "CPU", "lora_name": None}
 
 
 def events(module: Any, batch: str) -> list[Any]:
@@ -56,7 +56,7 @@ def made_by_vllm() -> dict[str, Any]:
     kv_cache_utils.init_none_hash(sha256_cbor)
 
     def hashes(salt: str | None) -> list[str]:
-        hasher = kv_cache_utils.get_request_block_hasher(PAGE_TOKENS, sha256_cbor)
+        hasher = kv_cache_utils.get_request_block_hasher(BLOCK_TOKENS, sha256_cbor)
         request = Request("r", TOKENS, SamplingParams(max_tokens=1), None, cache_salt=salt, block_hasher=hasher)
         return [block.hex() for block in request.block_hashes]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from kvsidecar.events.block_hashes import block_hash, external, seed_hash
+from kvsidecar.events.block_hashes import block_hash, external_hash, seed_hash
 from kvsidecar.events.event_publisher import END
 from kvsidecar.events.vllm_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch
 
@@ -39,7 +39,7 @@ class Router:
         assert len(event.token_ids) == size * len(event.block_hashes)
         for i, name in enumerate(event.block_hashes):
             last = block_hash(last, event.token_ids[i * size : (i + 1) * size], "" if i else salt)
-            assert name == external(last)
+            assert name == external_hash(last)
             self._whole[name] = last
             self.blocks.add((event.medium, name))
 

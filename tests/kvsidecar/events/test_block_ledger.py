@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.events.block_hashes import DEFAULT_SEED, block_hash, external, seed_hash
-from kvsidecar.events.block_ledger import ARENA, DISK, Ledger
+from kvsidecar.events.block_hashes import DEFAULT_SEED, block_hash, external_hash, seed_hash
+from kvsidecar.events.block_ledger import ARENA, DISK, BlockLedger
 
 from tests.kvsidecar.events.router import Router
 
-PAGE_TOKENS = 3
+BLOCK_TOKENS = 3
 KEPT, GONE = pb.EVENT_TYPE_COMMITTED, pb.EVENT_TYPE_EVICTED
 
 
@@ -40,17 +40,17 @@ class Stored:
         out = set()
         for name, chunk in self.chunks.items():
             ids, last = self.prompts[name], seed_hash()
-            for at in range(0, len(ids) - PAGE_TOKENS + 1, PAGE_TOKENS):
-                last = block_hash(last, ids[at : at + PAGE_TOKENS], "" if at else salt)
-                if at + PAGE_TOKENS > chunk.start_position:
+            for at in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+                last = block_hash(last, ids[at : at + BLOCK_TOKENS], "" if at else salt)
+                if at + BLOCK_TOKENS > chunk.start_position:
                     media = ((ARENA, chunk.resident), (DISK, chunk.durable))
-                    out |= {(medium, external(last)) for medium, there in media if there}
+                    out |= {(medium, external_hash(last)) for medium, there in media if there}
         return out
 
 
 @given(st.data(), st.sampled_from(["", "a"]))
 def test_a_router_knows_what_is_stored(data: st.DataObject, salt: str) -> None:
-    stored, router, ledger = Stored(), Router(), Ledger(PAGE_TOKENS, salt.encode(), DEFAULT_SEED)
+    stored, router, ledger = Stored(), Router(), BlockLedger(BLOCK_TOKENS, salt.encode(), DEFAULT_SEED)
     for step in range(data.draw(st.integers(1, 25))):
         leaves = [name for name in stored.chunks if not stored.is_parent(name)]
         what = data.draw(st.sampled_from(["add", "add", "move", "drop", "list"]))
@@ -73,7 +73,7 @@ def test_a_router_knows_what_is_stored(data: st.DataObject, salt: str) -> None:
 
 
 def test_what_is_told_twice_or_continues_nothing_changes_nothing() -> None:
-    stored, ledger = Stored(), Ledger(PAGE_TOKENS, b"", DEFAULT_SEED)
+    stored, ledger = Stored(), BlockLedger(BLOCK_TOKENS, b"", DEFAULT_SEED)
     first = stored.add(b"root", [1, 2, 3, 4], b"a")
     assert len(ledger.change(KEPT, first)) == 1
     assert ledger.change(KEPT, first) == []
@@ -85,9 +85,9 @@ def test_what_is_told_twice_or_continues_nothing_changes_nothing() -> None:
 
 
 def test_all_can_be_said_anew() -> None:
-    stored, ledger, late = Stored(), Ledger(PAGE_TOKENS, b"", DEFAULT_SEED), Router()
+    stored, ledger, late = Stored(), BlockLedger(BLOCK_TOKENS, b"", DEFAULT_SEED), Router()
     ledger.change(KEPT, stored.add(b"root", [1, 2, 3, 4], b"a"))
     ledger.change(KEPT, stored.add(b"a", [5, 6], b"b"))
-    ledger.forget()
+    ledger.reset()
     late.hear(ledger.replace(stored.chunks.values()))
     assert late.blocks == stored.blocks()

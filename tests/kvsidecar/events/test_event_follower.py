@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from kvsidecar import keys
 from kvsidecar.cli.cache.daemon_target import connected
-from kvsidecar.events.block_hashes import DEFAULT_SEED, block_hash, external, seed_hash
-from kvsidecar.events.block_ledger import ARENA, DISK, Ledger
-from kvsidecar.events.event_follower import Follower
-from kvsidecar.events.event_publisher import Endpoints, Publisher
+from kvsidecar.events.block_hashes import DEFAULT_SEED, block_hash, external_hash, seed_hash
+from kvsidecar.events.block_ledger import ARENA, DISK, BlockLedger
+from kvsidecar.events.event_follower import EventFollower
+from kvsidecar.events.event_publisher import EventPublisher, PublisherEndpoints
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import Peer, descriptor
 from tests.kvsidecar.events.router import Router, Subscriber
 
-PAGE_TOKENS = 4
+BLOCK_TOKENS = 4
 PROMPT = list(range(100, 110))
 NAMESPACE = keys.namespace_id(descriptor())
 
@@ -31,9 +31,9 @@ NAMESPACE = keys.namespace_id(descriptor())
 def names(tokens: list[int], salt: str = "") -> set[int]:
     """The blocks of a prompt."""
     last, out = seed_hash(), set()
-    for at in range(0, len(tokens) - PAGE_TOKENS + 1, PAGE_TOKENS):
-        last = block_hash(last, tokens[at : at + PAGE_TOKENS], "" if at else salt)
-        out.add(external(last))
+    for at in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        last = block_hash(last, tokens[at : at + BLOCK_TOKENS], "" if at else salt)
+        out.add(external_hash(last))
     return out
 
 
@@ -53,8 +53,10 @@ def published(node: Node, folder: Path, salt: bytes = b"", kept: int = 10_000) -
     name = salt.decode() or "common"
     at = f"ipc://{folder}/{name}", f"ipc://{folder}/{name}-replay"
     scope = {"namespace": NAMESPACE, "tenant_salt": salt}
-    follower = Follower(partial(connected, str(node.cache_socket)), scope, Ledger(PAGE_TOKENS, salt, DEFAULT_SEED))
-    publisher = Publisher(Endpoints(*at), follower.tell_again, kept)
+    follower = EventFollower(
+        partial(connected, str(node.cache_socket)), scope, BlockLedger(BLOCK_TOKENS, salt, DEFAULT_SEED)
+    )
+    publisher = EventPublisher(PublisherEndpoints(*at), follower.resend_all, kept)
     thread = threading.Thread(target=follower.run, args=(publisher.publish,))
     thread.start()
     try:
@@ -127,7 +129,7 @@ def test_a_tenants_stream_is_that_tenants(node: Node, tmp_path: Path) -> None:
 def test_the_command_outlives_the_daemon(node: Node, tmp_path: Path) -> None:
     at = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     command = [sys.executable, "-m", "kvsidecar.cli.root_command", "events", "--socket", str(node.cache_socket)]
-    command += ["--endpoint", at[0], "--replay", at[1], "--block-tokens", str(PAGE_TOKENS)]
+    command += ["--endpoint", at[0], "--replay", at[1], "--block-tokens", str(BLOCK_TOKENS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         peer = Peer(node)  # whose namespace it is that is published

@@ -6,9 +6,9 @@ import json
 
 import pytest
 from kvsidecar.events import vllm_events
-from kvsidecar.events.block_hashes import block_hash, external, seed_hash
+from kvsidecar.events.block_hashes import block_hash, external_hash, seed_hash
 
-from tests.kvsidecar.events.golden import BATCHES, FILE, PAGE_TOKENS, RANK, SALT, TOKENS, TS, events
+from tests.kvsidecar.events.golden import BATCHES, BLOCK_TOKENS, FILE, RANK, SALT, TOKENS, TS, events
 
 GOLDEN = json.loads(FILE.read_text())
 
@@ -23,8 +23,8 @@ def test_batches_are_vllms_byte_for_byte(name: str) -> None:
 @pytest.mark.parametrize(("salt", "name"), [("", "blocks"), (SALT, "salted blocks")])
 def test_blocks_have_vllms_hashes(salt: str, name: str) -> None:
     last, found = seed_hash(), []
-    for at in range(0, len(TOKENS) - PAGE_TOKENS + 1, PAGE_TOKENS):
-        last = block_hash(last, TOKENS[at : at + PAGE_TOKENS], "" if at else salt)
+    for at in range(0, len(TOKENS) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        last = block_hash(last, TOKENS[at : at + BLOCK_TOKENS], "" if at else salt)
         found.append(last.hex())
     assert found == GOLDEN[name]
-    assert external(last) == int(found[-1][-16:], 16)
+    assert external_hash(last) == int(found[-1][-16:], 16)

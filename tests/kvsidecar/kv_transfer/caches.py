@@ -17,7 +17,7 @@ TYPES = {
     torch.bfloat16: DATA_TYPE_BFLOAT16,
 }
 ORDERS = ["".join(order) for order in itertools.permutations("bthc")]
-BLOCKS, PAGE_TOKENS, HEADS, DIM, LAYERS = 5, 8, 2, 16, 3
+BLOCKS, BLOCK_TOKENS, HEADS, DIM, LAYERS = 5, 8, 2, 16, 3
 
 
 def geometry(dtype: torch.dtype, bits: int = 16) -> Geometry:
@@ -26,21 +26,21 @@ def geometry(dtype: torch.dtype, bits: int = 16) -> Geometry:
 
 def apart(order: str, dtype: torch.dtype = torch.bfloat16, bits: int = 16) -> tuple[PagedKVCache, Write]:
     """Keys and values in tensors of their own, both with dimensions in this order."""
-    sizes = {"b": BLOCKS, "t": PAGE_TOKENS, "h": HEADS, "c": DIM}
+    sizes = {"b": BLOCKS, "t": BLOCK_TOKENS, "h": HEADS, "c": DIM}
     tensors = [[torch.zeros([sizes[d] for d in order], dtype=dtype) for _ in range(2)] for _ in range(LAYERS)]
     layers = tuple(LayerKVLayout(strided_layout(k, order), strided_layout(v, order)) for k, v in tensors)
     to = [order.index(d) for d in "bthc"]
 
     def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         for tensor, given in zip(tensors[layer], (keys, values), strict=True):
-            tensor.permute(to)[slots // PAGE_TOKENS, slots % PAGE_TOKENS] = given
+            tensor.permute(to)[slots // BLOCK_TOKENS, slots % BLOCK_TOKENS] = given
 
-    return PagedKVCache(order, geometry(dtype, bits), PAGE_TOKENS, layers), write
+    return PagedKVCache(order, geometry(dtype, bits), BLOCK_TOKENS, layers), write
 
 
 def packed(dtype: torch.dtype = torch.bfloat16, bits: int = 16) -> tuple[PagedKVCache, Write]:
     """All layers in one allocation, blocks outermost; a token's keys, then its values."""
-    whole = torch.zeros(BLOCKS, LAYERS, HEADS, PAGE_TOKENS, 2 * DIM, dtype=dtype)
+    whole = torch.zeros(BLOCKS, LAYERS, HEADS, BLOCK_TOKENS, 2 * DIM, dtype=dtype)
     views = [whole[:, layer] for layer in range(LAYERS)]
     layers = tuple(
         LayerKVLayout(strided_layout(v[..., :DIM], "bhtc"), strided_layout(v[..., DIM:], "bhtc")) for v in views
@@ -48,9 +48,9 @@ def packed(dtype: torch.dtype = torch.bfloat16, bits: int = 16) -> tuple[PagedKV
 
     def write(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         both = torch.cat((keys, values), -1)
-        views[layer].transpose(1, 2)[slots // PAGE_TOKENS, slots % PAGE_TOKENS] = both
+        views[layer].transpose(1, 2)[slots // BLOCK_TOKENS, slots % BLOCK_TOKENS] = both
 
-    return PagedKVCache("packed", geometry(dtype, bits), PAGE_TOKENS, layers), write
+    return PagedKVCache("packed", geometry(dtype, bits), BLOCK_TOKENS, layers), write
 
 
 def fill(write: Write, slots: Tensor, dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.kv_transfer import shared_memory_transport as mapped_module
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import ServedCounts, Session
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
@@ -64,7 +64,7 @@ def test_heartbeats_go_on_while_a_large_arena_is_mapped(node: Node, monkeypatch:
         return real(welcome)
 
     monkeypatch.setattr(mapped_module, "map_arena", slowly)
-    link = DaemonConnection(Address(node.cache_socket), "slow", descriptor())
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "slow", descriptor())
     try:
         assert link.wait(10)
         time.sleep(0.5)
@@ -83,7 +83,7 @@ def test_a_link_that_maps_nothing_does_not_need_what_cannot_be_mapped(
         raise OSError("memory of a GPU")
 
     monkeypatch.setattr(mapped_module, "map_arena", fails)
-    link = DaemonConnection(Address(node.cache_socket), "nothing", descriptor(), maps=False)
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "nothing", descriptor(), maps=False)
     try:
         assert link.wait(10)
         held = link.session
@@ -94,7 +94,7 @@ def test_a_link_that_maps_nothing_does_not_need_what_cannot_be_mapped(
 
 
 def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_another_call(node: Node) -> None:
-    link = DaemonConnection(Address(node.cache_socket), "patient", descriptor())
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "patient", descriptor())
     try:
         assert link.wait(10)
         held = link.session
@@ -110,7 +110,7 @@ def test_a_call_that_was_not_answered_is_followed_by_a_question_and_not_by_anoth
 
 
 def test_an_end_of_one_session_does_not_end_the_next(node: Node) -> None:
-    link = DaemonConnection(Address(node.cache_socket), "often", descriptor())
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "often", descriptor())
     try:
         seen = set()
         for _ in range(5):
@@ -143,7 +143,7 @@ def test_a_process_that_has_no_thread_to_spare_tries_again(
         start(self)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    link = DaemonConnection(Address(node.cache_socket), "spare", descriptor("spare"))
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "spare", descriptor("spare"))
     try:
         assert link.wait(20)
         assert refused
@@ -154,7 +154,7 @@ def test_a_process_that_has_no_thread_to_spare_tries_again(
 
 
 def test_the_daemon_is_told_what_the_worker_served(node: Node) -> None:
-    link = DaemonConnection(Address(node.cache_socket), "counts", descriptor())
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "counts", descriptor())
     try:
         assert link.wait(10)
         link.served_counts = lambda: ServedCounts(prompts=3, prompt_tokens=100, cached_tokens=60, pool_tokens=20)

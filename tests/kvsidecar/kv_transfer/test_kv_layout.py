@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from kvkernels import pack_chunk, paged_gather
-from kvkernels.cpu.cpu_library import Found, found
+from kvkernels.cpu.cpu_library import LoadedLibrary, loaded_library
 from kvsidecar.chunk_layout import layout_of, new_header
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
@@ -14,18 +14,18 @@ from kvsidecar.kv_transfer.kv_layout import KVLayout, LayerKVLayout, PagedKVCach
 from kvsidecar.kv_transfer.layout_selftest import check_layout
 from torch import Tensor
 
-from tests.kvsidecar.kv_transfer.caches import BLOCKS, DIM, HEADS, LAYERS, ORDERS, PAGE_TOKENS, apart, fill, packed
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, BLOCKS, DIM, HEADS, LAYERS, ORDERS, apart, fill, packed
 
-SLOTS = slots_of([3, 1], PAGE_TOKENS)
+SLOTS = slots_of([3, 1], BLOCK_TOKENS)
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both implementations of the copies."""
     if request.param == "torch":
-        monkeypatch.setattr(paged_gather, "found", lambda: Found(None, "not here"))
-    elif found().library is None:
-        pytest.skip(found().why)
+        monkeypatch.setattr(paged_gather, "loaded_library", lambda: LoadedLibrary(None, "not here"))
+    elif loaded_library().library is None:
+        pytest.skip(loaded_library().why)
 
 
 def packed_by_reference(keys: Tensor, values: Tensor, bits: int, cache: PagedKVCache) -> bytes:
@@ -63,13 +63,13 @@ def test_chunks_are_the_workers_in_every_type_and_width(dtype: torch.dtype, bits
         assert bytes(payload) == packed_by_reference(keys, values, bits, cache)
         payloads.append(payload)
         # Back into other blocks, the first three tokens left out.
-        there = slots_of([0, 4], PAGE_TOKENS)
+        there = slots_of([0, 4], BLOCK_TOKENS)
         there[:3] = -1
         copier = BlockCopier(cache)
         copier.unpack(there, header, payload.toreadonly())
         again = memoryview(bytearray(len(payload)))
         plain = new_header(cache.geometry, list(range(len(SLOTS))), 0)
-        copier.pack(slots_of([0, 4], PAGE_TOKENS), plain, again)
+        copier.pack(slots_of([0, 4], BLOCK_TOKENS), plain, again)
         if bits == 16:
             arrays, back = layout_of(header).arrays(payload), layout_of(plain).arrays(again)
             for name in ("keys", "values"):
@@ -90,7 +90,7 @@ def test_a_planted_transposition_of_keys_is_caught() -> None:
     cache, write = apart("bhct")
 
     def transposed(layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        rows = keys.view(2, PAGE_TOKENS, HEADS, 2, DIM // 2)  # tokens and half the channels, taken for each other
+        rows = keys.view(2, BLOCK_TOKENS, HEADS, 2, DIM // 2)  # tokens and half the channels, taken for each other
         write(layer, rows.transpose(1, 4).reshape(keys.shape) if layer == 1 else keys, values, slots)
 
     with pytest.raises(ConfigurationError, match=r"layer 1's keys of token 0, head 0, channel \d+ is not where bhct"):
@@ -157,7 +157,7 @@ def test_what_reaches_beyond_the_memory_is_refused() -> None:
     cache, _ = apart("bthc")
     layers = tuple(LayerKVLayout(cut(layer.keys, blocks=BLOCKS + 1), layer.values) for layer in cache.layers)
     with pytest.raises(ConfigurationError, match="layer 0's keys reach to element"):
-        PagedKVCache("far", cache.geometry, PAGE_TOKENS, layers)
+        PagedKVCache("far", cache.geometry, BLOCK_TOKENS, layers)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_an_order_that_is_none_is_refused(order: str, what: str) -> None:
 def test_layers_that_differ_are_refused() -> None:
     one, two = apart("bthc")[0], apart("bhtc")[0]
     with pytest.raises(ConfigurationError, match="layer 1's keys are laid out otherwise than layer 0's"):
-        PagedKVCache("mixed", one.geometry, PAGE_TOKENS, (one.layers[0], *two.layers[1:]))
+        PagedKVCache("mixed", one.geometry, BLOCK_TOKENS, (one.layers[0], *two.layers[1:]))
 
 
 def test_a_block_of_another_length_is_refused() -> None:

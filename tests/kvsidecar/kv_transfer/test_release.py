@@ -13,7 +13,7 @@ from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.kv_transfer.chunk_writer import write
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from benchmarks.peer import Peer, descriptor
@@ -33,7 +33,7 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def session(node: Node) -> Iterator[Session]:
-    link = DaemonConnection(Address(node.cache_socket), "reader", descriptor())
+    link = DaemonConnection(ServiceAddress(node.cache_socket), "reader", descriptor())
     assert link.wait(5)
     assert link.session is not None
     yield link.session

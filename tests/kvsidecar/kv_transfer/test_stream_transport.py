@@ -27,17 +27,17 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import Address
-from kvsidecar.payload_wire import decoded_piece, encoded_piece
+from kvsidecar.net.channel import ServiceAddress
+from kvsidecar.payload_wire import decode_message, encode_data
 
-from benchmarks.authority import Authority
+from benchmarks.certificate_authority import CertificateAuthority
 from benchmarks.node import Node, free_port
 from benchmarks.proxy import Proxy
 from cache_daemon.rpc.stream_rpc import STREAM_TIMEOUT_SECONDS
 from tests.cache_daemon.auth.conftest import ALICE, TENANTS
 from tests.cache_daemon.conftest import code_of, descriptor, payload_of
 from tests.cache_daemon.rpc.test_cache_service import until
-from tests.kvsidecar.kv_transfer.caches import PAGE_TOKENS, fill
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, fill
 from tests.kvsidecar.kv_transfer.test_transfer import TOKENS, Engine
 
 # Chunks of 4 MiB: more than a connection holds on its way.
@@ -50,7 +50,7 @@ class Remote:
     """A daemon with an mTLS door, and a network in front of it that fails on command."""
 
     def __init__(self, folder: Path, stack: ExitStack, **flags: Any) -> None:
-        self.authority, port = Authority(folder), free_port()
+        self.authority, port = CertificateAuthority(folder), free_port()
         server = self.authority.issue("server", hosts=("127.0.0.1",))
         self.worker = self.authority.issue("worker")
         flags |= {"heartbeat_ms": 300, "tcp": f"127.0.0.1:{port}", "tls_cert": server.certificate}
@@ -60,9 +60,9 @@ class Remote:
         stack.callback(self.proxy.close)
         self.port = port
 
-    def address(self, port: int = 0, token: Path | None = None) -> Address:
+    def address(self, port: int = 0, token: Path | None = None) -> ServiceAddress:
         files = (token, self.authority.ca, self.worker.certificate, self.worker.key)
-        return Address.remote(f"127.0.0.1:{port or self.port}", *files)
+        return ServiceAddress.remote(f"127.0.0.1:{port or self.port}", *files)
 
 
 @pytest.fixture(scope="module")
@@ -118,14 +118,14 @@ class Attached:
         return found.tokens
 
 
-Attach = Callable[[Address, str], Attached]
+Attach = Callable[[ServiceAddress, str], Attached]
 
 
 @pytest.fixture
 def attach() -> Iterator[Attach]:
     with ExitStack() as stack:
 
-        def attached(address: Address, name: str) -> Attached:
+        def attached(address: ServiceAddress, name: str) -> Attached:
             link = DaemonConnection(address, name, descriptor(name, GEOMETRY))
             stack.callback(link.close)
             return Attached(link)
@@ -145,7 +145,7 @@ def whole_network(remote: Remote) -> Iterator[None]:
 
 
 def test_what_is_written_here_is_read_there_and_the_other_way_round(remote: Remote, attach: Attach) -> None:
-    here, there = attach(Address(remote.node.cache_socket), "both"), attach(remote.address(), "both")
+    here, there = attach(ServiceAddress(remote.node.cache_socket), "both"), attach(remote.address(), "both")
     assert here.store().newly_stored == (True,) * CHUNKS
     assert there.read() == len(PROMPT)
     assert there.store().newly_stored == (False,) * CHUNKS, "it is there already, and is not sent again"
@@ -163,7 +163,7 @@ def test_another_layout_on_another_host_has_what_one_engine_stored(remote: Remot
         stack.callback(one.link.close)
         two = Engine(remote.address(), f"layouts-{bits}", bits, transposed=True)
         stack.callback(two.link.close)
-        fill(one.write, torch.from_numpy(slots_of([0, 1, 2, 3], PAGE_TOKENS)), torch.bfloat16)
+        fill(one.write, torch.from_numpy(slots_of([0, 1, 2, 3], BLOCK_TOKENS)), torch.bfloat16)
         assert one.store([2, 0, 3, 1], TOKENS).stored_chunks == 2
         assert two.load([4, 1, 0, 2], TOKENS) == len(TOKENS)
         if bits == 16:
@@ -290,7 +290,10 @@ def test_a_token_opens_its_own_tenant_and_its_leases_are_nobody_elses(tmp_path: 
         file.write_text(text)
     with ExitStack() as stack:
         own = Remote(tmp_path, stack, tenants=tenants)
-        operator, alice = attach(Address(own.node.cache_socket), "salts"), attach(own.address(token=token), "salts")
+        operator, alice = (
+            attach(ServiceAddress(own.node.cache_socket), "salts"),
+            attach(own.address(token=token), "salts"),
+        )
         operator.store(PROMPT[:CHUNK], salt=b"salt-of-bob")
         held = operator.match(PROMPT[:CHUNK], salt=b"salt-of-bob")
         with pytest.raises(grpc.RpcError) as caught:
@@ -345,7 +348,7 @@ def test_nothing_but_the_chunk_that_was_asked_for_is_believed(
             pass
 
     def fetch(request: pb.FetchRequest, timeout: float) -> Sent:
-        return Sent([decoded_piece(message.SerializeToString()) for message in sent(match)])
+        return Sent([decode_message(message.SerializeToString()) for message in sent(match)])
 
     channel: Any = SimpleNamespace(unary_stream=lambda *_, **__: fetch)
     transport = stream_transport.StreamTransport(pb.Welcome(), None, channel)  # type: ignore[arg-type]
@@ -356,20 +359,20 @@ def test_nothing_but_the_chunk_that_was_asked_for_is_believed(
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 300, 16_383, 16_384, 1 << 20])
 def test_pieces_on_the_wire_are_protobufs(size: int) -> None:
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
-    assert encoded_piece(memoryview(data)) == pb.FetchResponse(data=data).SerializeToString()
-    found = decoded_piece(pb.FetchResponse(data=data).SerializeToString())
+    assert encode_data(memoryview(data)) == pb.FetchResponse(data=data).SerializeToString()
+    found = decode_message(pb.FetchResponse(data=data).SerializeToString())
     assert isinstance(found, memoryview)
     assert found == data
 
 
 def test_other_messages_are_left_to_protobuf() -> None:
     header = pb.FetchResponse(header={"prefix_hash": b"a"})  # type: ignore[arg-type]
-    assert decoded_piece(header.SerializeToString()) == header
+    assert decode_message(header.SerializeToString()) == header
     twice = pb.FetchResponse(data=b"a").SerializeToString() + pb.FetchResponse(data=b"b").SerializeToString()
-    assert decoded_piece(twice) == pb.FetchResponse(data=b"b")
+    assert decode_message(twice) == pb.FetchResponse(data=b"b")
     for broken in (b"\x12", b"\x12\x05ab", b"\x12\xff\xff\xff\xff\xff\xff"):
         with pytest.raises(DecodeError):
-            decoded_piece(broken)
+            decode_message(broken)
 
 
 def test_what_cannot_be_an_address_is_refused(remote: Remote, tmp_path: Path) -> None:
@@ -379,8 +382,8 @@ def test_what_cannot_be_an_address_is_refused(remote: Remote, tmp_path: Path) ->
         ("10.0.0.1:7401", "without TLS everybody in between reads along"),
     ):
         with pytest.raises(ConfigurationError, match=said):
-            Address.remote(address)
+            ServiceAddress.remote(address)
     with pytest.raises(ConfigurationError, match="cannot read the CA file"):
-        Address.remote("10.0.0.1:7401", ca=tmp_path / "none.pem")
+        ServiceAddress.remote("10.0.0.1:7401", ca=tmp_path / "none.pem")
     with pytest.raises(ConfigurationError, match="a certificate and its key go together"):
-        Address.remote("10.0.0.1:7401", ca=remote.authority.ca, certificate=remote.worker.certificate)
+        ServiceAddress.remote("10.0.0.1:7401", ca=remote.authority.ca, certificate=remote.worker.certificate)

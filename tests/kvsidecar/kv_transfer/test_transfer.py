@@ -20,15 +20,15 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
 from tests.cache_daemon.conftest import descriptor
 from tests.cache_daemon.rpc.test_cache_service import until
-from tests.kvsidecar.kv_transfer.caches import BLOCKS, PAGE_TOKENS, apart, fill, geometry, packed
+from tests.kvsidecar.kv_transfer.caches import BLOCK_TOKENS, BLOCKS, apart, fill, geometry, packed
 
-TOKENS = list(range(1000, 1000 + 4 * PAGE_TOKENS))
-CHUNK = 2 * PAGE_TOKENS
+TOKENS = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
+CHUNK = 2 * BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,15 @@ def node() -> Iterator[Node]:
 class Engine:
     """One attached engine, to a node of this host or to a daemon's address."""
 
-    def __init__(self, at: Node | Address, name: str, bits: int = 16, *, transposed: bool = False) -> None:
+    def __init__(self, at: Node | ServiceAddress, name: str, bits: int = 16, *, transposed: bool = False) -> None:
         dtype = torch.bfloat16
         self.cache, self.write = apart("bhct", dtype, bits) if transposed else packed(dtype, bits)
         described = descriptor(name, geometry(dtype, bits))
         described.quantizer_version = 0 if bits == 16 else keys.QUANTIZER_VERSION
         self.descriptor: NamespaceDescriptor = described
-        self.link = DaemonConnection(at if isinstance(at, Address) else Address(at.cache_socket), name, described)
+        self.link = DaemonConnection(
+            at if isinstance(at, ServiceAddress) else ServiceAddress(at.cache_socket), name, described
+        )
         assert self.link.wait(10)
         self.reader = ChunkReader(BlockCopier(self.cache), self.cache.geometry, 5.0)
         self.writer = ChunkWriter(BlockCopier(self.cache), self.cache.geometry, CHUNK, 5.0)
@@ -62,17 +64,19 @@ class Engine:
         self, blocks: list[int], tokens: list[int], prefix: StoredPrefix | None = None, salt: bytes = b""
     ) -> StoreResult:
         root = keys.tenant_root(self.link.namespace, salt)
-        slots = slots_of(blocks, PAGE_TOKENS)
+        slots = slots_of(blocks, BLOCK_TOKENS)
         return self.writer.store(self.session, root, tokens, salt, slots, prefix or StoredPrefix())
 
     def load(self, blocks: list[int], tokens: list[int], first: int = 0, salt: bytes = b"") -> int:
-        return self.reader.load(self.session, tokens, salt, slots_of(blocks, PAGE_TOKENS), first)
+        return self.reader.load(self.session, tokens, salt, slots_of(blocks, BLOCK_TOKENS), first)
 
     def payload(self, blocks: list[int]) -> bytes:
         g = self.cache.geometry
-        header = new_header(Geometry(g.layers, g.kv_heads, g.head_dim, g.dtype, 16), [0] * len(blocks) * PAGE_TOKENS, 0)
+        header = new_header(
+            Geometry(g.layers, g.kv_heads, g.head_dim, g.dtype, 16), [0] * len(blocks) * BLOCK_TOKENS, 0
+        )
         out = memoryview(bytearray(header.payload_bytes))
-        BlockCopier(self.cache).pack(slots_of(blocks, PAGE_TOKENS), header, out)
+        BlockCopier(self.cache).pack(slots_of(blocks, BLOCK_TOKENS), header, out)
         return bytes(out)
 
 
@@ -80,7 +84,7 @@ class Engine:
 def engines(node: Node, name: str, bits: int = 16) -> Iterator[tuple[Engine, Engine]]:
     one, two = Engine(node, name, bits), Engine(node, name, bits, transposed=True)
     try:
-        fill(one.write, torch.from_numpy(slots_of([0, 1, 2, 3], PAGE_TOKENS)), torch.bfloat16)
+        fill(one.write, torch.from_numpy(slots_of([0, 1, 2, 3], BLOCK_TOKENS)), torch.bfloat16)
         yield one, two
     finally:
         one.link.close()
@@ -182,7 +186,7 @@ def test_an_engine_that_wants_its_blocks_back_leaves_nothing_reserved(node: Node
                 root,
                 TOKENS,
                 b"",
-                slots_of([0, 1, 2, 3], PAGE_TOKENS),
+                slots_of([0, 1, 2, 3], BLOCK_TOKENS),
                 StoredPrefix(),
                 read_guard=read_guard,
             )
@@ -211,7 +215,7 @@ def test_a_disk_is_not_waited_for_by_who_has_it_leased(node: Node, monkeypatch: 
             return real(request, timeout=timeout)
 
         monkeypatch.setattr(stub, "Match", watched)
-        slots = slots_of([0, 1, 2, 3], PAGE_TOKENS)
+        slots = slots_of([0, 1, 2, 3], BLOCK_TOKENS)
         for leased in (True, False):
             assert two.reader.load(two.session, TOKENS, b"", slots, 0, leased=leased) == len(TOKENS)
         assert timeouts[0] == 5.0 < timeouts[1]
@@ -220,13 +224,13 @@ def test_a_disk_is_not_waited_for_by_who_has_it_leased(node: Node, monkeypatch: 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_slots_outside_of_the_cache_are_refused(bits: int) -> None:
     cache, _ = packed(torch.bfloat16, bits)
-    copier, slots = BlockCopier(cache), slots_of([BLOCKS - 1, BLOCKS], PAGE_TOKENS)
+    copier, slots = BlockCopier(cache), slots_of([BLOCKS - 1, BLOCKS], BLOCK_TOKENS)
     header = new_header(cache.geometry, [0] * len(slots), 0)
     payload = memoryview(bytearray(header.payload_bytes))
     for copy in (copier.pack, copier.unpack):
         with pytest.raises(ValueError, match=r"slot 47 is outside of the cache, whose last one is 39"):
             copy(slots, header, payload)
-        copy(slots[:PAGE_TOKENS], new_header(cache.geometry, [0] * PAGE_TOKENS, 0), payload)
+        copy(slots[:BLOCK_TOKENS], new_header(cache.geometry, [0] * BLOCK_TOKENS, 0), payload)
 
 
 def test_what_was_copied_in_a_session_that_may_have_ended_is_not_believed(node: Node) -> None:
@@ -235,7 +239,7 @@ def test_what_was_copied_in_a_session_that_may_have_ended_is_not_believed(node: 
         held = two.session
         held.heartbeat_seconds = 0.0  # as if it had been stopped for long
         with pytest.raises(ConnectionError, match="ended while chunks were copied"):
-            two.reader.load(held, TOKENS, b"", slots_of([0, 1, 2, 3], PAGE_TOKENS), 0)
+            two.reader.load(held, TOKENS, b"", slots_of([0, 1, 2, 3], BLOCK_TOKENS), 0)
 
 
 def test_a_daemon_that_dies_costs_misses_and_comes_back() -> None:
@@ -247,7 +251,7 @@ def test_a_daemon_that_dies_costs_misses_and_comes_back() -> None:
         held = two.session
         node.kill("daemon")
         with pytest.raises((grpc.RpcError, ConnectionError, ValueError)) as caught:
-            two.reader.load(held, TOKENS, b"", slots_of([0, 1, 2, 3], PAGE_TOKENS), 0)
+            two.reader.load(held, TOKENS, b"", slots_of([0, 1, 2, 3], BLOCK_TOKENS), 0)
         assert handle_failure(two.link, held, caught.value)
         node.start_daemon()
         assert two.session is not held

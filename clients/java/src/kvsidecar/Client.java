@@ -24,41 +24,41 @@ import kvsidecar.inference.v1.InferenceServiceGrpc.InferenceServiceBlockingStub;
 
 /**
  * A client of an inference worker. Requests and answers are the generated messages of kvsidecar.inference.v1, whose
- * fields say their units and defaults. Calls that fail throw {@link KVSidecarException}. Safe for use by many threads.
+ * fields document units and defaults. Failed calls throw {@link KVSidecarException}. Safe for use by many threads.
  *
- * <p>A call that is made in an {@link io.grpc.Context} ends with it, and its memory at the worker is freed.
+ * <p>A call made in an {@link io.grpc.Context} ends with it, and the worker frees its memory.
  */
 public final class Client implements AutoCloseable {
     private final ManagedChannel channel;
     private final InferenceServiceBlockingStub stub;
 
-    /** A worker's TCP address (`kvsidecar worker --tcp`), since Java has no gRPC over Unix sockets of its own. */
+    /** A worker's TCP address (`kvsidecar worker --tcp`), since gRPC for Java has no Unix sockets without native libraries. */
     public Client(String host, int port) {
-        // A dead worker is noticed within 40 s while a call is open; pings must not come faster than it permits.
+        // Keepalive: detects a dead worker within 40 s while a call is open. The worker limits the ping rate.
         this(ManagedChannelBuilder.forAddress(host, port).usePlaintext()
                 .keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(10, TimeUnit.SECONDS).build());
     }
 
-    /** Takes the channel over: it is closed with the client. */
+    /** Takes ownership of the channel: closes it with the client. */
     public Client(ManagedChannel channel) {
         this.channel = channel;
         this.stub = InferenceServiceGrpc.newBlockingStub(channel);
     }
 
-    /** Every method of the service, for what this class does not wrap. */
+    /** Every method of the service, for methods that this class does not wrap. */
     public InferenceServiceBlockingStub stub() {
         return stub;
     }
 
-    /** Answers when the whole text is there. */
+    /** Returns the complete answer. */
     public GenerateResponse generate(GenerateRequest request, Duration deadline) {
         Numbers.refuseNegative(request);
         return call(deadline, stub -> stub.generate(request));
     }
 
     /**
-     * Calls {@code each} with every piece as it appears; the last one has finish_reason, usage and timings. When it
-     * returns false, or throws, the request is ended at the worker.
+     * Calls {@code each} with every chunk; the last one has finish_reason, usage and timings. When it returns false, or
+     * throws, the request ends at the worker.
      *
      * @throws KVSidecarException with reason CANCELLED when {@code each} returned false
      */
@@ -78,7 +78,7 @@ public final class Client implements AutoCloseable {
         }
     }
 
-    /** Reads a prompt into the cache, and answers when the daemon has it. */
+    /** Prefills a prompt into the cache, and returns when the daemon has stored it. */
     public WarmResponse warm(Prompt prompt, Duration deadline) {
         return call(deadline, stub -> stub.warm(WarmRequest.newBuilder().setPrompt(prompt).build()));
     }
@@ -89,7 +89,7 @@ public final class Client implements AutoCloseable {
         channel.shutdownNow();
     }
 
-    /** Text that is tokenized as it is: a model that was trained to chat goes on with it and does not answer it. */
+    /** Plain text without a chat template: a chat model continues it instead of answering it. */
     public static Prompt text(String text) {
         return Prompt.newBuilder().setText(text).build();
     }

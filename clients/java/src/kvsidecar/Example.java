@@ -5,7 +5,7 @@ import kvsidecar.inference.v1.Inference.GenerateRequest;
 import kvsidecar.inference.v1.Inference.GenerateStreamResponse;
 
 /**
- * Asks a chat question and streams the answer, then asks again: the second time the prompt is read from the cache. Argument:
+ * Asks a chat question and streams the answer, then asks again: the second time the prompt comes from the cache. Argument:
  * a worker's port.
  */
 public final class Example {

@@ -11,8 +11,8 @@ import kvsidecar.inference.v1.Inference.GenerateResponse;
 import kvsidecar.inference.v1.Inference.Sampling;
 
 /**
- * Says what this client sees of a worker, a line for each fact, for tests/clients to judge: PORT TEXT. Without arguments
- * it says the hashes of docs/protocol.md's test vectors, and checksums by length.
+ * Prints this client's view of a worker, one fact per line, for tests/clients: PORT TEXT. Without arguments it prints
+ * the hashes of docs/protocol.md's test vectors, and checksums by length.
  */
 public final class Facts {
     private static final int MOST = 400;

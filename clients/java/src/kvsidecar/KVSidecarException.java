@@ -9,11 +9,11 @@ import java.io.IOException;
 
 /**
  * A call that failed. The reason is stable and meant for programs ("INVALID_REQUEST", "OVERLOADED"; all are in
- * clients/python/kvsidecar/errors.py); the message is one sentence for people.
+ * clients/python/kvsidecar/errors); the message is one sentence for people.
  */
 public final class KVSidecarException extends RuntimeException {
     private static final long serialVersionUID = 1;
-    /** "HTTP/" in hexadecimal: so netty reports what came instead of a frame. */
+    /** "HTTP/" in hexadecimal: netty reports the bytes that came instead of a frame. */
     private static final String HTTP_BEGINS = "485454502f";
     private final Status.Code code;
     private final String reason;
@@ -38,12 +38,12 @@ public final class KVSidecarException extends RuntimeException {
         return domain;
     }
 
-    /** An error of this side, which no worker was asked about. */
+    /** An error of the client itself, without a call. */
     static KVSidecarException refusal(String message) {
         return from(Status.INVALID_ARGUMENT.withDescription(message).asRuntimeException());
     }
 
-    /** The error that a failed call stands for, and that of an address where HTTP/1 is spoken. */
+    /** Converts the error of a failed call, and recognizes an HTTP/1 server's address. */
     static KVSidecarException at(String authority, StatusRuntimeException error) {
         for (Throwable cause = error; cause != null; cause = cause.getCause()) {
             if (String.valueOf(cause.getMessage()).contains(HTTP_BEGINS)) {
@@ -83,7 +83,7 @@ public final class KVSidecarException extends RuntimeException {
         return "";
     }
 
-    /** What has no details was not said by the worker but by gRPC on either side. */
+    /** Error without details, which comes from gRPC on either side, not from the worker. */
     private static String reasonOf(Status.Code code) {
         switch (code) {
             case CANCELLED:

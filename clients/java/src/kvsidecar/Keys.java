@@ -7,11 +7,11 @@ import java.security.MessageDigest;
 import java.security.NoSuchAlgorithmException;
 import kvsidecar.cache.v1.Chunk.NamespaceDescriptor;
 
-/** Names of things in the cache. The specification is protos/kvsidecar/cache/v1/chunk.proto. */
+/** Keys of the cache. The specification is protos/kvsidecar/cache/v1/chunk.proto. */
 public final class Keys {
     private Keys() {}
 
-    /** What a namespace is the hash of: a line for each field, in the order of field numbers. */
+    /** Hash input of a namespace id: a line per field, in the order of field numbers. */
     public static String canonicalEncoding(NamespaceDescriptor d) {
         return line("model_fingerprint", hex(d.getModelFingerprint().toByteArray()))
                 + line("architecture", escaped(d.getArchitecture()))
@@ -29,7 +29,7 @@ public final class Keys {
                 + line("producer", escaped(d.getProducer()));
     }
 
-    /** Names everything that decides a chunk's bytes. */
+    /** Id of everything that decides a chunk's bytes. */
     public static byte[] namespaceId(NamespaceDescriptor descriptor) {
         return hash("namespace", sized(canonicalEncoding(descriptor).getBytes(StandardCharsets.UTF_8)));
     }
@@ -39,23 +39,23 @@ public final class Keys {
         return hash("root", namespace, sized(salt));
     }
 
-    /** Names a tenant in all namespaces. */
+    /** Id of a tenant across namespaces. */
     public static byte[] tenantId(byte[] salt) {
         return hash("tenant", sized(salt));
     }
 
-    /** Names a chunk together with everything before it; the first chunk's parent is the tenant root. Tokens are
+    /** Id of a chunk together with its whole prefix; the first chunk's parent is the tenant root. Tokens are
      * unsigned 32-bit numbers. */
     public static byte[] prefixHash(byte[] parent, int... tokens) {
         return hash("prefix", parent, counted(tokens));
     }
 
-    /** Names a chunk's tokens wherever they stand. */
+    /** Id of a chunk's tokens, independent of their position. */
     public static byte[] contentHash(byte[] root, int... tokens) {
         return hash("content", root, counted(tokens));
     }
 
-    /** What the index summary knows a prompt's beginning by. */
+    /** Key of a prompt's first tokens in the index summary. */
     public static byte[] headHash(byte[] root, int... tokens) {
         return hash("head", root, counted(tokens));
     }

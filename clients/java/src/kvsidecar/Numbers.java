@@ -4,12 +4,12 @@ import com.google.protobuf.Descriptors.FieldDescriptor;
 import com.google.protobuf.Message;
 import java.util.Map;
 
-/** What fields of a request may hold. */
+/** Allowed values of a request's fields. */
 final class Numbers {
     private Numbers() {}
 
     /**
-     * Looks for negative numbers in unsigned fields, which Java has as int: the worker would read 4294967293 for -3.
+     * Refuses negative numbers in unsigned fields, which Java stores as int: the worker would read 4294967293 for -3.
      *
      * @throws KVSidecarException with reason INVALID_REQUEST
      */

@@ -30,7 +30,7 @@ public final class XXH3 {
 
     private XXH3() {}
 
-    /** Of all bytes. */
+    /** Hash of all bytes. */
     public static long hash(byte[] bytes) {
         ByteBuffer data = ByteBuffer.wrap(bytes).order(ByteOrder.LITTLE_ENDIAN);
         int n = bytes.length;
@@ -111,7 +111,7 @@ public final class XXH3 {
         return folded(data.getLong(at) ^ key(secretAt), data.getLong(at + 8) ^ key(secretAt + 8));
     }
 
-    /** Both halves of the unsigned product; multiplyHigh is the signed one. */
+    /** Both halves of the unsigned product; multiplyHigh computes the signed one. */
     private static long folded(long a, long b) {
         return Math.multiplyHigh(a, b) + (a >> 63 & b) + (b >> 63 & a) ^ a * b;
     }

@@ -1,4 +1,5 @@
-"""Measures any server with OpenAI's paths: prompts that begin alike, and what their answers cost.
+"""Benchmark of any OpenAI-compatible server with prompts that share prefixes.
 
-It knows HTTP and nothing of ours: ``prompts`` makes them, ``load`` sends them, ``figures`` adds up.
+``shared_prefix_prompts`` makes prompts, ``load_generator`` sends them, ``bench_summary`` computes the results.
+May import ``kvsidecar.errors`` only: it talks HTTP and knows nothing else of KVSidecar.
 """

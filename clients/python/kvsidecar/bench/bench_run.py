@@ -1,4 +1,4 @@
-"""A whole measurement: prompts with shared beginnings, sent for the first time and again, and what both took."""
+"""Runs a benchmark: sends each shared prefix once, then prompts that continue them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from kvsidecar.bench.bench_summary import figures, speedup
-from kvsidecar.bench.load_generator import Answer, Server, model_of, send
+from kvsidecar.bench.bench_summary import speedup, summarize
+from kvsidecar.bench.load_generator import BenchServer, RequestResult, model_of, send_prompts
 from kvsidecar.bench.shared_prefix_prompts import Prompt, Shape, prompts
 
 
-async def measured(
-    server: Server, shape: Shape, requests: int, seed: int, options: dict[str, Any], console: Console
+async def run_benchmark(
+    server: BenchServer, shape: Shape, requests: int, seed: int, options: dict[str, Any], console: Console
 ) -> dict[str, Any]:
-    """What was ``asked``, the figures of the ``first`` requests and of those that came ``again``, and what the cache
-    was worth. ``options`` are those of ``send``; a bar on ``console`` shows how far it is."""
+    """Run a benchmark and return its results.
+
+    ``asked`` are the parameters, ``first`` and ``again`` the results without and with a cached prefix, ``ttft_speedup``
+    their ratio. ``options`` are those of ``send_prompts``; ``console`` shows a progress bar.
+    """
     if not server.model:
         server = replace(server, model=await model_of(server))
     firsts, others = prompts(shape, requests, seed)
@@ -28,12 +31,12 @@ async def measured(
         task = progress.add_task("asking", total=len(firsts) + len(others))
 
         async def phase(some: list[Prompt]) -> dict[str, Any]:
-            def told(_: Answer) -> None:
+            def on_result(_: RequestResult) -> None:
                 progress.advance(task)
 
             began = time.perf_counter()
-            answers = await send(server, some, told=told, **options)
-            return figures(answers, time.perf_counter() - began)
+            answers = await send_prompts(server, some, on_result=on_result, **options)
+            return summarize(answers, time.perf_counter() - began)
 
         result["first"] = await phase(firsts)
         result["again"] = await phase(others)

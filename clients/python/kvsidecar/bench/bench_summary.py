@@ -1,4 +1,4 @@
-"""What a run's answers say, added up."""
+"""Summarizes the answers of a benchmark phase: percentiles, throughput, hit ratio."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvsidecar.bench.load_generator import Answer
+from kvsidecar.bench.load_generator import RequestResult
 
 _SHARES = (50, 90, 99)
 
 
-def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
-    """Of one phase that took so long. Times in milliseconds; None where nothing was measured, or the server does not
-    say."""
+def summarize(answers: Sequence[RequestResult], seconds: float) -> dict[str, Any]:
+    """Summarize one phase of ``seconds``.
+
+    Times are in milliseconds; None where nothing was measured, or the server does not report it.
+    """
     good = [a for a in answers if not a.why]
     prompt_tokens = sum(a.prompt_tokens for a in good)
     cached = [a.cached_tokens for a in good if a.cached_tokens is not None]
@@ -37,7 +39,7 @@ def figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
 
 
 def speedup(first: dict[str, Any], again: dict[str, Any]) -> float | None:
-    """How many times sooner the first token comes where the beginning was read before, by medians."""
+    """Return the ratio of the median TTFT without and with a cached prefix."""
     before, after = first["ttft_ms"], again["ttft_ms"]
     return round(before["p50"] / after["p50"], 2) if before and after and after["p50"] else None
 

@@ -1,4 +1,4 @@
-"""Sends prompts to a server, so many at a time, and notes when the tokens of their answers come.
+"""Sends prompts to a server with a fixed concurrency, and records token times.
 
 ``POST /chat/completions`` or ``/completions``, streamed, with ``stream_options.include_usage``:
 https://platform.openai.com/docs/api-reference/chat-streaming
@@ -22,8 +22,8 @@ _CONNECT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Server:
-    """Where to ask. ``url`` ends where OpenAI's does, in ``/v1``; without a ``model`` the first that is listed."""
+class BenchServer:
+    """The server under test. ``url`` ends in ``/v1``; an empty ``model`` is the first one listed."""
 
     url: str
     model: str = ""
@@ -39,8 +39,8 @@ class Server:
 
 
 @dataclass
-class Answer:
-    """What came of a prompt. Times in seconds from when it was sent; ``why`` says what went wrong."""
+class RequestResult:
+    """Result of one prompt. Times are in seconds since it was sent; ``why`` is the error."""
 
     first: bool
     first_token: float = 0.0
@@ -48,13 +48,13 @@ class Answer:
     whole: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int | None = None
-    """None where the server does not say."""
+    """None where the server does not report it."""
     generated_tokens: int = 0
     why: str = ""
 
 
-async def model_of(server: Server) -> str:
-    """The first model that a server lists. Raises Unavailable, KVSidecarError."""
+async def model_of(server: BenchServer) -> str:
+    """Return the first model that a server lists. Raises Unavailable, KVSidecarError."""
     try:
         async with server.client(1) as client:
             answer = await client.get("models")
@@ -72,17 +72,17 @@ async def model_of(server: Server) -> str:
     return str(listed[0]["id"])
 
 
-async def send(
-    server: Server,
+async def send_prompts(
+    server: BenchServer,
     given: Iterable[Prompt],
     *,
     concurrency: int,
     max_tokens: int,
     ignore_eos: bool,
-    told: Callable[[Answer], None] = lambda _: None,
-) -> list[Answer]:
-    """Asks all prompts in order, at most ``concurrency`` at a time; ``told`` hears of each answer as it ends."""
-    todo, answers = iter(given), list[Answer]()
+    on_result: Callable[[RequestResult], None] = lambda _: None,
+) -> list[RequestResult]:
+    """Send all prompts in order, at most ``concurrency`` at a time; call ``on_result`` with each answer at its end."""
+    todo, answers = iter(given), list[RequestResult]()
     body: dict[str, Any] = {
         "model": server.model,
         "max_tokens": max_tokens,
@@ -95,13 +95,13 @@ async def send(
 
     async def ask_on(client: httpx.AsyncClient) -> None:
         for prompt in todo:
-            answer = Answer(prompt.first)
+            answer = RequestResult(prompt.first)
             try:
                 await _ask(client, server.chat, body, prompt.text, answer)
             except (httpx.HTTPError, KVSidecarError, ValueError) as error:
                 answer.why = str(error) or type(error).__name__
             answers.append(answer)
-            told(answer)
+            on_result(answer)
 
     async with server.client(concurrency) as client, asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -109,7 +109,7 @@ async def send(
     return answers
 
 
-async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text: str, answer: Answer) -> None:
+async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text: str, answer: RequestResult) -> None:
     asked = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
     began = last = time.perf_counter()
     path = "chat/completions" if chat else "completions"
@@ -139,12 +139,12 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
     answer.whole = time.perf_counter() - began
     if not ended:
         raise KVSidecarError("the answer broke off")
-    # An answer may be empty: its end is then all that comes.
+    # An answer may be empty: then only its end comes.
     answer.first_token = answer.first_token or answer.whole
 
 
 def _says_something(event: dict[str, Any]) -> bool:
-    """Whether there is text in it, of whatever kind; the first event of a chat only names a role."""
+    """Return whether an event has text of any kind; a chat's first event only has a role."""
     for choice in event.get("choices", ()):
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "reasoning", "tool_calls")):
@@ -152,7 +152,7 @@ def _says_something(event: dict[str, Any]) -> bool:
     return False
 
 
-def _count(usage: dict[str, Any], answer: Answer) -> None:
+def _count(usage: dict[str, Any], answer: RequestResult) -> None:
     answer.prompt_tokens = usage.get("prompt_tokens") or 0
     answer.generated_tokens = usage.get("completion_tokens") or 0
     details = usage.get("prompt_tokens_details") or {}

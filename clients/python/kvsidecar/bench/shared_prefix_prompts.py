@@ -1,7 +1,7 @@
-"""Prompts in which a long beginning is shared by many and a short end is each one's own.
+"""Prompts with a long shared prefix and a short suffix of their own.
 
-The text is made of common English words in random order: so no server has read it before, and tokenizers make little
-more than a token of each word.
+The text consists of common English words in random order: no server has it cached, and tokenizers make little more than
+one token of each word.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class Shape:
-    """How many different beginnings there are, and how many words beginnings and ends have."""
+    """Number of prefixes, and the words of a prefix and of a suffix."""
 
     prefixes: int
     prefix_words: int
@@ -29,15 +29,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prompt:
-    """``first`` is the only one that shares its beginning with none before it."""
+    """A prompt; ``first`` is set on the first one with its prefix."""
 
     text: str
     first: bool
 
 
 def prompts(shape: Shape, requests: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """One prompt for each beginning, and after these ``requests`` ones that go on from them, evenly and in random
-    order. The same seed makes the same prompts."""
+    """Return one prompt per prefix, and ``requests`` further ones spread evenly over the prefixes in random order.
+
+    The same seed makes the same prompts.
+    """
     rng = random.Random(seed)
     beginnings = [_text(rng, shape.prefix_words) for _ in range(shape.prefixes)]
 

@@ -1,1 +1,5 @@
-"""The command line. Commands that start a server import it only when they run."""
+"""The ``kvsidecar`` command line, one module per command group.
+
+May import the rest of ``kvsidecar`` except ``kv_transfer``. Commands that start a server replace this process by the
+server's program, and import nothing of it.
+"""

@@ -1,4 +1,4 @@
-"""``kvsidecar bench``: time to the first token and throughput of any server with OpenAI's paths."""
+"""``kvsidecar bench``: TTFT and throughput of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -22,39 +22,41 @@ _ROWS = {
 
 
 def bench(
-    url: Annotated[str, typer.Option(help="Where OpenAI's paths begin.")] = "http://localhost:8000/v1",
-    model: Annotated[str, typer.Option(help="Which one to ask; the first that the server lists when left out.")] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Requests that go on from a shared beginning.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Requests at one time.")] = 4,
-    prefixes: Annotated[int, typer.Option(min=1, help="Different shared beginnings.")] = 4,
-    prefix_words: Annotated[int, typer.Option(min=0, help="Words that each of them has.")] = 1000,
-    question_words: Annotated[int, typer.Option(min=1, help="Words at the end that are each request's own.")] = 30,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 32,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Ask for just as many (vLLM's option).")] = False,
-    completions: Annotated[bool, typer.Option("--completions", help="Ask /completions, without a chat.")] = False,
+    url: Annotated[str, typer.Option(help="Base URL of the OpenAI-compatible API.")] = "http://localhost:8000/v1",
+    model: Annotated[str, typer.Option(help="Model name; default: the first one that the server lists.")] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Requests that continue a shared prefix.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Concurrent requests.")] = 4,
+    prefixes: Annotated[int, typer.Option(min=1, help="Number of shared prefixes.")] = 4,
+    prefix_words: Annotated[int, typer.Option(min=0, help="Words of a prefix.")] = 1000,
+    question_words: Annotated[int, typer.Option(min=1, help="Words of each request's own suffix.")] = 30,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 32,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Always generate max-tokens tokens (vLLM's option).")
+    ] = False,
+    completions: Annotated[bool, typer.Option("--completions", help="Use /completions instead of chat.")] = False,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer token.")] = "",
-    seed: Annotated[int | None, typer.Option(help="Makes the same prompts again; others each time without.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the figures to this file, as JSON.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the prompts; default: random.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
 ) -> None:
-    """Measure TTFT and throughput of any OpenAI URL, with prompts that share beginnings.
+    """Measure TTFT and throughput of any OpenAI URL, with prompts that share prefixes.
 
-    First every beginning is read once; then come the requests that go on from one. Both are shown side by side. The
-    exit code is 1 when a request failed.
+    First sends every prefix once, then the requests that continue one, and shows both side by side. The exit code is 1
+    when a request failed.
     """
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"--url is {url!r}; it must begin with http:// or https://")
-    # Here: it brings an HTTP client, which takes longer than what most commands do.
-    from kvsidecar.bench.bench_run import measured
-    from kvsidecar.bench.load_generator import Server
+    # Lazy: the HTTP client's import takes longer than most commands.
+    from kvsidecar.bench.bench_run import run_benchmark
+    from kvsidecar.bench.load_generator import BenchServer
     from kvsidecar.bench.shared_prefix_prompts import Shape
 
     shape = Shape(prefixes, prefix_words, question_words)
     seed = secrets.randbits(32) if seed is None else seed
-    server = Server(url.rstrip("/"), model, api_key, chat=not completions)
+    server = BenchServer(url.rstrip("/"), model, api_key, chat=not completions)
     console = Console(stderr=as_json)
     options = {"concurrency": concurrency, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
-    result = asyncio.run(measured(server, shape, requests, seed, options, console))
+    result = asyncio.run(run_benchmark(server, shape, requests, seed, options, console))
     if out is not None:
         out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if as_json:

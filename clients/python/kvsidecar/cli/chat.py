@@ -1,4 +1,4 @@
-"""``kvsidecar chat``: a conversation at a terminal."""
+"""``kvsidecar chat``: interactive chat in the terminal."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NO_ASSISTANT = f"The built-in model ({BUILT_IN}) is for tests and no assistant:
 def chat(
     worker: Address = None,
     system: Annotated[str, typer.Option(help="A system prompt.")] = "",
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 256,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's own when left out.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.")] = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
     model: Adapter = "",
     url: Url = "",
     api_key: ApiKey = "",
 ) -> None:
-    """Talk to the model; each turn shows how much of the conversation was read from the cache."""
+    """Chat with the model; each answer shows how many tokens came from the cache."""
     with asking(worker, url, api_key) as client:
         name = model or client.model().model_id
         console.print(f"[dim]{name}. /help says what there is; Ctrl-D ends the conversation.[/dim]", highlight=False)
@@ -49,7 +49,7 @@ def chat(
 
 
 def _asked() -> str | None:
-    """What the user says next, or None at the end."""
+    """Read the user's next input; None at the end."""
     while True:
         try:
             text = console.input("[bold]you[/bold]: ").strip()
@@ -68,19 +68,19 @@ def _answer(
     temperature: float | None,
     model: str,
 ) -> str:
-    """Writes an answer as it comes. Ctrl-C ends it; what was said until then stays in the conversation."""
+    """Print an answer as it streams. Ctrl-C cancels it; its text until then stays in the conversation."""
     said: list[str] = []
     final: Completion | None = None
     parts = client.stream(messages, max_tokens=max_tokens, temperature=temperature, model=model)
     try:
         for part in parts:
-            said.append(part.text)  # before it is shown: Ctrl-C may come in between
+            said.append(part.text)  # before printing: Ctrl-C may come in between
             console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
             final = part.final or final
     except KeyboardInterrupt:
         console.print(" [dim](ended)[/dim]", end="")
     finally:
-        parts.close()  # tells the worker, too
+        parts.close()  # cancels at the worker, too
     console.print()
     show_costs(final)
     return "".join(said)

@@ -1,4 +1,4 @@
-"""``kvsidecar cost``: what reuse saves, from measured prefill and the hit ratio, per day and in money."""
+"""``kvsidecar cost``: savings per day by cache hits, from measured prefill time and hit ratio."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from kvsidecar.client import Client
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 _DAY, _HOUR = 86_400.0, 3_600.0
-# A prefill is measured over as many tokens as prompts have, within these; more does not say more.
+# Prefill is measured at the usual prompt length, within these limits; more tokens give no better estimate.
 _LEAST_TOKENS, _MOST_TOKENS, _TIMES = 128, 2048, 3
 
 
 @dataclass(frozen=True)
 class Savings:
-    """What was not computed, since the daemon's start. Times in seconds."""
+    """Savings since the daemon's start. Times are in seconds."""
 
     uptime_s: float
     prompts: int
     prompt_tokens: int
     cached_tokens: int
     prefill_s_per_token: float
-    """Measured now, at a prompt's usual length, one at a time."""
+    """Measured now, at the usual prompt length, without concurrency."""
     hour_price: float
-    """Of the machine that computes; 0 where nobody said."""
+    """Hourly price of the worker's machine; 0 if unknown."""
 
     @property
     def share(self) -> float:
-        """Of the prompts' tokens, those that were not computed anew."""
+        """Share of prompt tokens that came from the cache."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def saved_s(self) -> float:
-        """Of the worker's time."""
+        """Saved time of the worker."""
         return self.cached_tokens * self.prefill_s_per_token
 
     @property
     def saved_s_per_day(self) -> float:
-        """If it goes on as it did."""
+        """Saved time per day, extrapolated."""
         return self.saved_s / self.uptime_s * _DAY
 
     @property
@@ -53,7 +53,7 @@ class Savings:
         return self.saved_s_per_day / _HOUR * self.hour_price
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return all values, for JSON."""
         names = ("share", "saved_s", "saved_s_per_day", "money_per_day")
         return asdict(self) | {name: getattr(self, name) for name in names}
 
@@ -62,14 +62,13 @@ class Savings:
 def cost(
     stub: Any,
     worker: Address = None,
-    hour_price: Annotated[float, typer.Option(min=0.0, help="What an hour of the worker's machine costs.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    hour_price: Annotated[float, typer.Option(min=0.0, help="Hourly price of the worker's machine.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what reuse saves: prompt tokens that were not computed, the time that they would have taken, and its price.
+    """Estimate savings by cache hits: prompt tokens not computed, their prefill time, and its price.
 
-    How long a token takes to compute is measured on a worker now, with a few prompts of its own that leave nothing in
-    the cache and are in no hit ratio. Prompts that were to skip the cache are left out. Loading what was stored takes
-    some time, too, and is not subtracted.
+    Measures the prefill time per token on a worker now, with a few prompts that skip the cache and do not count in its
+    statistics. Requests that skip the cache are excluded. The time for loading stored chunks is not subtracted.
     """
     stats = stub.Stats(cache_pb2.StatsRequest(), timeout=10)
     if not stats.prompts:
@@ -87,8 +86,10 @@ def cost(
 
 
 def prefill_seconds(client: Client, tokens: int) -> float:
-    """Seconds that a worker takes to compute a token of a prompt of so many: the least of some tries, since others may
-    be asking meanwhile."""
+    """Measure a worker's prefill time per token, at a prompt length of ``tokens``.
+
+    Returns the minimum of several tries, since other requests may run meanwhile.
+    """
     model = client.model()
     tokens = max(1, min(max(tokens, _LEAST_TOKENS), _MOST_TOKENS, model.context_length - 1))
     rng = random.Random()
@@ -103,7 +104,7 @@ def prefill_seconds(client: Client, tokens: int) -> float:
 
 
 def sentences(found: Savings) -> list[str]:
-    """For people."""
+    """Describe the savings in sentences."""
     out = [
         f"Since the daemon's start {_span(found.uptime_s)} ago workers served {found.prompts:,} prompts of "
         f"{found.prompt_tokens:,} tokens; {found.share:.0%} of these were not computed anew.",
@@ -121,7 +122,7 @@ def sentences(found: Savings) -> list[str]:
 
 
 def _span(seconds: float) -> str:
-    """A length of time in its two largest units."""
+    """Format a duration in its two largest units."""
     if seconds < 60:
         return f"{seconds:.3g} s"
     minutes, rest = divmod(round(seconds), 60)

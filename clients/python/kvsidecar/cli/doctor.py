@@ -1,4 +1,4 @@
-"""``kvsidecar doctor``: what is installed, what would be used, what is reachable, and what to do about it."""
+"""``kvsidecar doctor``: checks installation, hardware and running services, with advice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.integrations.vllm import vllm_install as vllm
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
-from kvsidecar.process.node_report import supervised
+from kvsidecar.process.node_report import find_node
 from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir, socket_target
 
 _PACKAGES = ("grpcio", "protobuf", "lmdb", "uvloop", "numpy")
@@ -43,7 +43,7 @@ _OK, _NOTE, _BAD = "[green]ok[/green]", "[yellow]note[/yellow]", "[red]problem[/
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report; ``advice`` says what to do, when there is something."""
+    """One line of the report; ``advice`` is empty when there is nothing to do."""
 
     what: str
     state: str
@@ -52,7 +52,7 @@ class Finding:
 
 
 def doctor() -> None:
-    """Say what is installed, what would be used, what is reachable, and what to do."""
+    """Check installation, hardware and running services, and give advice."""
     missing = missing_packages("worker")
     worker = [worker_missing(missing)] if missing else _packages(_WORKER_PACKAGES)
     kernels = [] if "torch" in missing else _kernels()  # a connector uses them, too
@@ -64,7 +64,7 @@ def doctor() -> None:
         table.add_row(f.what, f.state, f.detail, f.advice)
     TerminalConsole().print(table)
     if vllm.installed() is not None:
-        # Not in the table, which would break it: this is copied.
+        # Outside of the table, which would wrap it: users copy this line.
         print(f"vLLM on this daemon: vllm serve MODEL {vllm.connector_flag()}")
     if any(f.state == _BAD for f in findings):
         raise SystemExit(1)
@@ -106,7 +106,7 @@ def _kernels() -> list[Finding]:
     try:
         torch: Any = importlib.import_module("torch")
         kernels: Any = importlib.import_module("kvkernels")
-        cpu: Any = importlib.import_module("kvkernels.cpu.cpu_library").found()
+        cpu: Any = importlib.import_module("kvkernels.cpu.cpu_library").loaded_library()
         native = importlib.import_module("kvkernels.cpu.cpu_features").native_bfloat16()
     except ImportError as error:
         return [Finding("kernels", _BAD, str(error), "install KVSidecar again: pip install . in its folder")]
@@ -130,8 +130,10 @@ def _kernels() -> list[Finding]:
 
 
 def _bits() -> list[Finding]:
-    """Whether a row has the same bits in every batch here: then a hit with 16-bit storage changes no answer. Tried in
-    processes of their own: MKL reads its setting once."""
+    """Check whether a row has the same bits in every batch: then a hit with 16-bit storage changes no answer.
+
+    Runs in subprocesses: MKL reads its setting once.
+    """
     bare = {name: value for name, value in os.environ.items() if name != _MKL_SETTING}
     probe = python_command("-m", "inference_svc.models.batch_invariance_probe")
     tries = [
@@ -148,7 +150,7 @@ def _bits() -> list[Finding]:
 
 
 def bits_finding(served: dict[str, Any], unset: dict[str, Any], chosen: str, cpu: str) -> Finding:
-    """What two probes mean: as a worker multiplies, and without MKL's setting. ``chosen`` is the environment's wish."""
+    """Interpret two probes: with a worker's MKL setting, and without. ``chosen`` is the environment's setting."""
     what = "same bits in every batch"
     setting = chosen or served["setting"]
     with_setting = f" with {_MKL_SETTING}={setting}" if setting else ""
@@ -179,7 +181,7 @@ def _cpu() -> str:
 
 
 def cache_findings() -> list[Finding]:
-    """The cache daemon and its store."""
+    """Check the cache daemon and its store."""
     socket = os.environ.get("KVSIDECAR_CACHE_SOCKET") or str(default_runtime_dir() / "cache.sock")
     try:
         with connected(socket) as stub:
@@ -217,7 +219,7 @@ def cache_findings() -> list[Finding]:
 
 
 def sharing_findings(stats: cache_pb2.StatsResponse) -> list[Finding]:
-    """Which workers share what they store, and which do not because they compute other bits."""
+    """Report which workers share chunks, and which do not because their numerics differ."""
     groups = sharing_groups(stats.session_details)
     out = [Finding("shared cache", _OK, group.text) for group in groups]
     for one, other in combinations(groups, 2):
@@ -232,7 +234,7 @@ def sharing_findings(stats: cache_pb2.StatsResponse) -> list[Finding]:
 
 
 def engine_findings() -> list[Finding]:
-    """Engines that are not ours and could use the daemon."""
+    """Report other installed engines that can use the daemon."""
     found = vllm.installed()
     if found is None:
         return [Finding("vLLM", _OK, "not installed here")]
@@ -259,7 +261,7 @@ def _services() -> list[Finding]:
                 out.append(Finding(socket.stem, state, f"{text}; {told}" if told else text))
             except grpc.RpcError:
                 out.append(Finding(socket.stem, _NOTE, f"not running on {socket}", "kvsidecar serve"))
-    if node := supervised(folder):
+    if node := find_node(folder):
         gateway = gateway_of(node)
         advice = "" if gateway.serving else "wait for a worker's model; kvsidecar status"
         text = gateway.detail if gateway.serving else f"{gateway.state}: {gateway.detail}"

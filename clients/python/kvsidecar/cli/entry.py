@@ -6,12 +6,12 @@ import os
 import sys
 
 from kvsidecar.cli.exec_service import ASKED_BY_SHELL, PROGRAMS, become
-from kvsidecar.process.sigint import ending_quietly
+from kvsidecar.process.sigint import quiet_sigint
 
 
 def main() -> None:
-    """Becomes a service's process, or imports the commands, which takes a while, and runs one."""
-    with ending_quietly():
+    """Replace this process by a service's program, or import the commands (slow) and run one."""
+    with quiet_sigint():
         if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS and ASKED_BY_SHELL not in os.environ:
             become(sys.argv[1], sys.argv[2:])
         from kvsidecar.cli.root_command import main as run

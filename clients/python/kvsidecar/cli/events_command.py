@@ -1,4 +1,4 @@
-"""``kvsidecar events``: what the daemon holds, for routers that follow vLLM's KV events."""
+"""``kvsidecar events``: publishes vLLM KV events for prefix-aware routers."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ def events(
     reach: Any,
     endpoint: Annotated[str, typer.Option(help="ZeroMQ endpoint of the events.")] = "tcp://127.0.0.1:5557",
     replay: Annotated[
-        str, typer.Option(help="Where past events can be asked for; '' is nowhere.")
+        str, typer.Option(help="ZeroMQ endpoint for replays of past events; '' disables them.")
     ] = "tcp://127.0.0.1:5558",
-    connect: Annotated[bool, typer.Option("--connect", help="The subscriber listens at --endpoint, not we.")] = False,
-    topic: Annotated[str, typer.Option(help="Such as kv@10.0.0.7:8000@MODEL, as the router wants it.")] = "",
-    block_tokens: Annotated[int, typer.Option(min=1, help="The router's block length, and the engine's.")] = 16,
+    connect: Annotated[
+        bool, typer.Option("--connect", help="Connect to the subscriber, which listens at --endpoint.")
+    ] = False,
+    topic: Annotated[str, typer.Option(help="Topic that the router expects, such as kv@10.0.0.7:8000@MODEL.")] = "",
+    block_tokens: Annotated[int, typer.Option(min=1, help="Block length of router and engine, in tokens.")] = 16,
     hash_seed: Annotated[str, typer.Option(help="The engine's PYTHONHASHSEED, if it has one.")] = DEFAULT_SEED,
     namespace: Namespace = "",
     salt: Salt = "",
 ) -> None:
-    """Publish what the daemon stores and drops, as vLLM's KV events (ZeroMQ, msgpack), until Ctrl-C.
+    """Publish stored and removed blocks as vLLM's KV events (ZeroMQ, msgpack), until Ctrl-C.
 
-    Without --namespace it is the one whose engine is attached. Events have the tokens of prompts: whoever may subscribe
-    reads them, so listen where routers are and nobody else.
+    --namespace defaults to that of the attached engine. Events contain the tokens of prompts, and every subscriber can
+    read them: listen where only routers can connect.
     """
     try:
-        from kvsidecar.events.block_ledger import Ledger
-        from kvsidecar.events.event_follower import Follower, attached_namespace
-        from kvsidecar.events.event_publisher import Endpoints, Publisher
+        from kvsidecar.events.block_ledger import BlockLedger
+        from kvsidecar.events.event_follower import EventFollower, attached_namespace
+        from kvsidecar.events.event_publisher import EventPublisher, PublisherEndpoints
     except ImportError as error:
         raise ConfigurationError(f"{error.name} is not installed; pip install 'kvsidecar[events]'") from error
     if replay and replay == endpoint:
@@ -44,8 +46,8 @@ def events(
     with contextlib.suppress(KeyboardInterrupt):
         found = scope(namespace, salt) if namespace else {"namespace": attached_namespace(reach)}
         found["tenant_salt"] = salt_bytes(salt)
-        follower = Follower(reach, found, Ledger(block_tokens, found["tenant_salt"], hash_seed))
-        publisher = Publisher(Endpoints(endpoint, replay, topic, connect), follower.tell_again)
+        follower = EventFollower(reach, found, BlockLedger(block_tokens, found["tenant_salt"], hash_seed))
+        publisher = EventPublisher(PublisherEndpoints(endpoint, replay, topic, connect), follower.resend_all)
         print(f"publishing namespace {found['namespace'].hex()} at {endpoint}", flush=True)
         try:
             follower.run(publisher.publish)

@@ -1,6 +1,6 @@
-"""The commands that become a service's process: which program each is, and which settings it has.
+"""Programs and settings of the service commands, and the exec into them.
 
-Imports nothing that takes time, so that ``kvsidecar daemon`` becomes the daemon without loading the command line.
+Imports nothing slow, so that ``kvsidecar daemon`` becomes the daemon without loading the command line.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ ASKED_BY_SHELL = "_KVSIDECAR_COMPLETE"
 
 
 def become(command: str, arguments: Sequence[str]) -> NoReturn:
-    """Replaces this process by the program of a command, which has a command line of its own."""
+    """Replace this process by a command's program, which has a command line of its own."""
     os.execv(sys.executable, python_command("-m", *PROGRAMS[command], *arguments))
 
 
 def of_another(flag: str) -> str:
-    """For a flag that ``serve`` has not and processes of its node have: whose it is, and the variables that set it
-    there. Else nothing."""
+    """Explain a flag that ``serve`` lacks but one of its processes has: the owner, and the variable that sets it.
+
+    Returns "" for other flags.
+    """
     name = flag.removeprefix("--").replace("-", "_")
     variables = {}
     for service in ("daemon", "worker", "gateway"):
@@ -55,6 +57,6 @@ def of_another(flag: str) -> str:
 
 
 def settings_of(service: str) -> Any:
-    """The settings class of one of ``SETTINGS``."""
+    """Import the settings class of one of ``SETTINGS``."""
     module, name = SETTINGS[service]
     return getattr(importlib.import_module(module), name)

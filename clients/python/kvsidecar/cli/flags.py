@@ -1,4 +1,4 @@
-"""The command-line flags of a service, one for each field of its settings class, and a parser that errs in one line."""
+"""Command-line flags of a service, generated from its settings class; errors are one line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from kvsidecar.byte_sizes import format_size, parse_size
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser whose complaint is one sentence, not a page of flags: ``--help`` has those. ``elsewhere`` may know what
-    to say of a flag that there is not."""
+    """A parser whose errors are one sentence instead of a page of flags.
+
+    ``elsewhere`` may return the error text for an unknown flag.
+    """
 
     def __init__(self, *, elsewhere: Callable[[str], str] = lambda flag: "", **given: Any) -> None:
         super().__init__(**given)
@@ -27,7 +29,7 @@ class FlagParser(argparse.ArgumentParser):
         self._described: list[Callable[[], None]] = []
 
     def describe_by(self, describe: Callable[[], None]) -> None:
-        """``describe`` is called before help is shown: it sets the texts of arguments, which a start does without."""
+        """Register a function that sets the arguments' help texts; called only before help is shown."""
         self._described.append(describe)
 
     def format_help(self) -> str:
@@ -39,27 +41,29 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def parse_args(self, args: Sequence[str], namespace: Any = None) -> Any:  # type: ignore[override]
-        """Ends the process with status 2 for what is no flag, naming one that is like it."""
+        """Parse; for an unknown flag, exit with status 2 and suggest a similar one."""
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name = unknown[0].partition("=")[0]
             if not name.startswith("-"):
                 self.error(f"{name!r} is one argument too many")
             said = self._elsewhere(name)
-            self.error(said or f"there is no {name}{meant(name, set(self._option_string_actions))}")
+            self.error(said or f"there is no {name}{did_you_mean(name, set(self._option_string_actions))}")
         return found
 
 
-def meant(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A question for a name that is like one of those that are known, else nothing. What all begin with counts for
-    nothing: by it alone any two names would be alike."""
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """Return " (did you mean NAME?)" for a name similar to a known one, else "".
+
+    Ignores the common prefix, by which any two names would be similar.
+    """
     rests = sorted(each.removeprefix(prefix) for each in known)
     close = difflib.get_close_matches(name.removeprefix(prefix), rests, n=1, cutoff=0.75)
     return f" (did you mean {prefix}{close[0]}?)" if close else ""
 
 
 def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
-    """The text under each field of a settings class, those of its parents among them."""
+    """Return the docstring of each field of a settings class, inherited ones included."""
     texts: dict[str, str] = {}
     for kind in _lineage(settings):
         body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
@@ -73,8 +77,10 @@ def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
 
 
 def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
-    """One ``--flag`` per field, those of each class under its title (``flags_title``), the class's own before its
-    parents'. Unset flags leave the decision to environment, file and default."""
+    """Add one ``--flag`` per field, grouped by class (``flags_title``), the class's own before its parents'.
+
+    Unset flags fall back to environment, file and default.
+    """
     left = dict(settings.model_fields)
     added: dict[str, argparse.Action] = {}
     prefix = settings.model_config.get("env_prefix", "")
@@ -111,7 +117,7 @@ def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
 
 
 def _lineage(settings: type[BaseSettings]) -> Iterator[type[BaseSettings]]:
-    """A settings class and its parents that are some, the eldest first."""
+    """Return a settings class and its parent settings classes, the base first."""
     return (k for k in reversed(settings.__mro__) if issubclass(k, BaseSettings) and k is not BaseSettings)
 
 

@@ -1,4 +1,4 @@
-"""Asking a gateway over HTTP, as ``chat`` and ``generate`` do with ``--url``: a node on another machine, or a fleet."""
+"""HTTP client of a gateway, for ``chat`` and ``generate`` with ``--url``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvsidecar.errors import (
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 Url = Annotated[
-    str, typer.Option("--url", help="A gateway, of a node or a fleet, as http://HOST:8000, in the place of a worker.")
+    str, typer.Option("--url", help="URL of a node's or fleet's gateway (http://HOST:8000), instead of a worker.")
 ]
 ApiKey = Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")]
 _KINDS: dict[int, type[KVSidecarError]] = {
@@ -38,7 +38,7 @@ _CONNECT_SECONDS = 10.0
 
 @contextmanager
 def asking(worker: str | None, url: str, api_key: str) -> Iterator[Client | HttpClient]:
-    """A client of a worker or, where a URL is given, of a gateway."""
+    """Yield a client of a worker or, with a URL, of a gateway."""
     if not url:
         with connected(worker) as client:
             yield client
@@ -52,11 +52,13 @@ def asking(worker: str | None, url: str, api_key: str) -> Iterator[Client | Http
 
 
 class HttpClient:
-    """What of ``Client`` these commands use, by OpenAI's paths. Close it, or use it as a context manager. Raises
-    KVSidecarErrors."""
+    """The part of ``Client`` that these commands use, over OpenAI's HTTP API.
+
+    Close it, or use it as a context manager. Raises KVSidecarErrors.
+    """
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        import httpx  # here: without a URL nobody needs it, and it takes long
+        import httpx  # lazy: only needed with a URL, and slow to import
 
         self._url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -74,7 +76,7 @@ class HttpClient:
         self._client.close()
 
     def model(self) -> pb.GetModelResponse:
-        """The first that is served; only its name is known."""
+        """Return the first served model; only its name is set."""
         try:
             answer = self._client.get("models", timeout=_CONNECT_SECONDS)
         except self._failed as error:
@@ -94,7 +96,7 @@ class HttpClient:
         seed: int | None = None,
         model: str = "",
     ) -> Generator[CompletionChunk, None, None]:
-        """An answer as it comes, to a text or to a conversation's messages. Closing the iterator ends the request."""
+        """Stream the answer to a text or to chat messages. Closing the iterator cancels the request."""
         chat = not isinstance(prompt, str)
         given = {"temperature": temperature, "seed": seed, "model": model or self.model().model_id}
         body = {name: value for name, value in given.items() if value is not None} | {
@@ -116,7 +118,7 @@ class HttpClient:
 
 
 def _body(code: int, content: bytes) -> dict[str, Any]:
-    """What an answer says. Raises KVSidecarErrors for refusals and for what no gateway says."""
+    """Decode a response's JSON body. Raises KVSidecarErrors for errors and for responses that are not a gateway's."""
     try:
         found = json.loads(content)
         if code == 200 and isinstance(found, dict):
@@ -128,7 +130,7 @@ def _body(code: int, content: bytes) -> dict[str, Any]:
 
 
 def _chunks(lines: Iterator[str], began: float) -> Iterator[CompletionChunk]:
-    """The events of a stream that was asked for at ``began``. Where the server says no times, those seen from here."""
+    """Convert the events of a stream that began at ``began``. Uses client-side times where the server sends none."""
     texts: list[str] = []
     first, finish = 0.0, ""
     for line in lines:
@@ -154,7 +156,7 @@ def _chunks(lines: Iterator[str], began: float) -> Iterator[CompletionChunk]:
 
 
 def _event(data: str) -> dict[str, Any]:
-    """Raises KVSidecarError for an error that the server tells in its stream, and for what is no event."""
+    """Decode an event. Raises KVSidecarError for an error event, and for an invalid one."""
     try:
         found = json.loads(data)
     except ValueError:

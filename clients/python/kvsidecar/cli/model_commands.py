@@ -1,4 +1,4 @@
-"""``kvsidecar pull`` and ``kvsidecar models``: the models of this user."""
+"""``kvsidecar pull`` and ``kvsidecar models``: manage the user's model library."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.extras import refusal
 from kvsidecar.models.catalogue import CATALOGUE
-from kvsidecar.models.model_library import BUILT_IN, Library, Listed
+from kvsidecar.models.model_library import BUILT_IN, ModelLibrary, ModelListing
 from kvsidecar.models.model_pull import prepare
 from kvsidecar.models.model_pull import pull as fetch
 
-app = typer.Typer(help="List the models that are here, or remove one.")
+app = typer.Typer(help="List installed models, or remove one.")
 console = TerminalConsole()
-_BUILT_IN = Listed(BUILT_IN, 0, "Qwen2ForCausalLM", "built in, for tests: no assistant", "")
+_BUILT_IN = ModelListing(BUILT_IN, 0, "Qwen2ForCausalLM", "built in, for tests: no assistant", "")
 
 
 def pull(
     name: Annotated[str, typer.Argument(help=f"{', '.join(CATALOGUE)}, or a hub id: ORG/NAME, ORG/NAME:Q4_K_M.")],
     accept_terms: Annotated[bool, typer.Option("--accept-terms", help="Accept the model's own terms.")] = False,
 ) -> None:
-    """Fetch a model, so that `serve --model NAME` finds it."""
+    """Download a model, so that `serve --model NAME` finds it."""
     if refused := refusal("pull"):
         print(refused, file=sys.stderr)
         raise typer.Exit(2)
-    library = Library()
+    library = ModelLibrary()
     if library.find(name) is None:
         fetch(name, library, accept_terms=accept_terms or _asked(name))
         status = prepare(name)
@@ -41,7 +41,7 @@ def pull(
 
 
 def _asked(name: str) -> bool:
-    """Whether somebody at a terminal accepts the terms of a model that has some."""
+    """Ask at a terminal whether the user accepts a model's terms, if it has any."""
     model = CATALOGUE.get(name)
     if model is None or not model.terms or not sys.stdin.isatty():
         return False
@@ -52,10 +52,10 @@ def _asked(name: str) -> bool:
 def models(
     context: typer.Context, as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False
 ) -> None:
-    """List the models that are here, or remove one."""
+    """List installed models, or remove one."""
     if context.invoked_subcommand is not None:
         return
-    library = Library()
+    library = ModelLibrary()
     found = library.listed()
     if as_json:
         print(json.dumps([asdict(one) for one in [_BUILT_IN, *found]], indent=1))
@@ -81,7 +81,7 @@ def models(
 
 @app.command()
 def rm(names: Annotated[list[str], typer.Argument(help="Names as `kvsidecar models` shows them.")]) -> None:
-    """Remove models, with what was written out of them."""
-    library = Library()
+    """Remove models and their conversions."""
+    library = ModelLibrary()
     for name in names:
         console.print(f"removed {name}, {format_size(library.remove(name))}", highlight=False)

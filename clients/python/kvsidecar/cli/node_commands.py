@@ -1,7 +1,7 @@
-"""``kvsidecar status`` and ``kvsidecar stop``: the node whose sockets lie in a folder.
+"""``kvsidecar status`` and ``kvsidecar stop``: the node of a runtime folder.
 
-Who listens at a socket is asked of the kernel (SO_PEERCRED, unix(7)); what does not listen yet is known from what
-``serve`` says of its node (``kvsidecar.process.node_report``).
+The kernel names the process that listens at a socket (SO_PEERCRED, unix(7)); processes that do not listen yet are known
+from the supervisor's report (``kvsidecar.process.node_report``).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kvsidecar.errors import Unavailable
 from kvsidecar.inference.v1 import inference_pb2
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.net.http_health import health_status
-from kvsidecar.process.node_report import STARTING, ProcessReport, Supervised, read_reports, supervised
-from kvsidecar.process.runtime_dir import default_runtime_dir, listener_of, require_private_dir, socket_target
+from kvsidecar.process.node_report import STARTING, NodeReport, ProcessReport, find_node, read_reports
+from kvsidecar.process.runtime_dir import default_runtime_dir, listener_pid, require_private_dir, socket_target
 
 RuntimeDir = Annotated[Path | None, typer.Option(help="Folder of the sockets; that of `serve` when left out.")]
 _PATIENCE_SECONDS = 3.0
@@ -42,8 +42,10 @@ _COLORS = {SERVING: "green", LOADING: "yellow", NOT_READY: "yellow", NOT_SERVING
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a node. ``pid`` is 0 for one in another container, -1 where there is none. The detail of the
-    gateway is its URL."""
+    """One process of a node. ``pid`` is 0 for one in another container, -1 without a process.
+
+    The gateway's detail is its URL.
+    """
 
     name: str
     pid: int
@@ -51,21 +53,21 @@ class Part:
     uptime_seconds: float
     detail: str
     state: str
-    """``serving``; ``loading`` what a supervisor has started and does not listen yet; ``not ready`` a gateway without a
-    worker to ask; ``not serving``."""
+    """``serving``; ``loading``: started and not listening yet; ``not ready``: a gateway without a live worker; ``not
+    serving``."""
     restarts: int = 0
-    """How often a supervisor had to start it again."""
+    """Number of restarts by the supervisor."""
     kills: int = 0
-    """Of these, how often because it did not answer."""
+    """Number of these restarts because it did not respond."""
 
 
 def status(
     runtime_dir: RuntimeDir = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Say what runs here and whether it serves; exit code 0 when all of it does, else 1.
+    """Show the node's processes and their health; exit code 0 when all serve, else 1.
 
-    While a model is loaded its worker is `loading`, the gateway is `not ready`, and the exit code is 1.
+    While a model is being loaded, its worker is `loading`, the gateway is `not ready`, and the exit code is 1.
     """
     folder = _trusted(runtime_dir)
     parts = parts_in(folder)
@@ -87,7 +89,7 @@ def stop(
     runtime_dir: RuntimeDir = None,
     seconds: Annotated[float, typer.Option(help="How long the end may take; what is queued is written first.")] = 60.0,
 ) -> None:
-    """End what runs here in order: no new requests, then running ones, then the cache. What is durable stays."""
+    """Stop the node in order: new requests, running requests, then the cache daemon. Durable chunks stay."""
     folder = _trusted(runtime_dir)
     ending = _to_end(folder)
     for process in ending:
@@ -104,14 +106,14 @@ def stop(
 
 
 def _trusted(runtime_dir: Path | None) -> Path:
-    """The folder to look into. Raises ConfigurationError where another user could have put there what is in it."""
+    """Return the runtime folder. Raises ConfigurationError when another user could have created its content."""
     folder = runtime_dir or default_runtime_dir()
     require_private_dir(folder)
     return folder
 
 
 def _typed(arguments: list[str]) -> str:
-    """What a user calls a program of ours."""
+    """Return the command that a user knows a process by."""
     module = arguments.index("-m") + 1 if "-m" in arguments else 0
     named = [word for word in arguments[module : module + 2] if not word.startswith("-")]
     ours = [name for name, program in PROGRAMS.items() if list(program) == named[: len(program)]]
@@ -119,7 +121,7 @@ def _typed(arguments: list[str]) -> str:
 
 
 def _ended(process: psutil.Process, seconds: float) -> bool:
-    """Waits for a process's end. One whose parent has not asked how it ended has ended all the same."""
+    """Wait for a process to end; a zombie counts as ended."""
     deadline = time.monotonic() + seconds
     with contextlib.suppress(psutil.NoSuchProcess):
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -130,22 +132,22 @@ def _ended(process: psutil.Process, seconds: float) -> bool:
 
 
 def parts_in(folder: Path) -> list[Part]:
-    """The daemon and the workers by name; where a supervisor is, those that do not listen yet, and the gateway."""
+    """Return daemon and workers by name; with a supervisor, also those that do not listen yet, and the gateway."""
     sockets = sorted(folder.glob("*.sock"), key=lambda path: (path.name != _CACHE, path.name))
     found = [_part(path) for path in sockets]
-    node = supervised(folder)
+    node = find_node(folder)
     return found if node is None else _with_awaited(folder, {part.name: part for part in found}, node)
 
 
-def _with_awaited(folder: Path, found: dict[str, Part], node: Supervised) -> list[Part]:
-    """All parts of a node: of those that do not listen, whether they are on their way."""
+def _with_awaited(folder: Path, found: dict[str, Part], node: NodeReport) -> list[Part]:
+    """Add the node's processes that do not listen, with their startup state, and the gateway."""
     children, reports = _children(node), read_reports(folder, node.pid)
     for name in ["cache", *(f"worker-{i}" for i in range(node.workers))]:
         if (name != "cache" or node.cache) and (name not in found or found[name].pid < 0):
             child = children.get(name)
             doing = "its model is being loaded" if name != "cache" else "its store is being opened"
             if child is not None and name not in found and _report_on(name, reports).state != STARTING:
-                gone = f"it runs, and nobody reaches it: {folder / name}.sock is gone; it should be back in a moment"
+                gone = f"it runs, but its socket {folder / name}.sock is gone; it should be back in a moment"
                 found[name] = Part(name, child.pid, False, _age(child), gone, NOT_SERVING)
             elif child is None:
                 found[name] = Part(name, -1, False, 0.0, "its process is about to be started", LOADING)
@@ -157,7 +159,7 @@ def _with_awaited(folder: Path, found: dict[str, Part], node: Supervised) -> lis
 
 
 def _report_on(name: str, reports: dict[str, ProcessReport]) -> ProcessReport:
-    """The supervisor's report on a part."""
+    """Return the supervisor's report on a process."""
     return reports.get("daemon" if name == "cache" else name, ProcessReport())
 
 
@@ -166,22 +168,22 @@ def _with_restarts(part: Part, report: ProcessReport) -> Part:
 
 
 def _shown(part: Part) -> str:
-    """The detail of a part, and how often it had to be started again."""
+    """Return a process's detail, with its restarts."""
     if not part.restarts:
         return part.detail
     again = f"{part.detail}; started again {part.restarts} time{'s' if part.restarts > 1 else ''}"
     return f"{again}, {part.kills} of them because it did not answer" if part.kills else again
 
 
-def gateway_of(node: Supervised, process: psutil.Process | None = None) -> Part:
-    """The gateway of a node, asked whether it has a worker to ask."""
+def gateway_of(node: NodeReport, process: psutil.Process | None = None) -> Part:
+    """Check a node's gateway: ready when it has a live worker."""
     ready = health_status(node.url, _PATIENCE_SECONDS) == HTTPStatus.OK
     state = SERVING if ready else NOT_READY
     return Part("gateway", process.pid if process else -1, ready, _age(process) if process else 0.0, node.url, state)
 
 
-def _children(node: Supervised) -> dict[str, psutil.Process]:
-    """A supervisor's processes by the name of their part."""
+def _children(node: NodeReport) -> dict[str, psutil.Process]:
+    """Return a supervisor's child processes by name."""
     found = {}
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(node.pid).children():
@@ -197,17 +199,17 @@ def _children(node: Supervised) -> dict[str, psutil.Process]:
 
 
 def _age(process: psutil.Process) -> float:
-    """Seconds since its start."""
+    """Return the seconds since a process's start."""
     with contextlib.suppress(psutil.Error):
         return float(time.time() - process.create_time())
     return 0.0
 
 
 def _part(path: Path) -> Part:
-    pid = listener_of(path, _PATIENCE_SECONDS)
+    pid = listener_pid(path, _PATIENCE_SECONDS)
     name = path.name.removesuffix(".sock")
     if pid is None:
-        return Part(name, -1, False, 0.0, "its socket is left, and nobody listens there", NOT_SERVING)
+        return Part(name, -1, False, 0.0, "its socket is left over: no process listens there", NOT_SERVING)
     uptime = 0.0
     with contextlib.suppress(psutil.Error):
         uptime = _age(psutil.Process(pid)) if pid else 0.0
@@ -239,7 +241,7 @@ def _of_worker(channel: grpc.Channel) -> str:
 
 
 def _to_end(folder: Path) -> list[psutil.Process]:
-    """Supervisors, who end their children in order; then what runs without one, the daemon last."""
+    """Return the processes to stop: supervisors, which stop their children in order, then others, the daemon last."""
     listeners = _listeners(folder)
     supervisors = _supervisors(folder, listeners)
     own = {child.pid for supervisor in supervisors for child in supervisor.children()}
@@ -248,11 +250,11 @@ def _to_end(folder: Path) -> list[psutil.Process]:
 
 
 def _listeners(folder: Path) -> list[psutil.Process]:
-    """Who listens at the sockets; for the daemon's its guardian, whose command line is the same."""
+    """Return the processes that listen at the sockets; for the daemon its parent with the same command line."""
     found = []
     for path in folder.glob("*.sock"):
         with contextlib.suppress(psutil.Error):
-            if pid := listener_of(path, _PATIENCE_SECONDS):
+            if pid := listener_pid(path, _PATIENCE_SECONDS):
                 process, parent = psutil.Process(pid), psutil.Process(pid).parent()
                 guarded = parent is not None and _arguments(parent) == _arguments(process)
                 found.append(parent if parent is not None and guarded else process)
@@ -261,7 +263,7 @@ def _listeners(folder: Path) -> list[psutil.Process]:
 
 def _supervisors(folder: Path, listeners: list[psutil.Process]) -> list[psutil.Process]:
     found = {}
-    if node := supervised(folder):  # whose parts may not listen yet
+    if node := find_node(folder):  # whose parts may not listen yet
         with contextlib.suppress(psutil.Error):
             found[node.pid] = psutil.Process(node.pid)
     for process in listeners:

@@ -1,4 +1,4 @@
-"""Text of models and other users, without what would steer a terminal."""
+"""Removes terminal control characters from text of models and other users."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ _CONTROL = dict.fromkeys([n for n in (*range(0x20), *range(0x7F, 0xA0)) if chr(n
 
 
 def printable(text: str) -> str:
-    """The text without control characters but newlines and tabs: a sequence could write to the clipboard."""
+    """Remove control characters except newlines and tabs: a sequence could write to the clipboard."""
     return text.translate(_CONTROL)

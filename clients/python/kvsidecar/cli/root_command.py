@@ -1,4 +1,4 @@
-"""``kvsidecar``: the command line."""
+"""Root of the ``kvsidecar`` command line: adds all commands, prints errors as one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="A KV-cache daemon and inference workers that make a language model read every text once.\n\n"
+    help="A KV cache daemon and inference workers that compute every prompt prefix once.\n\n"
     "Start with `kvsidecar serve`, then `kvsidecar chat` in another terminal.",
 )
 _NODE, _ASK, _MODELS, _CACHE, _PARTS = "A node", "Asking", "Models", "The cache", "Parts of a node, each alone"
@@ -37,7 +37,7 @@ def _tell_version(wanted: bool) -> None:
 @app.callback()
 def kvsidecar(
     version: Annotated[
-        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Say the version.")
+        bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None: ...
 
@@ -49,7 +49,7 @@ def _read(text: str) -> str:
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     worker: Address = None,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
     model: Adapter = "",
@@ -69,7 +69,7 @@ def generate(
 
 
 def _add_commands() -> None:
-    """In the order of ``--help``."""
+    """Add the commands in the order of ``--help``."""
     run = {command.__name__: command for command in service_commands.commands()}
 
     def service(name: str, panel: str) -> None:
@@ -98,7 +98,7 @@ _add_commands()
 
 
 def main() -> None:
-    """Entry point: errors become one line on stderr and exit code 1."""
+    """Run a command; errors become one line on stderr and exit code 1."""
     try:
         app()
     except KVSidecarError as error:

@@ -1,4 +1,4 @@
-"""The commands that become a service's process, with a command line of its own."""
+"""Commands that run a service: serve, daemon, worker, gateway, verify, quantize."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def commands() -> list[Callable[..., None]]:
-    """What the command line has of them. To a shell that completes they have the flags of their settings; otherwise
-    none, and all flags are handed on."""
+    """Return the service commands.
+
+    For shell completion they have the flags of their settings; otherwise none, and all flags are passed on.
+    """
     found = [serve, daemon, worker, verify, quantize, gateway]
     return [_with_flags(command) for command in found] if ASKED_BY_SHELL in os.environ else found
 
@@ -65,15 +67,15 @@ def worker(context: typer.Context) -> None:
 
 
 def verify(context: typer.Context) -> None:
-    """Measure whether a model may reuse text that was read in another context."""
+    """Measure whether a model may reuse chunks that were computed in another context."""
     become("verify", context.args)
 
 
 def quantize(context: typer.Context) -> None:
-    """Write a model with its weights at 4 bits, and measure what that costs."""
+    """Quantize a model's weights to 4 bits, and measure the loss of quality."""
     become("quantize", context.args)
 
 
 def gateway(context: typer.Context) -> None:
-    """Run the HTTP gateway alone, of a node's workers or, with --nodes, of a fleet."""
+    """Run the HTTP gateway alone, for a node's workers or, with --nodes, for a fleet."""
     become("gateway", context.args)

@@ -1,6 +1,7 @@
-"""Turns a settings class into command-line flags and runs a service with it.
+"""Reads a service's settings, configures logging, and runs the service.
 
-Flags over environment over ``--config FILE`` over defaults. A bad value stops the start with one sentence.
+Flags override the environment, which overrides ``--config FILE``, which overrides defaults. An invalid value stops the
+start with one sentence.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import structlog
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings
 
-from kvsidecar.cli.flags import FlagParser, add_flags, meant
+from kvsidecar.cli.flags import FlagParser, add_flags, did_you_mean
 from kvsidecar.cli.printable import printable
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 
@@ -35,8 +36,11 @@ _FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 
 def read_settings(settings: type[S], given: dict[str, Any], config: Path | None) -> S:
-    """Builds the settings. Raises ConfigurationError with one sentence that names setting, value and rule; a name that
-    is no setting, in the file or the environment, is refused too."""
+    """Build the settings.
+
+    Raises ConfigurationError with one sentence that names setting, value and rule, also for an unknown name in the file
+    or the environment.
+    """
     refuse_unknown_variables(settings)
     values = {} if config is None else _read_file(settings, config)
     try:
@@ -54,20 +58,22 @@ def read_settings(settings: type[S], given: dict[str, Any], config: Path | None)
         hidden = field is not None and not field.repr
         shown = "not shown here" if hidden else _shown(first.get("input"))
         why = first["msg"].removeprefix("Value error, ")
-        # What a hidden value was must not be in a traceback either.
+        # A hidden value must not be in a traceback either.
         raise ConfigurationError(f"{name} is {shown}: {why.replace('Input', 'input', 1)}") from (
             None if hidden else error
         )
 
 
 def _shown(value: object) -> str:
-    """A refused value, without the password of a URL."""
+    """Format a refused value, without the password of a URL."""
     return _PASSWORD.sub(r"\1:...@", repr(value))
 
 
 def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
-    """Raises ConfigurationError for an environment variable with the settings' prefix that is none of them. The text
-    has no value: it may be a secret."""
+    """Raise ConfigurationError for an environment variable with the settings' prefix that is not a setting.
+
+    The text does not contain the value, which may be a secret.
+    """
     prefix = str(settings.model_config.get("env_prefix", ""))
     known = {f"{prefix}{name}".upper() for name in settings.model_fields}
     for name in sorted(os.environ):
@@ -75,9 +81,8 @@ def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
             continue
         if any(len(other) > len(prefix) and name.startswith(other) for other in _PREFIXES):
             continue
-        raise ConfigurationError(
-            f"{name} is in the environment and is no setting{meant(name, known, prefix)}; unset it, or see --help"
-        )
+        hint = did_you_mean(name, known, prefix)
+        raise ConfigurationError(f"{name} is in the environment and is no setting{hint}; unset it, or see --help")
 
 
 def _read_file(settings: type[BaseSettings], config: Path) -> dict[str, Any]:
@@ -91,18 +96,18 @@ def _read_file(settings: type[BaseSettings], config: Path) -> dict[str, Any]:
             raise ConfigurationError(f"{config} has a table [{name}]; write the settings without any table above them")
         if name.replace("-", "_") not in known:
             raise ConfigurationError(
-                f"{config} has {name!r}, which is no setting{meant(name.replace('-', '_'), known)}; see --help"
+                f"{config} has {name!r}, which is no setting{did_you_mean(name.replace('-', '_'), known)}; see --help"
             )
     return {name.replace("-", "_"): value for name, value in loaded.items()}
 
 
-# What writing to standard error raises: ValueError where it was closed, AttributeError where a process never had one.
+# Raised by writing to standard error: ValueError after it was closed, AttributeError in a process without one.
 _NO_LOG = (OSError, ValueError, AttributeError)
 
 
 class _StandardError:
-    """Where standard error leads now. A line that cannot be written is dropped: the reader of a pipe may have gone,
-    or a disk be full, and nothing that is served may fail over its log."""
+    """The current standard error. Drops lines that cannot be written (closed pipe, full disk): a log must never fail a
+    request."""
 
     def write(self, text: str) -> None:
         with contextlib.suppress(*_NO_LOG):
@@ -119,15 +124,15 @@ class _StandardError:
 
 
 def strip_control_characters(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """A structlog processor for terminals, which control sequences in what a guest calls itself would steer."""
+    """Remove control characters from log values (structlog processor): a client's name could contain sequences."""
     return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
 def configure_logging(level: str, process: str = "") -> None:
-    """Structured logs on stderr: for people on a terminal, JSON lines otherwise. ``process`` tells whose line it is
-    where several write to one place.
+    """Configure structured logs on stderr: readable on a terminal, else JSON lines.
 
-    Tracebacks come without local variables: those hold prompts.
+    ``process`` names the writer where several processes share a log. Tracebacks omit local variables, which contain
+    prompts.
     """
     errors = _StandardError()
     show: list[structlog.typing.Processor] = [
@@ -159,7 +164,7 @@ def run_service(
     arguments: Sequence[str],
     around: Callable[[Callable[[], int]], int] = lambda run: run(),
 ) -> int:
-    """Parses flags and runs ``serve`` on a uvloop, within ``around``, which calls what it is given.
+    """Parse flags and run ``serve`` on uvloop, within ``around``, which calls its argument.
 
     Returns the exit code: 0 stopped, 2 bad settings, 1 failed.
     """

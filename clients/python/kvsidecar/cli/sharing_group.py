@@ -1,4 +1,4 @@
-"""Which attached workers share stored chunks, by the descriptors that they sent to the cache daemon."""
+"""Groups of attached workers that share chunks, by namespace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN_DIGITS = 12
 
 @dataclass(frozen=True)
 class SharingGroup:
-    """Clients that are attached with one namespace: each finds what the others store."""
+    """Clients with the same namespace: each finds the chunks that the others store."""
 
     namespace: bytes
     clients: tuple[str, ...]
@@ -22,13 +22,13 @@ class SharingGroup:
 
     @property
     def text(self) -> str:
-        """One clause for people."""
+        """The group as one clause."""
         verb = "share" if len(self.clients) > 1 else "uses"
         name = self.namespace.hex()[:SHOWN_DIGITS]
         return f"{', '.join(self.clients)} {verb} namespace {name} ({self.descriptor.producer})"
 
     def differs_in_numerics_alone(self, other: SharingGroup) -> bool:
-        """Whether two groups would be one if both computed the same bits."""
+        """Return whether two groups differ only in their numerics."""
         mine, its = NamespaceDescriptor(), NamespaceDescriptor()
         mine.CopyFrom(self.descriptor)
         its.CopyFrom(other.descriptor)
@@ -37,7 +37,7 @@ class SharingGroup:
 
 
 def sharing_groups(sessions: Iterable[SessionInfo]) -> list[SharingGroup]:
-    """Sessions by their namespace, in the order in which each first appears."""
+    """Group sessions by namespace, in order of first appearance."""
     found: dict[bytes, list[SessionInfo]] = {}
     for session in sessions:
         found.setdefault(session.namespace, []).append(session)
@@ -48,7 +48,7 @@ def sharing_groups(sessions: Iterable[SessionInfo]) -> list[SharingGroup]:
 
 
 def numerics_text(numerics: Numerics) -> str:
-    """What a worker says of its numerics, as one clause; empty for a worker that says nothing."""
+    """Describe a worker's numerics as one clause; empty without numerics."""
     if not numerics.id:
         return ""
     shared = " (--share-across-machines: a hit may change an answer)" if numerics.shared_across_machines else ""

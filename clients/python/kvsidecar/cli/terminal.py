@@ -1,4 +1,4 @@
-"""Output to terminals: text of models and other users without its control characters."""
+"""Terminal output without control characters in the text of models and other users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsidecar.cli.printable import printable
 
 
 class TerminalConsole(Console):
-    """rich's console; on a terminal no text that it prints has control characters. Its own sequences stay."""
+    """rich's console; on a terminal it removes control characters from text, and keeps rich's own sequences."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

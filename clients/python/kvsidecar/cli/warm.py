@@ -1,4 +1,4 @@
-"""``kvsidecar warm``: texts are read before anybody asks about them."""
+"""``kvsidecar warm``: prefills texts into the cache ahead of requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PAUSE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Text:
-    """Something to read: ``prompt``, or ``messages`` with ``tools``."""
+    """A text to warm: ``prompt``, or ``messages`` with ``tools``."""
 
     name: str
     fields: dict[str, Any]
@@ -38,7 +38,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Warmed:
-    """Tokens of a text; of these, those that had been read before, and those that are stored now."""
+    """Tokens of a text, how many were cached before, and how many are stored now."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -59,23 +59,21 @@ def warm(
     worker: Address = None,
     model: Adapter = "",
     url: Annotated[
-        str, typer.Option(help="A gateway, of a node or a fleet, as http://HOST:8000, in the place of a worker.")
+        str, typer.Option(help="URL of a node's or fleet's gateway (http://HOST:8000), instead of a worker.")
     ] = "",
     api_key: Annotated[str, typer.Option(envvar="KVSIDECAR_API_KEY", help="The gateway's key.")] = "",
     salt: Annotated[
-        str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; none is the common tenant.")
+        str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; empty for the default tenant.")
     ] = "",
     within: Annotated[
-        str, typer.Option(help="By when, as 30s or 10m: what is not read by then is of no use, and is left.")
+        str, typer.Option(help="Deadline, as 30s or 10m: texts that are not warm by then are skipped.")
     ] = "",
-    ttl: Annotated[
-        str, typer.Option(help="How long it is to be kept, as 1h or 7d; as long as there is room when left out.")
-    ] = "",
+    ttl: Annotated[str, typer.Option(help="TTL of the stored chunks, as 1h or 7d; default: no expiry.")] = "",
     wait: Annotated[
-        str, typer.Option(help="How long the gateway may take to come up, as 10m; with --url.", show_default=False)
+        str, typer.Option(help="How long to wait for the gateway to come up, as 10m; with --url.", show_default=False)
     ] = "",
 ) -> None:
-    """Read texts into the cache before anybody asks about them."""
+    """Prefill texts into the cache ahead of requests."""
     from rich.progress import track
 
     if url and worker is not None:
@@ -104,8 +102,10 @@ def warm(
 
 
 def texts(paths: list[Path]) -> list[Text]:
-    """The files that were named, and the texts in folders that were; what else lies in a folder is left out, by name.
-    Raises InvalidRequest when nothing is left, and for lists that are none."""
+    """Read the named files, and the text files in named folders; print other files in folders as skipped.
+
+    Raises InvalidRequest when there is no text, and for invalid lists.
+    """
     found = [text for path in paths if path.is_file() for text in _of_file(path)]
     for path in sorted(p for folder in paths if folder.is_dir() for p in folder.rglob("*") if p.is_file()):
         try:
@@ -176,7 +176,7 @@ def _worker(address: str | None, salt: str, model: str, kept: int | None, second
 
 @contextmanager
 def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wait_seconds: float) -> Iterator[Read]:
-    import httpx  # here: no other command asks a gateway, and it takes long
+    import httpx  # lazy: slow to import
 
     until = time.monotonic() + wait_seconds
     try:
@@ -212,7 +212,7 @@ def _gateway(url: str, api_key: str, salt: str, model: str, kept: int | None, wa
 
 
 def _warmed(answer: httpx.Response) -> Warmed:
-    """Raises KVSidecarErrors for answers that are none."""
+    """Decode a warm response. Raises KVSidecarErrors for errors and invalid responses."""
     try:
         body = answer.json()
         if answer.status_code == 200:

@@ -1,4 +1,4 @@
-"""Reaching a worker from a command."""
+"""Connects commands to a worker."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ import typer
 from kvsidecar.cli.terminal import TerminalConsole
 from kvsidecar.client import Client, Completion
 from kvsidecar.errors import Unavailable
-from kvsidecar.net.channel import explain, listens
-from kvsidecar.process.node_report import supervised
+from kvsidecar.net.channel import explain_unavailable, listens
+from kvsidecar.process.node_report import find_node
 from kvsidecar.process.runtime_dir import default_runtime_dir, own_runtime_dir
 from kvsidecar.worker_targets import target_of
 
 Address = Annotated[
-    str | None, typer.Option("--worker", help="Socket or host:port of a worker; those of `serve` when left out.")
+    str | None, typer.Option("--worker", help="Socket or host:port of a worker; default: those of `serve`.")
 ]
-Adapter = Annotated[str, typer.Option("--model", help="One of the worker's LoRA adapters; the model when left out.")]
+Adapter = Annotated[str, typer.Option("--model", help="One of the worker's LoRA adapters; default: the model.")]
 console = TerminalConsole()
 _LOOK_SECONDS = 0.2
 
 
 @contextmanager
 def connected(address: str | None, patience_seconds: float = float("inf")) -> Iterator[Client]:
-    """A client of the worker. While ``serve`` starts it is waited for, for ``patience_seconds`` at the most; that
-    nothing listens there is one sentence, which says what to do."""
+    """Yield a client of the worker; wait for a starting node for at most ``patience_seconds``.
+
+    A missing worker raises Unavailable with one sentence of advice.
+    """
     target = target_of(address)
     if address is None:
         _wait_for_start(time.monotonic() + patience_seconds)
@@ -36,14 +38,14 @@ def connected(address: str | None, patience_seconds: float = float("inf")) -> It
         try:
             yield client
         except Unavailable as error:
-            raise explain(error, target, encrypted=False, absent=_absent(target, address)) from error
+            raise explain_unavailable(error, target, encrypted=False, absent=_absent(target, address)) from error
 
 
 def _wait_for_start(until: float) -> None:
-    """Waits while a node is here of which no worker listens yet."""
+    """Wait while a node runs of which no worker listens yet."""
     folder = own_runtime_dir()
     told = False
-    while not any(listens(socket) for socket in folder.glob("worker-*.sock")) and supervised(folder) is not None:
+    while not any(listens(socket) for socket in folder.glob("worker-*.sock")) and find_node(folder) is not None:
         if time.monotonic() > until:
             return
         if not told:
@@ -64,7 +66,7 @@ def _absent(target: str, address: str | None) -> str:
 
 
 def show_costs(final: Completion | None) -> None:
-    """One line below an answer: what was read, what came from the cache, and how long it took."""
+    """Print one line below an answer: prompt tokens, cached tokens, and times."""
     if final is not None:
         guessed = f", {final.accepted_tokens} of them guessed" if final.accepted_tokens else ""
         console.print(

@@ -1,6 +1,6 @@
-"""What the daemon holds, told to routers as vLLM tells it: ``kvsidecar events``.
+"""Publishes the daemon's content as vLLM's KV events, for prefix-aware routers.
 
-``hashes`` names blocks as vLLM does, ``ledger`` knows which blocks the stored chunks make up, ``following`` keeps it as
-the daemon's Watch says, ``wire`` and ``publishing`` speak vLLM's protocol (ZeroMQ and msgpack: ``pip install
-kvsidecar[events]``). Imports the rest of ``kvsidecar``; nothing of the servers.
+``event_follower`` follows the daemon's Watch, ``block_ledger`` converts chunks to blocks, ``event_publisher`` speaks
+vLLM's protocol (ZeroMQ and msgpack: ``pip install kvsidecar[events]``). May import the rest of ``kvsidecar``, not the
+servers.
 """

@@ -1,8 +1,8 @@
-"""The names of blocks: those that vLLM gives them with ``--prefix-caching-hash-algo sha256_cbor``.
+"""Block hashes as in vLLM with ``--prefix-caching-hash-algo sha256_cbor``.
 
-A block's hash is SHA-256 over the canonical CBOR (RFC 8949, section 4.2.1) of ``[hash of the block before, its tokens,
-extra keys]``; the first block's predecessor is the hash of a seed. With the same algorithm, seed and block length an
-engine's own events and the daemon's give one block one name.
+A block's hash is SHA-256 over the canonical CBOR (RFC 8949, section 4.2.1) of ``[parent block's hash, tokens, extra
+keys]``; the first block's parent is the hash of a seed. With the same algorithm, seed and block length, events of an
+engine and of the daemon use the same hashes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
-# What vLLM takes where PYTHONHASHSEED is not set (vllm/v1/core/kv_cache_utils.py).
+# vLLM's seed when PYTHONHASHSEED is not set (vllm/v1/core/kv_cache_utils.py).
 DEFAULT_SEED = "vllm-none-hash"
 
 _UNSIGNED, _BYTES, _TEXT, _ARRAY = 0x00, 0x40, 0x60, 0x80
@@ -18,12 +18,12 @@ _NULL = b"\xf6"
 
 
 def seed_hash(seed: str = DEFAULT_SEED) -> bytes:
-    """The predecessor of a prompt's first block."""
+    """Return the parent hash of a prompt's first block."""
     return hashlib.sha256(_text(seed)).digest()
 
 
 def block_hash(before: bytes, tokens: Sequence[int], salt: str | bytes = b"") -> bytes:
-    """A block's hash, 32 bytes. ``salt`` is that of the prompt, for its first block, and empty for all others."""
+    """Return a block's hash, 32 bytes. ``salt`` is the prompt's for its first block, and empty for all others."""
     extra = _NULL
     if salt:
         named = _text(salt) if isinstance(salt, str) else _head(_BYTES, len(salt)) + salt
@@ -33,8 +33,8 @@ def block_hash(before: bytes, tokens: Sequence[int], salt: str | bytes = b"") ->
     return hashlib.sha256(parts).digest()
 
 
-def external(block: bytes) -> int:
-    """A block's name in events: the last 64 bits of its hash."""
+def external_hash(block: bytes) -> int:
+    """Return a block's hash in events: the last 64 bits."""
     return int.from_bytes(block[-8:], "big")
 
 
@@ -44,7 +44,7 @@ def _text(text: str) -> bytes:
 
 
 def _head(major: int, value: int) -> bytes:
-    """A CBOR item's beginning: its type, and its value or length in as few bytes as it takes."""
+    """Encode a CBOR item's head: its type, and its value or length in the fewest bytes."""
     if value < 24:
         return bytes((major | value,))
     if value < 1 << 8:

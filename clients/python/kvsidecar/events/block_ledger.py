@@ -1,8 +1,8 @@
-"""Which blocks the stored chunks make up, and what of it changes when a chunk does.
+"""Converts changes of stored chunks to block events.
 
-Chunks have any length, routers count in blocks of one length. A block is held by the chunk that it ends in, behind the
-chunks before that one, without which the daemon would not have it. Chunks with a common beginning hold the same
-blocks: a block is there as long as one of them is. Each tier is counted for itself.
+Chunks have any length, routers count blocks of one length. A block belongs to the chunk that it ends in; the daemon has
+that chunk only with all its ancestors. Chunks with a common prefix share blocks, so blocks are reference-counted: a
+block is removed with its last chunk. Each tier is counted separately.
 """
 
 from __future__ import annotations
@@ -12,49 +12,51 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, ChunkInfo, EventType
-from kvsidecar.events.block_hashes import block_hash, external, seed_hash
+from kvsidecar.events.block_hashes import block_hash, external_hash, seed_hash
 from kvsidecar.events.vllm_events import BlockRemoved, BlockStored, Event
 
 ARENA, DISK = "CPU", "STORAGE"
-"""The tiers as vLLM names media."""
+"""vLLM's medium names for the tiers."""
 
 
 @dataclass(frozen=True)
-class _End:
-    """Where a chunk ends: the hash of the last whole block, and the tokens behind it."""
+class _ChunkEnd:
+    """A chunk's end: the hash of the last complete block, and the tokens after it."""
 
     block: bytes
     rest: tuple[int, ...]
-    first: bool  # there is no whole block yet
+    first: bool  # there is no complete block yet
 
 
 @dataclass
-class _Held:
-    """A chunk: its end, the names of the blocks that end in it, and where it is."""
+class _LedgerChunk:
+    """A chunk: its end, the hashes of the blocks that end in it, and its tiers."""
 
-    end: _End
+    end: _ChunkEnd
     blocks: tuple[int, ...]
     media: frozenset[str] = frozenset()
 
 
 @dataclass
-class Ledger:
-    """Of one tenant of a namespace. ``salt`` is the tenant's. For one thread."""
+class BlockLedger:
+    """Blocks of one tenant in a namespace; ``salt`` is the tenant's. For one thread."""
 
     block_tokens: int
     salt: bytes
     seed: str
-    _chunks: dict[bytes, _Held] = field(default_factory=dict)
-    _holders: Counter[tuple[str, int]] = field(default_factory=Counter)  # how many chunks hold a block in a medium
+    _chunks: dict[bytes, _LedgerChunk] = field(default_factory=dict)
+    _holders: Counter[tuple[str, int]] = field(default_factory=Counter)  # reference counts of blocks by medium
 
     def change(self, kind: EventType.ValueType, chunk: ChunkInfo) -> list[Event]:
-        """Takes in an event of Watch, whose chunk comes with its tokens. What cannot be placed is left out: what it
-        continues is gone, and so will it be."""
+        """Apply a Watch event, whose chunk has its tokens; return the block events.
+
+        Ignores a chunk whose parent is unknown: the parent was removed, and the chunk's own removal follows.
+        """
         gone = kind in (EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED)
         return self._move(chunk, frozenset() if gone else _media(chunk))
 
     def replace(self, chunks: Iterable[ChunkInfo]) -> list[Event]:
-        """Takes in all that is stored now. Returns what differs from before."""
+        """Apply a full list of stored chunks; return the block events for the differences."""
         listed = sorted(chunks, key=lambda chunk: chunk.start_position)  # parents first
         now = {chunk.prefix_hash for chunk in listed}
         out: list[Event] = []
@@ -64,13 +66,13 @@ class Ledger:
             out += self._move(chunk, _media(chunk))
         return out
 
-    def forget(self) -> None:
-        """What was said is said anew from here on."""
+    def reset(self) -> None:
+        """Drop all state: every block is published again."""
         self._chunks.clear()
         self._holders.clear()
 
     def _move(self, chunk: ChunkInfo, media: frozenset[str]) -> list[Event]:
-        """A chunk is in these media now."""
+        """Set the media of a chunk; return the block events."""
         held = self._chunks.get(chunk.prefix_hash)
         if held is None and not media:
             return []
@@ -88,24 +90,24 @@ class Ledger:
             held.media = media
         return out
 
-    def _before(self, chunk: ChunkInfo) -> _End | None:
-        """What a chunk continues; None when that is not there."""
+    def _before(self, chunk: ChunkInfo) -> _ChunkEnd | None:
+        """Return the end of a chunk's parent; None when the parent is unknown."""
         if not chunk.start_position:
-            return _End(seed_hash(self.seed), (), True)
+            return _ChunkEnd(seed_hash(self.seed), (), True)
         parent = self._chunks.get(chunk.parent_prefix_hash)
         return None if parent is None else parent.end
 
-    def _placed(self, before: _End, tokens: Sequence[int]) -> _Held:
+    def _placed(self, before: _ChunkEnd, tokens: Sequence[int]) -> _LedgerChunk:
         ids, last, names = (*before.rest, *tokens), before.block, list[int]()
         first, whole = before.first, len(ids) // self.block_tokens * self.block_tokens
         for at in range(0, whole, self.block_tokens):
             last = block_hash(last, ids[at : at + self.block_tokens], self._named_salt if first else b"")
             first = False
-            names.append(external(last))
-        return _Held(_End(last, ids[whole:], first), tuple(names))
+            names.append(external_hash(last))
+        return _LedgerChunk(_ChunkEnd(last, ids[whole:], first), tuple(names))
 
-    def _enter(self, held: _Held, before: _End, tokens: Sequence[int], medium: str) -> list[Event]:
-        """Counts a chunk's blocks in a medium; those that are new there are told, one event for each unbroken run."""
+    def _enter(self, held: _LedgerChunk, before: _ChunkEnd, tokens: Sequence[int], medium: str) -> list[Event]:
+        """Add references of a chunk's blocks in a medium; return one event per contiguous run of new blocks."""
         ids, out, run = (*before.rest, *tokens), list[Event](), list[int]()
         for i, name in enumerate(held.blocks):
             self._holders[medium, name] += 1
@@ -116,9 +118,11 @@ class Ledger:
                 run = []
         return out
 
-    def _stored(self, held: _Held, before: _End, ids: tuple[int, ...], run: list[int], medium: str) -> BlockStored:
+    def _stored(
+        self, held: _LedgerChunk, before: _ChunkEnd, ids: tuple[int, ...], run: list[int], medium: str
+    ) -> BlockStored:
         first, last = run[0], run[-1]
-        parent = held.blocks[first - 1] if first else None if before.first else external(before.block)
+        parent = held.blocks[first - 1] if first else None if before.first else external_hash(before.block)
         salted = self._named_salt and before.first and not first
         return BlockStored(
             block_hashes=list(held.blocks[first : last + 1]),
@@ -131,8 +135,8 @@ class Ledger:
             extra_keys=[(self._named_salt,), *[None] * (last - first)] if salted else None,
         )
 
-    def _leave(self, held: _Held, media: frozenset[str]) -> list[Event]:
-        """A chunk is in no other media than these."""
+    def _leave(self, held: _LedgerChunk, media: frozenset[str]) -> list[Event]:
+        """Remove a chunk from all media but these; return the block events."""
         out: list[Event] = []
         for medium in sorted(held.media - media):
             gone = []
@@ -148,7 +152,7 @@ class Ledger:
 
     @property
     def _named_salt(self) -> str | bytes:
-        """As vLLM has it: text. Salts that are none come from elsewhere."""
+        """The salt as vLLM has it: text. Salts that are not UTF-8 belong to other clients."""
         try:
             return self.salt.decode()
         except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Follows the daemon, through its death and its own falling behind: what is published is what the daemon holds."""
+"""Follows the daemon's Watch stream and publishes block events; recovers from restarts and lag."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from typing import Any
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Cancelled, InvalidRequest, KVSidecarError, PermissionDenied, Unauthenticated
-from kvsidecar.events.block_ledger import Ledger
+from kvsidecar.events.block_ledger import BlockLedger
 from kvsidecar.events.vllm_events import AllBlocksCleared, Event
 
 log = logging.getLogger(__name__)
 
 Reach = Callable[[], AbstractContextManager[Any]]
-"""Opens a connection to the daemon and gives its stub; failures in it are KVSidecarErrors."""
+"""Opens a connection to the daemon and yields its stub; raises KVSidecarErrors."""
 
 _PAGE, _BATCH = 100, 256
 _CALL_SECONDS = 30.0
 _RETRY_SECONDS = 0.2
-# So long the daemon may be away before routers are told that what it held is not there.
+# The daemon may be unavailable for this long before its blocks are published as removed.
 _GRACE_SECONDS = 2.0
-# Everything is said anew at most so often.
-_AGAIN_SECONDS = 10.0
-# What does not go away by itself.
-_LASTING = (InvalidRequest, PermissionDenied, Unauthenticated)
+# Minimum time between two full resends.
+_MIN_RESEND_SECONDS = 10.0
+# Errors that a retry cannot fix.
+_PERMANENT_ERRORS = (InvalidRequest, PermissionDenied, Unauthenticated)
 
 
-class Follower:
-    """``scope`` has the ``namespace`` and the ``tenant_salt``; the daemon shows the chunks of that tenant alone.
+class EventFollower:
+    """Follows the chunks of one tenant; ``scope`` has its ``namespace`` and ``tenant_salt``.
 
-    ``run`` is for one thread, the rest for any.
+    ``run`` is for one thread; the other methods are thread-safe.
     """
 
-    def __init__(self, reach: Reach, scope: dict[str, Any], ledger: Ledger) -> None:
+    def __init__(self, reach: Reach, scope: dict[str, Any], ledger: BlockLedger) -> None:
         self._reach, self._scope, self._ledger = reach, scope, ledger
-        self._heard, self._told_again = time.monotonic(), -_AGAIN_SECONDS
-        self._again, self._closed = False, threading.Event()
+        self._last_contact, self._resent_at = time.monotonic(), -_MIN_RESEND_SECONDS
+        self._resend_requested, self._closed = False, threading.Event()
         self._call: Any = None
 
     def run(self, publish: Callable[[list[Event]], None]) -> None:
-        """Publishes until it is closed. Raises a KVSidecarError when the daemon says that this caller may not ask."""
-        publish([AllBlocksCleared()])  # whoever followed a process before this one believes in what may be gone
+        """Publish until closed. Raises a KVSidecarError when the daemon refuses this caller."""
+        publish([AllBlocksCleared()])  # subscribers of an earlier process may know blocks that are gone
         logged = ""
         while not self._closed.is_set():
             try:
@@ -52,7 +52,7 @@ class Follower:
                     for events in self._changes(daemon):
                         logged = ""
                         publish(events)
-            except _LASTING:
+            except _PERMANENT_ERRORS:
                 raise
             except Cancelled:  # by ``_break_off``
                 pass
@@ -60,15 +60,15 @@ class Follower:
                 if str(error) != logged:
                     logged = str(error)
                     log.warning("following the cache daemon broke off, trying again: %s", error)
-                if time.monotonic() - self._heard > _GRACE_SECONDS:
+                if time.monotonic() - self._last_contact > _GRACE_SECONDS:
                     publish(self._ledger.replace([]))
             self._closed.wait(_RETRY_SECONDS)
 
-    def tell_again(self) -> None:
-        """Somebody missed what is not kept for replays any more: tells all that is stored once more."""
-        if not self._again:
-            self._again = True
-            wait = threading.Timer(self._told_again + _AGAIN_SECONDS - time.monotonic(), self._break_off)
+    def resend_all(self) -> None:
+        """Publish all stored blocks again: a subscriber missed events that are no longer kept for replays."""
+        if not self._resend_requested:
+            self._resend_requested = True
+            wait = threading.Timer(self._resent_at + _MIN_RESEND_SECONDS - time.monotonic(), self._break_off)
             wait.daemon = True
             wait.start()
 
@@ -81,25 +81,25 @@ class Follower:
             self._call.cancel()
 
     def _changes(self, daemon: Any) -> Iterator[list[Event]]:
-        """What changes, from what is stored now on."""
-        # Subscribed before it lists: what happens meanwhile is heard afterwards, and taking it in twice is harmless.
+        """Yield the changes, beginning with the current state."""
+        # Subscribe before listing: changes meanwhile come afterwards, and applying one twice is harmless.
         self._call = daemon.Watch(pb.WatchRequest(with_tokens=True, **self._scope))
         if self._closed.is_set():
             return
         next(self._call)
         chunks = self._listed(daemon)
         yield from _in_batches(self._ledger.replace(chunks))
-        if self._again:
-            self._ledger.forget()
-            yield [AllBlocksCleared()]  # what was missed may have been removals
+        if self._resend_requested:
+            self._ledger.reset()
+            yield [AllBlocksCleared()]  # the missed events may have been removals
             yield from _in_batches(self._ledger.replace(chunks))
-            self._again, self._told_again = False, time.monotonic()
-        self._heard = time.monotonic()
+            self._resend_requested, self._resent_at = False, time.monotonic()
+        self._last_contact = time.monotonic()
         try:
             for event in self._call:
                 yield self._ledger.change(event.type, event.chunk)
         finally:
-            self._heard = time.monotonic()  # it was there until now
+            self._last_contact = time.monotonic()  # the daemon was available until now
 
     def _listed(self, daemon: Any) -> list[pb.ChunkInfo]:
         found, token = list[pb.ChunkInfo](), b""
@@ -113,14 +113,16 @@ class Follower:
 
 
 def attached_namespace(reach: Reach) -> bytes:
-    """The namespace that sessions of the daemon have. Waits for the daemon and for the first one. Raises InvalidRequest
-    when there are several, and PermissionDenied for callers that may not see them."""
+    """Return the namespace of the daemon's sessions; wait for the daemon and for the first session.
+
+    Raises InvalidRequest for several namespaces, PermissionDenied for callers that may not see sessions.
+    """
     said = False
     while True:
         try:
             with reach() as daemon:
                 sessions = daemon.Stats(pb.StatsRequest(), timeout=_CALL_SECONDS).session_details
-        except _LASTING:
+        except _PERMANENT_ERRORS:
             raise
         except KVSidecarError:
             sessions = []

@@ -1,8 +1,8 @@
-"""vLLM's event sockets: numbered batches to whoever subscribes, and past ones to whoever asks.
+"""Publishes events over vLLM's ZeroMQ sockets: numbered batches, and replays on request.
 
-A batch is three frames, ``[topic, number, msgpack]``, its number 8 bytes big-endian and counted from 0 since the start.
-A subscriber that missed some sends the first number that it wants to the replay socket, behind an empty frame, and is
-sent ``["", topic, number, msgpack]`` for each from there on that is kept, and at the end the number -1 with no payload.
+A batch is three frames, ``[topic, number, msgpack]``; the number has 8 bytes big-endian and counts from 0 since the
+start. A subscriber that missed batches sends the first number that it wants to the replay socket, after an empty frame.
+It gets ``["", topic, number, msgpack]`` for each kept batch from there on, and finally the number -1 without a payload.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _STOP = b"stop"
 
 
 @dataclass(frozen=True)
-class Endpoints:
-    """``connects`` says that the subscriber listens, and not this process. An empty ``replay`` is none."""
+class PublisherEndpoints:
+    """ZeroMQ endpoints. With ``connects`` the subscriber listens, not this process. An empty ``replay`` is none."""
 
     events: str
     replay: str = ""
@@ -34,11 +34,14 @@ class Endpoints:
     connects: bool = False
 
 
-class Publisher:
-    """``publish`` is for one thread; replays are answered on another. ``on_gap`` is called there when somebody asked
-    for what is not kept any more. Raises ConfigurationError for endpoints that cannot be had."""
+class EventPublisher:
+    """Publishes batches, and answers replays on a thread of its own. ``publish`` is for one thread.
 
-    def __init__(self, endpoints: Endpoints, on_gap: Callable[[], None], kept: int = KEPT) -> None:
+    Calls ``on_gap`` on the replay thread when a subscriber requests batches that are no longer kept. Raises
+    ConfigurationError for unusable endpoints.
+    """
+
+    def __init__(self, endpoints: PublisherEndpoints, on_gap: Callable[[], None], kept: int = KEPT) -> None:
         self._topic, self._on_gap, self._kept = endpoints.topic.encode(), on_gap, kept
         self._past: deque[tuple[bytes, bytes]] = deque()  # numbers and payloads
         self._next, self._lock = 0, threading.Lock()
@@ -69,7 +72,7 @@ class Publisher:
         return socket
 
     def publish(self, events: list[Event]) -> None:
-        """Sends a batch. Without events nothing is sent."""
+        """Send a batch; an empty one is skipped."""
         if not events:
             return
         payload = encode(EventBatch(time.time(), events, 0))
@@ -82,7 +85,7 @@ class Publisher:
         self._events.send_multipart((self._topic, number, payload))
 
     def close(self) -> None:
-        """Waits for a replay that is being answered."""
+        """Finish the current replay, and close the sockets."""
         self._stop.send(_STOP)
         self._thread.join()
         self._context.destroy()
@@ -98,7 +101,7 @@ class Publisher:
                 return
             assert self._replay is not None
             asked = self._replay.recv_multipart()
-            if len(asked) == 3 and len(asked[2]) == 8:  # of anything else, nobody waits for an answer that it knows
+            if len(asked) == 3 and len(asked[2]) == 8:  # ignore anything else: it is not this protocol
                 self._answer(asked[0], asked[2])
 
     def _answer(self, client: bytes, first: bytes) -> None:

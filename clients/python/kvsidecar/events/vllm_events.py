@@ -1,7 +1,7 @@
-"""The messages of vLLM's KV events, field by field as in ``vllm/distributed/kv_events.py`` of vLLM 0.32.
+"""Messages of vLLM's KV events, as in ``vllm/distributed/kv_events.py`` of vLLM 0.32.
 
-Batches are arrays, events are maps with the name of their class under ``type``; fields at their defaults are left out.
-``tests/kvsidecar/events/golden.json`` has bytes that vLLM's own encoder made of each.
+Batches are arrays, events are maps with their class name under ``type``; fields with default values are left out.
+``tests/kvsidecar/events/golden.json`` has the bytes of vLLM's own encoder for each.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import msgspec
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that are there now, one after another in a prompt. ``token_ids`` are of all of them, ``extra_keys`` one
-    entry for each block: the salt of a prompt's first one."""
+    """Consecutive blocks of a prompt that were stored.
+
+    ``token_ids`` are those of all blocks; ``extra_keys`` has an entry per block: the salt for a prompt's first one.
+    """
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -26,21 +28,21 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Blocks that a medium holds no more."""
+    """Blocks that were removed from a medium."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Nothing that was said so far is so."""
+    """All blocks that were published so far are invalid."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
-    """Events in order; ``ts`` in seconds since 1970."""
+    """A batch of events in order; ``ts`` is in seconds since 1970."""
 
     ts: float
     events: list[Event]

@@ -1,4 +1,4 @@
-"""Connectors for other engines, one package each, over ``kvsidecar.kv_transfer``.
+"""KV connectors for other engines: vLLM, SGLang and LMCache.
 
-Each package imports its engine; nothing else does.
+One package per engine, on top of ``kvsidecar.kv_transfer``. Only the package of an engine imports that engine.
 """

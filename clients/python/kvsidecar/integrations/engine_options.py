@@ -1,4 +1,4 @@
-"""Settings that an engine passes on from its command line, checked by name, and where the daemon is."""
+"""Connector options from an engine's command line, and the daemon's address among them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any, TypeVar
 from kvsidecar.chunk_layout import KEY_GROUP_TOKENS
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import parse_tcp
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 from kvsidecar.process.runtime_dir import own_runtime_dir
 
 T = TypeVar("T")
 
 
 def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
-    """A dataclass of texts, switches and whole numbers from 1 on. ``where`` names the flag in messages. Raises
-    ConfigurationError for what is unknown or out of range."""
+    """Build a dataclass of texts, booleans and integers from 1 on.
+
+    ``where`` names the flag in messages. Raises ConfigurationError for an unknown name or a value out of range.
+    """
     known: dict[str, type] = {f.name: type(f.default) for f in fields(kind)}  # type: ignore[arg-type]
     for name, value in given.items():
         if name not in known:
@@ -36,9 +38,12 @@ def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 
 @dataclass(frozen=True)
 class DaemonOptions:
-    """Where the daemon is: the path of its ``socket``, that of this user when empty; or ``host:port`` of one on another
-    host, with the paths of the ``ca`` that vouches for it and of what it knows us by, ``cert`` and ``key`` or a
-    ``token_file``."""
+    """Address and credentials of the daemon.
+
+    ``socket`` is the path of its socket (empty: this user's) or ``host:port`` on another host. For the latter, ``ca``
+    is the file of the authority that signed its certificate, and ``cert`` with ``key`` or ``token_file`` authenticate
+    this client.
+    """
 
     socket: str = ""
     token_file: str = ""
@@ -47,21 +52,21 @@ class DaemonOptions:
     key: str = ""
 
     @property
-    def address(self) -> Address:
-        """Raises ConfigurationError."""
+    def address(self) -> ServiceAddress:
+        """The daemon's address. Raises ConfigurationError."""
         found = self.socket or os.environ.get("KVSIDECAR_CACHE_SOCKET", "")
         files = {name: getattr(self, name) for name in ("token_file", "ca", "cert", "key") if getattr(self, name)}
         if _is_tcp(found):
             token, ca, cert, key = (
                 Path(files[name]) if name in files else None for name in ("token_file", "ca", "cert", "key")
             )
-            return Address.remote(found, token, ca, cert, key)
+            return ServiceAddress.remote(found, token, ca, cert, key)
         if files:
             raise ConfigurationError(
                 f"{' and '.join(files)} are for a daemon at host:port, and the socket is "
                 f"{found or 'that of this user'}; leave them out, or set socket to host:port"
             )
-        return Address(Path(found) if found else own_runtime_dir() / "cache.sock")
+        return ServiceAddress(Path(found) if found else own_runtime_dir() / "cache.sock")
 
 
 def _is_tcp(text: str) -> bool:

@@ -1,7 +1,7 @@
-"""Identity of the numerics that an engine of PyTorch computes with.
+"""Identity of the numerics of an engine that computes with PyTorch.
 
-The engine's own kernels are not run: a name of the device stands for them, beside the engine's version. So two machines
-whose devices have other names share nothing, even where their bits are equal.
+The engine's own kernels are not run: the device's name and the engine's version stand for them. Two machines with
+different device names therefore share no chunks, even if they compute equal bits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _ID_DIGITS = 16
 
 
 def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> str:
-    """What names the machine's numerics in a producer. ``shared`` leaves them out, for who prefers hits to equal
-    bits. Runs a few products on the device, in some milliseconds."""
+    """Return the id of the machine's numerics for a namespace's ``producer``.
+
+    ``shared`` leaves them out, for users who prefer hits to equal bits. Runs a few matrix products on the device, which
+    takes some milliseconds.
+    """
     if shared:
         return SHARED
     digest = hashlib.sha256(repr(_named(device)).encode())
@@ -35,12 +38,12 @@ def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> st
 def _named(device: torch.device) -> list[object]:
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda]
-    # Which instructions kernels choose by: the capability alone does not tell those that multiply 16 bits.
+    # Kernels also choose by these instructions: the capability alone does not include the 16-bit products.
     has = [bool(getattr(torch.cpu, name, bool)()) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return [device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), *has]
 
 
 def _values(rows: int, columns: int) -> Tensor:
-    """Numbers between -2 and 2 that are the same everywhere."""
+    """Return numbers between -2 and 2 that are the same on every machine."""
     mixed = torch.arange(1, rows * columns + 1) * 2_654_435_761 % (1 << 16) - (1 << 15)
     return (mixed.float() / (1 << 14)).view(rows, columns)

@@ -1,4 +1,4 @@
-"""Where the weights lie that an engine has loaded."""
+"""Directory of the weights that an engine has loaded."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from kvsidecar.errors import ConfigurationError
 
 
 def weights_dir_of(model: str, cache: str | None = None, revision: str | None = None) -> Path:
-    """The folder of a model by its path or, in the local cache of Hugging Face's hub, by its repository. Raises
-    ConfigurationError."""
+    """Return a model's folder, by its path or by its repository in the local cache of Hugging Face's hub.
+
+    Raises ConfigurationError.
+    """
     folder = Path(model)
     if folder.is_dir():
         return folder

@@ -1,6 +1,6 @@
-"""What every engine with a paged KV cache needs to share it through the daemon, without an engine of ours.
+"""KV transfer between an engine's paged KV cache and the cache daemon.
 
-An engine describes where its keys and values lie (``placement``), attaches (``link``, ``session``), and moves whole
-blocks: match → copy → release (``reading``), reserve → copy into staging → commit (``writing``). Imports torch,
-``kvkernels`` and the rest of ``kvsidecar``; nothing of the servers.
+An engine describes its memory (``kv_layout``), attaches (``daemon_connection``, ``session``) and moves whole blocks:
+match, copy, release (``chunk_reader``); reserve, copy into staging, commit (``chunk_writer``).
+May import torch, ``kvkernels`` and the rest of ``kvsidecar``, but neither the servers nor ``integrations``.
 """

@@ -1,4 +1,7 @@
-"""Where an engine cuts prompts into chunks: who looks up cuts as who stored, or a remote tier's keys are not known."""
+"""Chunk boundaries of an engine's prompts.
+
+Every engine of a cluster must use the same boundaries for lookups and stores: a remote tier's keys follow from them.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +12,27 @@ from kvsidecar.chunk_layout import MAX_CUTS
 
 @dataclass(frozen=True)
 class BlockChunking:
-    """Chunks end at multiples of ``chunk_tokens``, and with what is stored: whole blocks of ``block_tokens``."""
+    """Chunks of whole blocks that end at multiples of ``chunk_tokens``, and with the prompt."""
 
     chunk_tokens: int
     block_tokens: int = 1
 
     @staticmethod
     def of_blocks(min_tokens: int, block_tokens: int) -> BlockChunking:
-        """Chunks of as many whole blocks as have at least so many tokens."""
+        """Use the smallest number of whole blocks that has at least ``min_tokens`` tokens."""
         return BlockChunking(-(-min_tokens // block_tokens) * block_tokens, block_tokens)
 
     def full_length(self, max_tokens: int) -> int:
-        """Tokens of a chunk that is no tail, where one may have ``max_tokens``."""
+        """Return the length of a full chunk, where the daemon allows ``max_tokens``."""
         return min(self.chunk_tokens, max_tokens)
 
     def boundaries(self, start: int, stop: int, max_tokens: int) -> list[int]:
-        """The ends of the chunks of tokens from ``start`` to ``stop``."""
+        """Return the ends of the chunks between tokens ``start`` and ``stop``."""
         longest, stop = self.full_length(max_tokens), stop // self.block_tokens * self.block_tokens
         if start >= stop:
             return []
         return [*range(start // longest * longest + longest, stop, longest), stop]
 
     def shared_boundaries(self, tokens: int, max_tokens: int) -> list[int]:
-        """Where anybody would cut a prompt of so many tokens; as many cuts as a look-up may have."""
+        """Return the chunk ends that all engines use, at most as many as a Match may name."""
         return self.boundaries(0, tokens, max_tokens)[:MAX_CUTS]

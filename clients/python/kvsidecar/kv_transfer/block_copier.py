@@ -21,13 +21,16 @@ _WARM_UP_TOKENS = 8
 
 
 def slots_of(blocks: NDArray[Any] | list[int], block_tokens: int) -> Integers:
-    """The slots of all tokens of some blocks, in order. A slot is ``block * block_tokens + token``."""
+    """Return the slots of all tokens of some blocks, in order. A slot is ``block * block_tokens + token``."""
     numbers = np.asarray(blocks, np.int64)
     return (numbers[:, None] * block_tokens + np.arange(block_tokens, dtype=np.int64)).reshape(-1)
 
 
 class BlockCopier:
-    """Moves chunks in and out of a cache. For one thread: it has memory and, on CUDA, a stream of its own."""
+    """Copies chunks into and out of a paged KV cache.
+
+    For one thread: it owns scratch memory and, on CUDA, a stream.
+    """
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
@@ -37,7 +40,7 @@ class BlockCopier:
         self._stream = cuda.Stream(cache.device) if cache.device.type == "cuda" else None
 
     def warm_up(self) -> None:
-        """Compiles what chunks of this cache need, before the first one does. Touches no block."""
+        """Compile the kernels for this cache before the first chunk needs them. Touches no block."""
         header = new_header(self.cache.geometry, [0] * _WARM_UP_TOKENS, 0)
         payload = memoryview(bytearray(header.payload_bytes))
         nothing = np.full(_WARM_UP_TOKENS, -1, np.int64)
@@ -46,9 +49,9 @@ class BlockCopier:
             self.unpack(slots, header, payload.toreadonly())
 
     def pack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
-        """Writes the tokens at ``slots`` into a payload, quantizing as the header says; returns when it is there.
+        """Write the tokens at ``slots`` into a payload, quantized as the header says; return when the copy is done.
 
-        ``after`` is a CUDA event that the engine recorded when it had enqueued what wrote these tokens. Raises
+        ``after`` is the CUDA event that the engine recorded after it enqueued the writes of these tokens. Raises
         ValueError for slots outside of the cache.
         """
         self._check(slots)
@@ -65,8 +68,10 @@ class BlockCopier:
             pack_chunk(keys, values, torch.arange(len(slots)), header, payload)
 
     def unpack(self, slots: Integers, header: ChunkHeader, payload: Payload) -> None:
-        """Writes the first ``len(slots)`` tokens of a payload to ``slots``, dequantizing; returns when the cache has
-        them. Tokens whose slot is negative are left out. Raises ValueError for slots outside of the cache."""
+        """Write the first ``len(slots)`` tokens of a payload to ``slots``, dequantized; return when the copy is done.
+
+        Skips tokens with a negative slot. Raises ValueError for slots outside of the cache.
+        """
         self._check(slots)
         with self._on_stream(None):
             if isinstance(payload, memoryview) and self._copies_directly(header):
@@ -82,17 +87,17 @@ class BlockCopier:
             self._wait()
 
     def _check(self, slots: Integers) -> None:
-        """What copies knows only addresses, and would write into somebody else's memory."""
+        """Refuse slots outside of the cache: the kernels get addresses only, and would write into other memory."""
         end = self.cache.blocks * self.cache.block_tokens
         if len(slots) and slots.max() >= end:
             raise ValueError(f"slot {slots.max()} is outside of the cache, whose last one is {end - 1}")
 
     def _copies_directly(self, header: ChunkHeader) -> bool:
-        """Whether the payload's sections have the cache's elements, and both are in the host's memory."""
+        """Return whether payload and cache have the same element type and both are in host memory."""
         return header.bits == 16 and self._stream is None
 
     def _scratch(self, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[layers, kv_heads, tokens, head_dim]``, as the chunk kernels take them."""
+        """Allocate keys and values ``[layers, kv_heads, tokens, head_dim]``, the layout of the chunk kernels."""
         g = self.cache.geometry
         shape = (2, g.layers, g.kv_heads, tokens, g.head_dim)
         both = torch.zeros(shape, dtype=self.cache.dtype, device=self.cache.device)

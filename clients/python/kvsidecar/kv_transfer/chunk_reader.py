@@ -1,4 +1,4 @@
-"""Match → copy → release: what of a prompt is stored, into an engine's blocks."""
+"""Loads stored prefixes into an engine's blocks: match, copy, release."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsidecar.kv_transfer.session import Session
 
 
 class ChunkReader:
-    """Copies stored prefixes. For one thread."""
+    """Copies stored prefixes into a paged KV cache. For one thread."""
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, timeout: float) -> None:
         self._copier, self._geometry, self._timeout = copier, geometry, timeout
@@ -30,12 +30,13 @@ class ChunkReader:
         *,
         leased: bool = False,
     ) -> int:
-        """Copies what is stored of ``tokens[first:]`` to ``slots [len(tokens)]``, of which those before ``first`` are
-        not looked at. Returns how many leading tokens there are then, those before ``first`` included.
-        ``leased`` says that all of it is under lease already.
+        """Copy the stored part of ``tokens[first:]`` to ``slots [len(tokens)]``.
 
-        Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have ended while it copied; then the
-        blocks hold anything.
+        Ignores the slots before ``first``. Returns the number of leading tokens that are in the cache afterwards,
+        those before ``first`` included. ``leased`` says that another session already leases all of these chunks.
+
+        Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have expired during the copy; the
+        blocks' contents are undefined then.
         """
         found = self._lookup.match(session, tokens, salt, leased=leased)
         try:

@@ -1,4 +1,4 @@
-"""Reserve → copy into staging → commit: from an engine's blocks to the daemon."""
+"""Stores an engine's blocks in the daemon: reserve, copy into staging, commit."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kvsidecar.kv_transfer.block_copier import BlockCopier
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.kv_transfer.transport import Fill, transfer_timeout
 
-# Chunks are written in groups of at most this many, so that a long prompt does not wait for its last chunk, and of at
-# most this share of staging.
+# A long prompt is written in groups, so that its first chunks become visible before the last one is written. A group
+# has at most this many chunks, and takes at most this share of the session's staging memory.
 _MAX_GROUP_CHUNKS, _MAX_STAGING_SHARE = 32, 0.5
 _ALIGNMENT = 4096
 
 
 class StoreCancelled(Exception):
-    """The engine wants its blocks back."""
+    """The engine needs its blocks back."""
 
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """What is stored already: tokens that end where a chunk ends, and that chunk's prefix hash."""
+    """The stored prefix of a prompt: its tokens, and the prefix hash of its last chunk."""
 
     tokens: int = 0
     prefix_hash: bytes = b""
@@ -39,7 +39,7 @@ class StoredPrefix:
 
 @dataclass(frozen=True)
 class StoreResult:
-    """What became of a prompt: its leading tokens that are stored now, and how many chunks were new or refused."""
+    """Result of storing a prompt: the prefix that is stored now, and the numbers of new and refused chunks."""
 
     prefix: StoredPrefix
     stored_chunks: int = 0
@@ -47,7 +47,7 @@ class StoreResult:
 
 
 class ChunkWriter:
-    """Stores prompts. For one thread. ``timeout`` is in seconds, for a call that moves nothing."""
+    """Stores prompts. For one thread. ``timeout`` (seconds) is for a call that transfers no payload."""
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, chunk_tokens: int, timeout: float) -> None:
         self._copier, self._geometry = copier, geometry
@@ -80,7 +80,7 @@ class ChunkWriter:
         return StoreResult(store_chunks(target, source, prefix).prefix, source.stored_chunks, source.refused_chunks)
 
     def headers(self, job: _StoreJob, start: int, max_chunk_tokens: int) -> list[ChunkHeader]:
-        """Headers of the chunks from ``start`` on; they end at multiples of the chunk length, and with the tokens."""
+        """Return the headers of the chunks from ``start`` on."""
         headers = list[ChunkHeader]()
         for stop in self._chunking.boundaries(start, len(job.tokens), max_chunk_tokens):
             header = new_header(self._geometry, job.tokens[start:stop], start)
@@ -208,7 +208,7 @@ def _fill(source: ChunkSource, group: list[ChunkHeader], i: int, payload: memory
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What became of some chunks, in their order: whether each is stored now, and whether it was not before."""
+    """Per chunk, in order: whether it is stored now, and whether this call stored it."""
 
     stored: tuple[bool, ...]
     newly_stored: tuple[bool, ...]
@@ -216,16 +216,18 @@ class WriteResult:
 
     @property
     def num_leading_stored(self) -> int:
-        """How many there are before the first that is not stored."""
+        """Number of chunks before the first one that is not stored."""
         return self.stored.index(False) if False in self.stored else len(self.stored)
 
 
 def write(
     session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float, ttl_seconds: int = 0
 ) -> WriteResult:
-    """Reserves, fills and commits as many chunks as ``group_length`` allows. ``timeout`` is in seconds, for a call that
-    moves nothing; ``ttl_seconds`` says how long they are kept, 0 for as long as there is room. Raises what ``fill``
-    raises, grpc.RpcError and ValueError; what was reserved is given back first."""
+    """Reserve, fill and commit one group of chunks (see ``group_length``).
+
+    ``timeout`` (seconds) is for a call that transfers no payload. ``ttl_seconds`` is the chunks' TTL; 0 is none.
+    Raises what ``fill`` raises, grpc.RpcError and ValueError, after it has aborted the reservations.
+    """
     request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers, ttl_seconds=ttl_seconds)
     reserved = session.reserve(request, timeout * 4)
     granted = [(i, reservation) for i, reservation in enumerate(reserved) if reservation.reservation_id]
@@ -257,9 +259,11 @@ def _written_payloads(
 def linked_groups(
     session: Session, headers: Sequence[ChunkHeader], parent: bytes, root: bytes
 ) -> Iterator[tuple[list[ChunkHeader], list[bytes]]]:
-    """Headers of one prompt's neighbouring chunks as groups that are written together, with their prefix hashes.
-    ``parent``, of the chunk before them, is empty at the prompt's start, where ``root`` stands for it. Fills in the
-    headers' parents, of a group when it is asked for."""
+    """Split one prompt's consecutive chunks into groups to write together; yield headers and prefix hashes.
+
+    ``parent`` is the prefix hash of the chunk before them; empty at the prompt's start, where ``root`` replaces it.
+    Sets the headers' parent hashes, group by group as they are consumed.
+    """
     at = 0
     while at < len(headers):
         group, hashes = list(headers[at : at + _MAX_GROUP_CHUNKS]), list[bytes]()
@@ -273,7 +277,7 @@ def linked_groups(
 
 
 def group_length(session: Session, headers: list[ChunkHeader]) -> int:
-    """How many of the next chunks are written together: at least one."""
+    """Return how many of the next chunks form one group: at least one."""
     room, count = session.transport.max_reserved_bytes * _MAX_STAGING_SHARE, 0
     for header in headers[:_MAX_GROUP_CHUNKS]:
         room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT

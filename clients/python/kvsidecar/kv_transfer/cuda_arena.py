@@ -1,4 +1,4 @@
-"""The daemon's GPU memory in this process: imported, read by kernels."""
+"""The daemon's GPU arena, imported into this process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvsidecar.kv_transfer.mapped_memory import ARENA, receive_descriptor, recei
 
 
 class CudaArena:
-    """An imported arena, on the device that torch computes on.
+    """An imported arena on the device that torch computes on; kernels read it in place.
 
     Raises OSError when the driver or the daemon refuses, ValueError when the arena is another device's.
     """
@@ -32,18 +32,18 @@ class CudaArena:
             self._memory = _imported(welcome, device)
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
-        device_visible_memory.adopt(self._memory.address, len(self))
+        device_visible_memory.register_range(self._memory.address, len(self))
 
     def __len__(self) -> int:
         return self._memory.size_bytes
 
     def part(self, offset: int, size_bytes: int) -> DeviceBytes:
-        """A slot's bytes."""
+        """Return a slot's bytes."""
         return DeviceBytes(self._memory.address + offset, size_bytes)
 
     def close(self) -> None:
-        """Lets go of the memory, once no kernel uses it. Idempotent."""
-        device_visible_memory.give_up(self._memory.address, self._memory.close)
+        """Release the memory once no kernel uses it. Idempotent."""
+        device_visible_memory.unregister_range(self._memory.address, self._memory.close)
 
 
 def _imported(welcome: Welcome, device: int) -> SharedDeviceMemory:

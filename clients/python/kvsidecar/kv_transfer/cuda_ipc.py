@@ -1,9 +1,9 @@
-"""CUDA device memory that processes share: by a file descriptor where the driver can, else by a legacy IPC handle.
+"""CUDA device memory shared between processes.
 
-A descriptor (the driver's virtual memory management) defines the memory's lifetime when a process dies: it goes with
-its last holder. Memory behind a legacy handle goes with the process that allocated it.
+By a file descriptor (the driver's virtual memory management) where the driver supports that: the memory lives until the
+last process that holds it ends. Else by a legacy IPC handle: the memory ends with the process that allocated it.
 
-Needs ``cuda-bindings`` (``pip install 'kvsidecar[gpu]'``) and a driver; imports neither before it is used.
+Needs ``cuda-bindings`` (``pip install 'kvsidecar[gpu]'``) and a driver; imports neither before first use.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 class CudaUnavailable(OSError):
-    """CUDA memory cannot be had; the message says what refused."""
+    """CUDA memory is unavailable; the message names the call that refused."""
 
 
 class SharedDeviceMemory:
-    """A block of device memory in this process, at ``address``; any thread may use it."""
+    """A range of device memory at ``address`` in this process. Thread-safe."""
 
     def __init__(self, cuda: Any, context: Any, uuid: bytes, address: int, size_bytes: int) -> None:
         self._cuda, self._context = cuda, context
         self.device_uuid, self.address, self.size_bytes = uuid, address, size_bytes
 
     def read(self, offset: int, size_bytes: int) -> memoryview:
-        """A copy on the host."""
+        """Copy to the host."""
         _call(self._cuda, "cuCtxSetCurrent", self._context)  # of this thread
         out = bytearray(size_bytes)
         _call(self._cuda, "cuMemcpyDtoH", out, self.address + offset, size_bytes)
         return memoryview(out)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copies from the host, and returns when it is done."""
+        """Copy from the host; return when the copy is done."""
         _call(self._cuda, "cuCtxSetCurrent", self._context)
         _call(self._cuda, "cuMemcpyHtoD", self.address + offset, bytes(data), len(data))
 
     def close(self) -> None:
-        """Lets go of the memory. Nobody in this process may be using it."""
+        """Release the memory. No thread of this process may be using it."""
         raise NotImplementedError
 
 
 class DescriptorMemory(SharedDeviceMemory):
-    """Shared by a file descriptor. Made by ``create`` or ``imported``."""
+    """Device memory shared by a file descriptor. Made by ``create`` or ``imported``."""
 
     def __init__(self, cuda: Any, device: int, size_bytes: int, handle: Any, context: Any, uuid: bytes) -> None:
         address = int(_call(cuda, "cuMemAddressReserve", size_bytes, 0, 0, 0))
@@ -58,7 +58,7 @@ class DescriptorMemory(SharedDeviceMemory):
 
     @classmethod
     def create(cls, size_bytes: int, device: int) -> DescriptorMemory:
-        """New memory, of ``size_bytes`` rounded down to what the device allocates in. Raises CudaUnavailable."""
+        """Allocate ``size_bytes``, rounded down to the device's granularity. Raises CudaUnavailable."""
         cuda, context, uuid = _begin(device)
         supported = cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
         if not _call(cuda, "cuDeviceGetAttribute", supported, _call(cuda, "cuDeviceGet", device)):
@@ -76,13 +76,13 @@ class DescriptorMemory(SharedDeviceMemory):
 
     @classmethod
     def imported(cls, descriptor: int, size_bytes: int, device: int) -> DescriptorMemory:
-        """Another process's memory; the caller closes the descriptor. Raises CudaUnavailable."""
+        """Import another process's memory; the caller closes the descriptor. Raises CudaUnavailable."""
         cuda, context, uuid = _begin(device)
         handle = _call(cuda, "cuMemImportFromShareableHandle", descriptor, _descriptors(cuda))
         return cls(cuda, device, size_bytes, handle, context, uuid)
 
     def descriptor(self) -> int:
-        """A new file descriptor of the memory, which the caller closes. Raises CudaUnavailable."""
+        """Export a new file descriptor, which the caller closes. Raises CudaUnavailable."""
         return int(_call(self._cuda, "cuMemExportToShareableHandle", self._handle, _descriptors(self._cuda), 0))
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class DescriptorMemory(SharedDeviceMemory):
 
 
 class LegacyMemory(SharedDeviceMemory):
-    """Shared by a ``cuIpc`` handle. Made by ``create`` or ``imported``."""
+    """Device memory shared by a ``cuIpc`` handle. Made by ``create`` or ``imported``."""
 
     def __init__(self, cuda: Any, context: Any, uuid: bytes, address: int, size_bytes: int, own: bool) -> None:
         super().__init__(cuda, context, uuid, address, size_bytes)
@@ -100,15 +100,15 @@ class LegacyMemory(SharedDeviceMemory):
 
     @classmethod
     def create(cls, size_bytes: int, device: int) -> LegacyMemory:
-        """New memory. Raises CudaUnavailable."""
+        """Allocate memory. Raises CudaUnavailable."""
         cuda, context, uuid = _begin(device)
         memory = cls(cuda, context, uuid, int(_call(cuda, "cuMemAlloc", size_bytes)), size_bytes, own=True)
-        memory.handle()  # refused at the start, if at all
+        memory.handle()  # fails here rather than when a worker attaches
         return memory
 
     @classmethod
     def imported(cls, handle: bytes, size_bytes: int, device: int) -> LegacyMemory:
-        """Another process's memory. Raises CudaUnavailable."""
+        """Import another process's memory. Raises CudaUnavailable."""
         cuda, context, uuid = _begin(device)
         given = cuda.CUipcMemHandle()
         ctypes.memmove(given.getPtr(), handle, HANDLE_BYTES)
@@ -117,7 +117,7 @@ class LegacyMemory(SharedDeviceMemory):
         return cls(cuda, context, uuid, address, size_bytes, own=False)
 
     def handle(self) -> bytes:
-        """What another process opens. Raises CudaUnavailable."""
+        """Return the handle that another process opens. Raises CudaUnavailable."""
         return ctypes.string_at(_call(self._cuda, "cuIpcGetMemHandle", self.address).getPtr(), HANDLE_BYTES)
 
     def close(self) -> None:
@@ -125,12 +125,12 @@ class LegacyMemory(SharedDeviceMemory):
 
 
 def device_uuid(device: int) -> bytes:
-    """The 16 bytes that name a device in every process. Raises CudaUnavailable."""
+    """Return the 16 bytes that identify a device in every process. Raises CudaUnavailable."""
     return _begin(device)[2]
 
 
 def _begin(device: int) -> tuple[Any, Any, bytes]:
-    """The driver, a device's primary context (current now), and its UUID."""
+    """Return the driver, a device's primary context (made current), and its UUID."""
     try:
         from cuda.bindings import driver
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The link to the daemon: a session is kept open while it can be, and tried again when it cannot."""
+"""Keeps a session with the cache daemon open, and reconnects after failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvsidecar.kv_transfer.session import ServedCounts, Session
 from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from kvsidecar.kv_transfer.stream_transport import StreamTransport
 from kvsidecar.kv_transfer.trace_context import with_trace_context
-from kvsidecar.net.channel import Address
+from kvsidecar.net.channel import ServiceAddress
 
 PROTOCOL_VERSION = 2
 CONNECT_SECONDS = 2.0
@@ -34,13 +34,13 @@ _CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 ]
-# No thread, no memory, or a GPU that does not map what it is given: it may be otherwise in a moment.
+# No thread, no memory, or a GPU that refuses a mapping: a later attempt may succeed.
 _LACKING = (RuntimeError, MemoryError)
 _Outgoing = queue.SimpleQueue[pb.AttachRequest | None]
 
 
 class Logger(Protocol):
-    """Where a link says what becomes of it: a logger of the standard library, or of structlog."""
+    """A logger of the standard library or of structlog."""
 
     def info(self, text: str, /) -> Any: ...
 
@@ -48,11 +48,11 @@ class Logger(Protocol):
 
 
 class DaemonConnection:
-    """Works on a thread of its own. ``session`` is None while there is none."""
+    """Attaches to the daemon on a thread of its own. ``session`` is None while there is none."""
 
     def __init__(
         self,
-        address: Address,
+        address: ServiceAddress,
         name: str,
         descriptor: NamespaceDescriptor,
         gpu: int | None = None,
@@ -60,14 +60,16 @@ class DaemonConnection:
         maps: bool = True,
         log: Logger | None = None,
     ) -> None:
-        """``gpu`` is the CUDA device that reads and writes chunks, if one does. Where the daemon shares memory with us,
-        chunks are in it; where it does not, at TCP, they are streamed. A link that maps nothing looks up and leases,
-        wherever the daemon's memory is; it can read and write no chunk."""
+        """``gpu`` is the CUDA device that reads and writes chunks, if one does.
+
+        Payloads are read in shared memory where the daemon offers it, and streamed over TCP where it does not. With
+        ``maps=False`` the session only looks up and leases; it can neither read nor write payloads.
+        """
         self._log = log or logging.getLogger(__name__)
         self._address, self._name, self.descriptor, self._gpu = address, name, descriptor, gpu
         self._maps = maps
         self.namespace = keys.namespace_id(descriptor)
-        self.served_counts: Callable[[], ServedCounts] = ServedCounts  # what heartbeats tell; the runtime knows it
+        self.served_counts: Callable[[], ServedCounts] = ServedCounts  # reported in heartbeats; set by the runtime
         self._session: Session | None = None
         self._stop = threading.Event()
         self._current: Session | None = None
@@ -78,17 +80,17 @@ class DaemonConnection:
 
     @property
     def session(self) -> Session | None:
-        """The session, if there is one and the daemon answers."""
+        """The session, if there is one and the daemon responds."""
         found = self._session
         return found if found is not None and found.responsive else None
 
     def wait(self, seconds: float) -> bool:
-        """Waits for a session; True when there is one."""
+        """Wait for a session; return whether there is one."""
         with self._changed:
             return self._changed.wait_for(lambda: self.session is not None, seconds)
 
     def drop(self, session: Session) -> None:
-        """Ends a session that cannot go on; a new one is tried. All its leases are freed."""
+        """End a broken session, which frees its leases, and reconnect."""
         session.finish()
 
     def close(self) -> None:
@@ -109,7 +111,7 @@ class DaemonConnection:
             self._stop.wait(backoff)
 
     def _attach_once(self) -> bool:
-        """One session from beginning to end. True when it came about, with its memory."""
+        """Run one session from attach to end. Returns whether it became usable."""
         outgoing: _Outgoing = queue.SimpleQueue()
         hello = pb.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -120,7 +122,7 @@ class DaemonConnection:
         outgoing.put(pb.AttachRequest(hello=hello))
         try:
             opened = self._address.channel(_CHANNEL_OPTIONS)
-        except ConfigurationError as error:  # its files are read every time, and somebody may be replacing them
+        except ConfigurationError as error:  # its files are read at every attempt, and may just be being replaced
             self._log_once(f"{error}; serving without cache")
             return False
         with opened as channel:
@@ -171,9 +173,11 @@ class DaemonConnection:
         incoming: Iterator[pb.AttachResponse],
         outgoing: _Outgoing,
     ) -> bool:
-        """Heartbeats go from the beginning on: mapping and registering a large arena may take longer than the daemon
-        waits for one. Returns when the stream ends, the session is dropped or the link is closed, and whether there was
-        a session that could be used."""
+        """Run a session until it ends, is dropped, or this connection is closed. Returns whether it became usable.
+
+        Heartbeats start before the arena is mapped: mapping and registering a large arena may take longer than the
+        daemon waits for a heartbeat.
+        """
         acks = threading.Thread(target=self._read_acks, args=(session, incoming), name="kv-session-acks", daemon=True)
         acks.start()
         beats = threading.Thread(
@@ -198,7 +202,7 @@ class DaemonConnection:
         elif self._maps:
             session.transport = StreamTransport(welcome, session.stub, channel, self._gpu)
         if welcome.HasField("summary"):
-            with contextlib.suppress(OSError):  # without it every prompt is looked up
+            with contextlib.suppress(OSError):  # without the filter every prompt is looked up
                 session.summary = BloomFilter(map_summary(welcome))
 
     def _read_acks(self, session: Session, incoming: Iterator[pb.AttachResponse]) -> None:
@@ -215,7 +219,7 @@ class DaemonConnection:
             outgoing.put(pb.AttachRequest(heartbeat=session.next_heartbeat(self.served_counts())))
 
     def _log_once(self, text: str) -> None:
-        """Logs a state once, not at every attempt."""
+        """Log a state once instead of at every attempt."""
         if text != self._logged:
             self._logged = text
             self._log.warning(text)

@@ -1,4 +1,4 @@
-"""What a failure with the daemon means for the session: nothing of it ever fails a request."""
+"""Maps a failed daemon call to its effect on the session. No such failure ever fails a request."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
 
 REFUSED_CODES = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED)
-"""Said of one call, which changed nothing: other requests of the session are none the worse."""
+"""Refusals of one call that changed nothing: the session goes on."""
 
 
 def handle_failure(connection: DaemonConnection, session: Session, error: Exception) -> str:
-    """Does with the session what a failure asks for, and says the failure in a sentence.
+    """Suspect, keep or end the session after a failure; return the failure as one sentence.
 
-    A call that was not answered in time is undone by the daemon, and one that was refused (a salt that the daemon lets
-    others use, too much at one time) changed nothing; any other failure ends the session, and with it all that it held.
+    The daemon undoes a call that timed out, and a refused call (another tenant's salt, a limit) changed nothing. Any
+    other failure ends the session, and with it its leases and reservations.
     """
     if isinstance(error, grpc.RpcError):
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -1,8 +1,9 @@
-"""Where the keys and values of a paged cache lie, said by the engine and never guessed from a shape.
+"""Memory layout of a paged KV cache.
 
-A placement gives, for one layer's keys or values, an offset and the strides of blocks, tokens, heads and channels. An
-axis may be split into several modes, as in CuTe's layouts: the tiles of Intel's AMX have tokens as ``(n / 16, 16)``
-with strides of their own. So any order of dimensions can be said, packed or apart; what cannot be said cannot be used.
+The engine declares it; it is never inferred from a shape. A layout gives, for one layer's keys or values, an offset
+and the strides of blocks, tokens, heads and channels. An axis may be split into several modes, as in CuTe's layouts:
+the tiles of Intel's AMX have tokens as ``(n / 16, 16)`` with a stride for each. This covers every order of
+dimensions, with keys and values packed or apart. A cache that it cannot describe is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DATA_TYPES: dict[torch.dtype, DataType.ValueType] = {
 
 
 def data_type(dtype: torch.dtype) -> DataType.ValueType:
-    """A cache's element type, as chunks have it. Raises ConfigurationError."""
+    """Return the chunk format's element type for a torch dtype. Raises ConfigurationError."""
     if dtype not in _DATA_TYPES:
         raise ConfigurationError(f"the KV cache is of {dtype}; allowed are {', '.join(map(str, _DATA_TYPES))}")
     return _DATA_TYPES[dtype]
@@ -36,7 +37,7 @@ def data_type(dtype: torch.dtype) -> DataType.ValueType:
 Mode = tuple[int, int]
 """Extent and stride, the stride in elements."""
 Axis = tuple[Mode, ...]
-"""Modes from the outermost to the innermost: index ``i`` is taken apart as a mixed-radix number."""
+"""Modes from the outermost to the innermost: index ``i`` is split as a mixed-radix number."""
 
 
 def extent(axis: Axis) -> int:
@@ -44,7 +45,7 @@ def extent(axis: Axis) -> int:
 
 
 def offsets(axis: Axis) -> NDArray[np.int64]:
-    """Where each index of an axis lies, in elements from index 0: ``[extent]``."""
+    """Return each index's offset from index 0, in elements: ``[extent]``."""
     out = np.zeros(1, np.int64)
     for size, stride in axis:
         out = (out[:, None] + np.arange(size, dtype=np.int64) * stride).reshape(-1)
@@ -53,11 +54,11 @@ def offsets(axis: Axis) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """One layer's keys, or its values, in an engine's memory. Element ``[block, token, head, channel]`` lies at
-    ``memory[offset + block * block_stride + token's + head's + channel's]``.
+    """Layout of one layer's keys, or of its values, in an engine's memory.
 
-    ``memory`` is any tensor of the cache's dtype that begins where offset 0 is meant; only its storage is used, and
-    it is the engine's.
+    Element ``[block, token, head, channel]`` is at ``memory[offset + block * block_stride + token's + head's +
+    channel's]``. ``memory`` is any tensor of the cache's dtype that begins at offset 0; only its storage is used, and
+    the engine owns it.
     """
 
     memory: Tensor
@@ -73,20 +74,22 @@ class KVLayout:
         return self.token, self.head, self.channel
 
     def flat_memory(self) -> Tensor:
-        """The memory from the place of element 0 to its end, in one dimension."""
+        """Return the memory from element 0 to its end, in one dimension."""
         begin = self.memory.storage_offset() + self.offset
         room = self.memory.untyped_storage().nbytes() // self.memory.element_size() - begin
         return torch.as_strided(self.memory, (room,), (1,), begin)
 
     def offset_tables(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Offsets of a block's tokens, heads and channels, in elements."""
+        """Return the offsets of a block's tokens, heads and channels, in elements."""
         token, head, channel = self.axes
         return offsets(token), offsets(head), offsets(channel)
 
 
 def strided_layout(tensor: Tensor, order: str) -> KVLayout:
-    """The placement of a tensor whose dimensions are named by ``order``: a permutation of ``b t h c`` for block, token,
-    head and channel. Raises ConfigurationError."""
+    """Return the layout of a tensor whose dimensions ``order`` names.
+
+    ``order`` is a permutation of ``b t h c`` for block, token, head and channel. Raises ConfigurationError.
+    """
     if sorted(order) != ["b", "c", "h", "t"] or tensor.ndim != 4:
         raise ConfigurationError(
             f"the order is {order!r} for {tensor.ndim} dimensions; it must name each of b, t, h and c once"
@@ -98,7 +101,7 @@ def strided_layout(tensor: Tensor, order: str) -> KVLayout:
 
 @dataclass(frozen=True)
 class LayerKVLayout:
-    """A layer's keys and values."""
+    """Layouts of a layer's keys and values."""
 
     keys: KVLayout
     values: KVLayout
@@ -106,9 +109,9 @@ class LayerKVLayout:
 
 @dataclass(frozen=True)
 class PagedKVCache:
-    """An engine's cache: its layers in the model's order, all of one geometry. ``name`` says the layout in messages.
+    """An engine's paged KV cache: its layers in the model's order, all of one geometry.
 
-    Raises ConfigurationError when the layers do not fit each other or the geometry.
+    ``name`` names the layout in messages. Raises ConfigurationError when layers differ, or do not fit the geometry.
     """
 
     name: str
@@ -152,7 +155,7 @@ class PagedKVCache:
 
 
 def _check_bounds(layer: int, what: str, layout: KVLayout) -> None:
-    """A kernel that writes by offsets must not be able to leave the memory."""
+    """Refuse a layout whose offsets leave the memory: kernels write by offset, unchecked."""
     axes = (*layout.token, *layout.head, *layout.channel, (layout.blocks, layout.block_stride))
     first = layout.memory.storage_offset() + layout.offset
     last = first + sum((size - 1) * stride for size, stride in axes)

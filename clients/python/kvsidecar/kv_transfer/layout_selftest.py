@@ -1,4 +1,4 @@
-"""Whether a cache is laid out as it is said to be: a round trip of marked values, written by the engine itself."""
+"""Layout self-test: a round trip of marked values that the engine itself writes."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
 from kvsidecar.kv_transfer.kv_layout import PagedKVCache
 
 Write = Callable[[int, Tensor, Tensor, Tensor], None]
-"""Writes keys and values ``[tokens, kv_heads, head_dim]`` of a layer to slots ``[tokens]``, as the engine does."""
+"""The engine's own write: keys and values ``[tokens, kv_heads, head_dim]`` of a layer to slots ``[tokens]``."""
 
-# Marks are the digits of an element's number: whole numbers below 128 are exact in every type.
+# Marks are the base-128 digits of an element's number: integers below 128 are exact in every type.
 _BASE = 128
 
 
 def check_layout(cache: PagedKVCache, write: Write) -> None:
-    """Has the engine write values that say where they belong, and reads them through the placement; then writes others
-    through the placement, and reads them again. Uses two blocks, which are zero afterwards.
+    """Check a declared layout against the engine's own writes.
 
-    Raises ConfigurationError when a value is not where the placement says.
+    The engine writes values that encode their position, and the test reads them through the layout; then the test
+    writes other values through the layout and reads them back. Uses two blocks and leaves them zero.
+
+    Raises ConfigurationError when a value is not where the layout says.
     """
     if cache.blocks < 2:
         raise ConfigurationError(f"the cache has {cache.blocks} blocks; a check of its layout needs 2")
-    # No neighbours where there are so many, in descending order, as an engine may give them.
+    # Not adjacent where there are enough blocks, and in descending order: an engine may hand out such blocks.
     slots = slots_of([cache.blocks - 1, 1 if cache.blocks > 2 else 0], cache.block_tokens)
     where = torch.from_numpy(slots).to(cache.device)
     shape = (2, len(slots), cache.geometry.kv_heads, cache.geometry.head_dim)
@@ -54,7 +56,7 @@ def check_layout(cache: PagedKVCache, write: Write) -> None:
 
 
 def _marked(number: NDArray[Any], layer: int) -> NDArray[Any]:
-    """A digit of every element's number; layers differ, so that one that is taken for another is found."""
+    """Return one digit of every element's number; layers differ, so that swapped layers are found."""
     return ((number + layer) % _BASE).astype(np.float32)
 
 
@@ -63,7 +65,7 @@ class _MarkedPayload:
 
     def __init__(self, cache: PagedKVCache, tokens: int) -> None:
         self._cache = cache
-        # What is quantized on the way would not be what was written.
+        # Quantized values would not be equal to those that were written.
         self.header = new_header(replace(cache.geometry, bits=16), [0] * tokens, 0)
         self.payload = memoryview(bytearray(self.header.payload_bytes))
 
@@ -88,7 +90,7 @@ class _MarkedPayload:
                     )
 
     def _bits(self, marks: NDArray[Any]) -> NDArray[Any]:
-        """As the payload has them."""
+        """Return the marks as the payload stores them."""
         tensor = torch.from_numpy(marks).to(self._cache.dtype)
         return tensor.numpy() if tensor.dtype == torch.float32 else tensor.view(torch.uint16).numpy()
 

@@ -1,4 +1,4 @@
-"""Maps the daemon's memory into this process: the arena and the index summary for reading, staging for writing."""
+"""Maps the daemon's memory: arena and index summary for reading, staging for writing."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_HOST, Welcome
 
 _SOCKET_TIMEOUT_SECONDS = 2.0
 ARENA, STAGING, SUMMARY = b"a", b"s", b"i"
-"""Which memory is asked for; ``kvsidecar.cache.v1.Welcome.memory_socket`` is the specification."""
+"""Requests on the memory socket; ``kvsidecar.cache.v1.Welcome.memory_socket`` is the specification."""
 
 
 def map_arena(welcome: Welcome) -> memoryview:
-    """The arena's bytes, read-only. Raises OSError when it cannot be had, ValueError for memory that is not the host's.
+    """Map the arena, read-only. Raises OSError when the daemon refuses, ValueError for memory that is not the host's.
 
-    Pages are mapped when they are first touched, since only used ones exist.
+    Pages are mapped at first touch: only used pages exist.
     """
     if welcome.arena.kind != ARENA_KIND_HOST:
         raise ValueError("the daemon offers no memory that this process can map")
@@ -24,12 +24,12 @@ def map_arena(welcome: Welcome) -> memoryview:
 
 
 def map_staging(welcome: Welcome) -> memoryview:
-    """The session's memory for new chunks. Raises OSError when it cannot be had."""
+    """Map the session's staging memory for new chunks. Raises OSError when the daemon refuses."""
     return _map(welcome, STAGING, welcome.staging.size_bytes, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def map_summary(welcome: Welcome) -> memoryview:
-    """The index summary's bytes, read-only. Raises OSError when it cannot be had."""
+    """Map the index summary, read-only. Raises OSError when the daemon refuses."""
     return _map(welcome, SUMMARY, welcome.summary.size_bytes, mmap.PROT_READ)
 
 
@@ -42,7 +42,7 @@ def _map(welcome: Welcome, which: bytes, size_bytes: int, access: int) -> memory
 
 
 def receive_descriptor(welcome: Welcome, which: bytes) -> int:
-    """Asks the daemon for a memory's descriptor; the caller closes it. Raises OSError when it gives none."""
+    """Request a memory's file descriptor, which the caller closes. Raises OSError when the daemon sends none."""
     with _request_memory(welcome, which) as peer:
         _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
     if not descriptors:
@@ -51,7 +51,7 @@ def receive_descriptor(welcome: Welcome, which: bytes) -> int:
 
 
 def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
-    """Asks the daemon for its device arena's handle of so many bytes. Raises OSError when it gives none."""
+    """Request the device arena's IPC handle of ``size_bytes``. Raises OSError when the daemon sends none."""
     given = b""
     with _request_memory(welcome, ARENA) as peer:
         while len(given) < size_bytes and (more := peer.recv(size_bytes - len(given))):
@@ -62,7 +62,7 @@ def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
 
 
 def _request_memory(welcome: Welcome, which: bytes) -> socket.socket:
-    """A connection on which the question has been put."""
+    """Return a connection on which the request was sent."""
     if not welcome.memory_socket:
         raise OSError("the daemon shares no memory with callers at this address")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

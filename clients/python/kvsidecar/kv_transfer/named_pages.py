@@ -1,7 +1,7 @@
-"""Pages that an engine names by a hash, and whose tokens it does not tell.
+"""Content-addressed pages: an engine names a page by a hash and does not disclose its tokens.
 
-Such a page is a chunk that continues nothing: its name stands in the place of its first tokens, zeros in that of the
-others. So the daemon finds many of them with one call, by content, and its leases, tiers and quotas hold for them.
+Such a page is stored as a chunk without a parent: its name takes the place of its first tokens, zeros that of the
+others. The daemon finds many of them in one call by content match; its leases, tiers and quotas apply to them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
 from kvsidecar.kv_transfer.session import Session
 
 NAME_TOKENS = 8
-"""A page has at least so many tokens: its name is 256 bits."""
+"""Minimum tokens of a page: its name is 256 bits."""
 
 
 @dataclass(frozen=True)
 class NamedPage:
-    """A page by any name that is unique in its namespace, and its length in tokens."""
+    """A page's name, unique in its namespace, and its length in tokens."""
 
     name: bytes
     tokens: int
 
     def token_ids(self) -> list[int]:
-        """What stands in the place of its tokens: the words of SHA-256 over its name, and zeros."""
+        """Return the chunk's token ids: the words of SHA-256 over the name, and zeros."""
         if self.tokens < NAME_TOKENS:
             raise ValueError(f"a page has {self.tokens} tokens; at least {NAME_TOKENS} are needed to name it")
         words = struct.unpack(f"<{NAME_TOKENS}I", hashlib.sha256(self.name).digest())
@@ -41,7 +41,7 @@ class NamedPage:
 
 @dataclass(frozen=True, eq=False)
 class LeasedPages:
-    """Pages that are stored, by their place in what was asked for, under one lease until they are released."""
+    """Stored pages by their index in the request, under one lease until released."""
 
     found: PrefixMatch
     pages: Mapping[int, pb.ChunkMatch]
@@ -49,8 +49,10 @@ class LeasedPages:
 
 @dataclass(frozen=True)
 class NamedPages:
-    """Looks up and stores pages of one namespace. ``timeout`` is in seconds, for a call that moves nothing. Any thread
-    may use it."""
+    """Looks up and stores the pages of one namespace.
+
+    ``timeout`` (seconds) is for a call that transfers no payload. Thread-safe.
+    """
 
     namespace: bytes
     geometry: Geometry
@@ -62,8 +64,10 @@ class NamedPages:
         return NamedPages(namespace, geometry, timeout, PrefixLookup(geometry, timeout))
 
     def find(self, session: Session, pages: Sequence[NamedPage], salt: bytes) -> LeasedPages | None:
-        """Finds and leases what is stored of some pages, all different; None when the summary knows of none. Raises
-        grpc.RpcError and ValueError."""
+        """Find and lease stored pages; the requested ones are all different.
+
+        Returns None when the index summary has none of them. Raises grpc.RpcError and ValueError.
+        """
         root = keys.tenant_root(self.namespace, salt)
         leases = self._prefetch(session, pages, salt, root) if session.remote else []
         try:
@@ -80,17 +84,21 @@ class NamedPages:
             tokens += ids
         if not probes:
             return None
-        # A prompt's first pages are asked for last, to be used last and live longest: without them the rest is nothing.
+        # A prompt's first pages come last: they count as used last and are evicted last. Without them the later ones
+        # are useless.
         found = self.lookup.match(session, tokens, salt, contents=probes[::-1])
         starts = {at: i for i, at in enumerate(_starts(pages))}
         stored = {starts[match.start]: match.match for match in found.contents}
         if found.matches and found.matches[0].matched_tokens == found.matches[0].tokens == pages[0].tokens:
-            stored[0] = found.matches[0]  # the first one of all is a prefix, and not told twice
+            stored[0] = found.matches[0]  # the first page matches as a prefix, and is not repeated by content
         return LeasedPages(found, stored)
 
     def _prefetch(self, session: Session, pages: Sequence[NamedPage], salt: bytes, root: bytes) -> list[bytes]:
-        """Has pages that are not here brought from the daemon's remote tier, as far as it has some of so many
-        neighbours: a prompt's pages are stored from its beginning on. Returns leases on them."""
+        """Prefetch missing pages from the daemon's remote tier; return leases on them.
+
+        Stops at the first group of consecutive pages of which the tier has none: a prompt's pages are stored from its
+        beginning on.
+        """
         known, most, away = session.summary is not None, session.max_chunk_tokens, list[list[int]]()
         for page in pages:
             ids = page.token_ids()
@@ -108,19 +116,21 @@ class NamedPages:
         return leases
 
     def read(self, held: LeasedPages, matches: Sequence[pb.ChunkMatch]) -> Generator[Payload, None, None]:
-        """Some of the pages' payloads, in their order. Close it when it is not wanted to its end. Raises as
-        ``Carrier.read`` does."""
+        """Yield payloads of some of the pages, in order. Close the iterator to stop early. Raises as
+        ``Transport.read`` does."""
         return held.found.session.read(held.found.lease_id, matches, self.timeout)
 
     def release(self, held: LeasedPages) -> None:
-        """Gives the lease back without waiting for the answer."""
+        """Release the lease without waiting for the answer."""
         self.lookup.release(held.found)
 
     def store(
         self, session: Session, pages: Sequence[NamedPage], salt: bytes, fill: Callable[[int, memoryview], None]
     ) -> WriteResult:
-        """Stores pages; ``fill(i, payload)`` writes the i-th one's. Raises what ``fill`` raises, grpc.RpcError and
-        ValueError."""
+        """Store pages; ``fill(i, payload)`` writes the payload of page ``i``.
+
+        Raises what ``fill`` raises, grpc.RpcError and ValueError.
+        """
         order, stored, newly_stored = list(reversed(range(len(pages)))), [False] * len(pages), [False] * len(pages)
         headers = [new_header(self.geometry, pages[i].token_ids(), 0) for i in order]
         while order:

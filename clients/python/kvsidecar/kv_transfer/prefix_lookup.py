@@ -1,4 +1,4 @@
-"""Looking a prompt up, and giving back what was leased."""
+"""Prefix lookups: finds and leases the stored chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from kvsidecar.chunk_layout import Geometry, layout_of
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.session import Session
 
-# What is cold comes from a disk: a call may take so much longer for each byte that it may have to bring in.
+# Cold chunks come from a disk: a Match may take longer for each byte that the daemon may have to load.
 _MIN_DISK_BYTES_PER_SECOND = 200e6
-# The daemon waits no longer for a remote tier.
+# The daemon waits at most this long for a remote tier.
 _MAX_REMOTE_SECONDS = 10.0
 _MAX_CONCURRENT_CALLS = 32
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The longest stored prefix of some tokens, and what was found of them by content, under lease until released.
-    ``chunking`` is how nodes that share chunks cut them; None where none do."""
+    """The longest stored prefix of some tokens and their content matches, leased until released.
+
+    ``chunking`` gives the chunk boundaries that nodes with a shared remote tier use; None without such a tier.
+    """
 
     session: Session
     matches: tuple[pb.ChunkMatch, ...]
@@ -35,9 +37,11 @@ class PrefixMatch:
 
     @property
     def full_chunks(self) -> tuple[int, bytes]:
-        """Tokens of the leading chunks that match wholly, and the last one's prefix hash: where storing goes on. Where
-        nodes share chunks, of those that all of them cut so: behind a tail in between, which others do not know, they
-        would find nothing, so the chunk that takes its place is stored anew."""
+        """Tokens of the leading chunks that match completely, and the last one's prefix hash: where a store continues.
+
+        With a shared remote tier, counts only chunks that end at the shared boundaries: other nodes do not look for
+        a shorter chunk in between, and would find nothing behind it. The chunk that replaces it is stored instead.
+        """
         tokens, last, most = 0, b"", self.session.max_chunk_tokens
         for match in self.matches:
             if match.matched_tokens < match.tokens:
@@ -50,8 +54,11 @@ class PrefixMatch:
 
 @dataclass(frozen=True)
 class PrefixLookup:
-    """Asks the daemon. ``timeout`` is in seconds, for a prompt of no length. With a ``chunking``, the daemon asks its
-    remote tier, if it has one, for what is not there: keys follow from the cuts. Any thread may use it."""
+    """Sends Match calls to the daemon.
+
+    ``timeout`` (seconds) is for an empty prompt. With a ``chunking``, the daemon also fetches missing chunks from its
+    remote tier, if it has one; the tier's keys follow from the boundaries. Thread-safe.
+    """
 
     geometry: Geometry
     timeout: float
@@ -67,9 +74,12 @@ class PrefixLookup:
         contents: Sequence[pb.ContentProbe] = (),
         seconds_per_token: float = 0.0,
     ) -> PrefixMatch:
-        """Finds and leases. What is ``leased`` already, by whom it may be, is in memory, and no disk is waited for.
-        ``seconds_per_token`` is what computing takes, 0 when unknown: what is further away is not brought. Raises
-        grpc.RpcError, and ValueError for an answer that cannot be meant."""
+        """Find and lease the stored chunks of a prompt.
+
+        Chunks that are ``leased`` already, by any session, are in memory, so no time for a disk is added.
+        ``seconds_per_token`` is the prefill time, 0 when unknown: the daemon does not fetch chunks that take longer.
+        Raises grpc.RpcError, and ValueError for an invalid answer.
+        """
         chunking = self.chunking if session.remote else None
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
         timeout = self._match_timeout(0 if leased else len(tokens))
@@ -106,7 +116,7 @@ class PrefixLookup:
                 for tokens in prompts[at : at + _MAX_CONCURRENT_CALLS]
             ]
             leases, failed = list[bytes](), None
-            for call in calls:  # all are heard, or what they leased would stay
+            for call in calls:  # every answer is consumed, or its lease would stay
                 try:
                     leases += filter(None, [call().lease_id])
                 except grpc.RpcError as error:
@@ -116,18 +126,18 @@ class PrefixLookup:
                 raise failed
 
     def release(self, found: PrefixMatch) -> None:
-        """Gives the lease back without waiting for the answer."""
+        """Release the lease without waiting for the answer."""
         found.session.release([found.lease_id])
 
     def _match_timeout(self, tokens: int) -> float:
-        """Seconds to wait for a Match, which may have to read so many tokens from disk."""
+        """Return the seconds to wait for a Match that may read ``tokens`` from disk."""
         g = self.geometry
         token_bytes = 4 * g.layers * g.kv_heads * g.head_dim * g.bits / 8  # roughly: keys and values
         return self.timeout + tokens * token_bytes / _MIN_DISK_BYTES_PER_SECOND
 
 
 def header_of(match: pb.ChunkMatch, geometry: Geometry) -> ChunkHeader:
-    """The header, without token ids, of a chunk that was found. Raises ValueError when its payload has another size."""
+    """Return a matched chunk's header, without token ids. Raises ValueError when its payload has another size."""
     header = ChunkHeader(
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,

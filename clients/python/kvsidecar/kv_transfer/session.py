@@ -1,4 +1,4 @@
-"""One session with the daemon: how chunks come and go in it, and whether it can be trusted."""
+"""One session with the daemon: leases, reservations, heartbeats and payload transfer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ _CALL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class ServedCounts:
-    """What a worker has served since it started: prompts, their tokens, those that were not computed, and of these
-    those that were in its own pool."""
+    """Tokens that a worker has served since it started.
+
+    ``cached_tokens`` were not computed; ``pool_tokens`` of these were in the worker's own pool.
+    """
 
     prompts: int = 0
     prompt_tokens: int = 0
@@ -36,7 +38,7 @@ class ServedCounts:
 
 @dataclass(eq=False)
 class Session:
-    """One attachment to one start of the daemon."""
+    """One attachment to one epoch (start) of the daemon."""
 
     epoch: int
     id: bytes
@@ -45,11 +47,11 @@ class Session:
     max_chunk_tokens: int
     verdict: pb.ReuseVerdict | None = None
     transport: Transport = field(default_factory=NoTransport)
-    summary: BloomFilter | None = None  # of what the daemon's index might hold
-    remote: bool = False  # the daemon has a tier of which the summary knows nothing
+    summary: BloomFilter | None = None  # of the daemon's index
+    remote: bool = False  # the daemon has a remote tier, which the summary does not cover
     closed: threading.Event = field(default_factory=threading.Event)
-    last_acked_at: float = field(default_factory=time.monotonic)  # when the last beat was sent that was answered
-    suspected_at: float = 0.0  # when a call was not answered in time
+    last_acked_at: float = field(default_factory=time.monotonic)  # when the last acknowledged heartbeat was sent
+    suspected_at: float = 0.0  # when a call last timed out
     skipped_matches: int = 0
     skipped_tokens: int = 0
     served_before: ServedCounts = field(default_factory=ServedCounts)
@@ -63,22 +65,24 @@ class Session:
 
     @property
     def leases_valid(self) -> bool:
-        """What was read a moment ago under a lease is what was leased: the daemon cannot have ended the session yet, or
-        each payload came with its checksum."""
+        """Return whether payloads read a moment ago under a lease are valid.
+
+        They are when the daemon cannot have expired the session yet, or when each payload came with its checksum.
+        """
         return self.alive and (
             not self.transport.zero_copy or time.monotonic() - self.last_acked_at < 2 * self.heartbeat_seconds
         )
 
     @property
     def responsive(self) -> bool:
-        """The daemon has answered something since it last did not."""
+        """Return whether the daemon has acknowledged a heartbeat since a call last timed out."""
         return self.alive and self.last_acked_at >= self.suspected_at
 
     def end(self) -> None:
-        """Marks the session as over and lets go of its memory; views in use keep it mapped until they are done.
+        """Mark the session as closed and release its memory; views in use keep it mapped until they are done.
 
-        Explicitly: a failed call refers to its own traceback, and through it to this object, until a garbage
-        collection that may be hours away. A dead daemon's arena would stay in memory all that time.
+        Explicit, because a failed call refers to its traceback and through it to this object, until a garbage
+        collection that may be hours away. A dead daemon's arena would stay in memory until then.
         """
         self.finish()
         self.transport.close()
@@ -87,7 +91,7 @@ class Session:
     # ---- leases ---------------------------------------------------------------------------------------------
 
     def match(self, request: pb.MatchRequest, timeout: float) -> pb.MatchResponse:
-        """Asks for a prompt, and gives back what an answer leased that was lost. Raises grpc.RpcError."""
+        """Call Match; release the lease of an answer that was lost. Raises grpc.RpcError."""
         request.lease_id = secrets.token_bytes(_ID_BYTES)
         try:
             return self.stub.Match(request, timeout=timeout)
@@ -96,7 +100,7 @@ class Session:
             raise
 
     def match_async(self, request: pb.MatchRequest, timeout: float) -> Callable[[], pb.MatchResponse]:
-        """The same, asked now; called, it waits for the answer, which somebody must."""
+        """Send a Match now; return a function that waits for the answer. The caller must call it."""
         request.lease_id = secrets.token_bytes(_ID_BYTES)
         call = self.stub.Match.future(request, timeout=timeout)
 
@@ -110,12 +114,12 @@ class Session:
         return answer
 
     def _release_if_lost(self, request: pb.MatchRequest, error: grpc.RpcError) -> None:
-        """The daemon undoes a call that was cancelled while it worked on it, not one that it has answered."""
+        """Release a lost answer's lease: the daemon undoes a cancelled call in progress, but not a completed one."""
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.release([request.lease_id])
 
     def release(self, lease_ids: Sequence[bytes]) -> None:
-        """Gives leases back without waiting for the answer. Empty names are of nothing that was leased."""
+        """Release leases without waiting for the answer. Ignores empty ids."""
         held = [lease_id for lease_id in lease_ids if lease_id]
         if held:
             self._send_until_acked(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
@@ -123,7 +127,7 @@ class Session:
     # ---- reservations ---------------------------------------------------------------------------------------
 
     def reserve(self, request: pb.ReserveRequest, timeout: float) -> list[pb.Reservation]:
-        """Takes room for chunks, and gives up what an answer granted that was lost. Raises grpc.RpcError."""
+        """Call Reserve; abort the reservations of an answer that was lost. Raises grpc.RpcError."""
         request.reservation_ids.extend(secrets.token_bytes(_ID_BYTES) for _ in request.headers)
         try:
             return list(self.stub.Reserve(request, timeout=timeout).reservations)
@@ -132,7 +136,7 @@ class Session:
             raise
 
     def commit(self, items: Sequence[pb.CommitItem], timeout: float) -> pb.CommitResponse:
-        """Makes chunks visible, and gives up those of which nobody knows whether they are. Raises grpc.RpcError."""
+        """Call Commit, which makes chunks visible; abort them when the outcome is unknown. Raises grpc.RpcError."""
         request = pb.CommitRequest(session_id=self.id, epoch=self.epoch, items=items)
         try:
             return self.stub.Commit(request, timeout=timeout)
@@ -141,7 +145,7 @@ class Session:
             raise
 
     def abort(self, reservation_ids: Sequence[bytes], wait_seconds: float = 0.0) -> None:
-        """Gives reservations up; those that have ended are ignored. Waits for the answer, so many seconds at most."""
+        """Abort reservations; ended ones are ignored. Waits at most ``wait_seconds`` for the answer."""
         if not reservation_ids:
             return
         call = self._send_until_acked(
@@ -152,15 +156,17 @@ class Session:
                 call.result(wait_seconds)
 
     def _send_until_acked(self, method: Any, request: Any) -> Any:
-        """Calls, and again and again where no answer comes in time, until the session is over, and all it holds.
-        Returns the first call, if there is one."""
+        """Call ``method``, and retry after timeouts while the session is open.
+
+        The daemon frees everything when the session ends. Returns the first call, if there is one.
+        """
         if not self.alive:
             return None
         try:
             call = method.future(request, timeout=_CALL_SECONDS)
         except ValueError:  # the channel was closed meanwhile
             return None
-        # A call nobody refers to is cancelled, and what it gives would stay until the session ends.
+        # gRPC cancels a call without references; the lease would stay until the session ends.
         self._pending_calls.add(call)
         call.add_done_callback(lambda call: self._on_call_done(call, method, request))
         return call
@@ -173,23 +179,23 @@ class Session:
     # ---- heartbeats -----------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Nothing more is asked of it; its memory stays for who uses it now."""
+        """Mark the session as closed: no more calls. Its memory stays mapped for current readers."""
         self.closed.set()
         self._heartbeat_due.set()
 
     def suspect(self) -> None:
-        """A call was not answered in time: asks at once whether the daemon is there, and nothing else until it is."""
+        """Record that a call timed out, and send a heartbeat at once. ``responsive`` is False until its ack."""
         self.suspected_at = time.monotonic()
         self._heartbeat_due.set()
 
     def wait_for_heartbeat(self) -> bool:
-        """Waits until a heartbeat is due. False when none will be."""
+        """Wait until a heartbeat is due. Returns False when the session is closed."""
         self._heartbeat_due.wait(self.heartbeat_seconds)
         self._heartbeat_due.clear()
         return self.alive
 
     def next_heartbeat(self, served_counts: ServedCounts) -> pb.Heartbeat:
-        """The heartbeat that is sent now."""
+        """Return the heartbeat to send now."""
         self._sent_at.append(time.monotonic())
         before = self.served_before
         return pb.Heartbeat(
@@ -202,35 +208,37 @@ class Session:
         )
 
     def record_ack(self, ack: pb.HeartbeatAck) -> None:
-        """The oldest unanswered heartbeat was answered. What counts is when it was sent: the daemon may have taken it
-        in as early as that."""
+        """Record the ack of the oldest unacknowledged heartbeat.
+
+        The session's age counts from when that heartbeat was sent: the daemon may have received it as early as that.
+        """
         if self._sent_at:
             self.last_acked_at = self._sent_at.popleft()
         if ack.HasField("verdict"):
             self.verdict = ack.verdict
 
-    # ---- what is stored -------------------------------------------------------------------------------------
+    # ---- index summary --------------------------------------------------------------------------------------
 
     def may_contain(self, root: bytes, tokens: Sequence[int]) -> bool:
-        """Whether a prompt might begin with something stored."""
+        """Return whether a prompt might begin with a stored chunk."""
         summary = self.summary
         return summary is None or summary.may_contain_prefix(root, tokens)
 
     def may_contain_content(self, root: bytes, tokens: Sequence[int]) -> bool:
-        """Whether these tokens might be stored as a chunk, in whatever context."""
+        """Return whether these tokens might be stored as one chunk, in any context."""
         summary = self.summary
         return summary is None or summary.may_contain_content(root, tokens)
 
     def count_skipped_lookup(self, tokens: int) -> None:
-        """Counts a prompt that was not looked up because nothing of it is stored."""
+        """Count a prompt that was not looked up because the summary has nothing of it."""
         self.skipped_matches += 1
         self.skipped_tokens += tokens
 
-    # ---- bytes ----------------------------------------------------------------------------------------------
+    # ---- payloads -------------------------------------------------------------------------------------------
 
     def read(
         self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float, most: float = float("inf")
     ) -> Generator[Payload, None, None]:
-        """See ``Transport.read``. ``timeout`` is in seconds, for what moves nothing, ``most`` for all."""
+        """See ``Transport.read``. ``timeout`` (seconds) is for an empty transfer, ``most`` bounds the whole."""
         size = sum(match.payload_bytes for match in matches)
         return self.transport.read(lease_id, matches, min(transfer_timeout(size, timeout), most))

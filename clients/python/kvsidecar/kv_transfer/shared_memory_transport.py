@@ -1,4 +1,4 @@
-"""Chunks in memory that the daemon shares with this process: nothing is carried, all is where it is."""
+"""Zero-copy transport: payloads in memory that the daemon shares with this process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ class SharedMemoryTransport:
     zero_copy = True
 
     def __init__(self, welcome: pb.Welcome, gpu: int | None = None) -> None:
-        """``gpu`` is the CUDA device that reads and writes the memory directly, if one does. Raises OSError when the
-        memory cannot be had, ValueError when it is not this process's to map."""
+        """``gpu`` is the CUDA device that accesses the memory directly, if one does.
+
+        Raises OSError when the daemon refuses, ValueError when this process cannot map the memory.
+        """
         self._arena: memoryview | CudaArena
         if welcome.arena.kind in (pb.ARENA_KIND_CUDA, pb.ARENA_KIND_CUDA_IPC) and gpu is not None:
             self._arena = CudaArena(welcome, gpu)
         else:
             self._arena = map_arena(welcome)
         self._staging = memoryview(b"")
-        self._pinned: list[int] = []  # addresses of what is page-locked
+        self._pinned: list[int] = []  # addresses of page-locked memory
         try:
             self._staging = map_staging(welcome)
             if gpu is not None:
@@ -59,13 +61,13 @@ class SharedMemoryTransport:
         self._arena = self._staging = memoryview(b"")
 
     def _pin(self) -> None:
-        """Page-locks the memory for a CUDA device, where the driver agrees."""
+        """Page-lock the memory for a CUDA device, where the driver allows it."""
         for view in (self._arena, self._staging):
             if isinstance(view, memoryview) and len(view) and device_visible_memory.pin(view):
                 self._pinned.append(device_visible_memory.address_of(view))
 
     def _payload(self, match: pb.ChunkMatch) -> Payload:
-        """Raises ValueError for a place outside the arena."""
+        """Return a chunk's payload. Raises ValueError for an offset outside the arena."""
         end = match.offset + match.payload_bytes
         if end > len(self._arena):
             raise ValueError(f"a payload at {match.offset}+{match.payload_bytes} is outside the arena")
@@ -74,7 +76,7 @@ class SharedMemoryTransport:
         return self._arena[match.offset : end]
 
     def _staged(self, place: pb.StagingRef) -> memoryview:
-        """Raises ValueError for a reference that cannot be this session's."""
+        """Return a reservation's staging memory. Raises ValueError for a reference that is not this session's."""
         end = place.offset + place.size_bytes
         if end > len(self._staging):
             raise ValueError(f"staging {place.offset}+{place.size_bytes} is outside of {len(self._staging)} bytes")

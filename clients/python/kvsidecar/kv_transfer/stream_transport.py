@@ -1,7 +1,7 @@
-"""Chunks of a daemon on another host: Fetch streams what is leased, Fill what is reserved.
+"""Streaming transport for a daemon on another host: Fetch reads leased chunks, Fill writes reserved ones.
 
-What goes over the link is bounded at both ends: gRPC's flow control lets nobody send what the other has no room for,
-and here a payload is received while the one before it is used, and hardly further ahead.
+Both directions have backpressure: gRPC's flow control bounds what a peer may send, and the reader receives one payload
+while the one before it is used, and hardly further ahead.
 """
 
 from __future__ import annotations
@@ -24,36 +24,38 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.kv_transfer.transport import Fill
-from kvsidecar.payload_wire import decoded_piece
+from kvsidecar.payload_wire import decode_message
 
 _FETCH = f"/{pb.DESCRIPTOR.services_by_name['CacheService'].full_name}/Fetch"
 _MESSAGE_BYTES = 1 << 20
-_CHUNKS_OF_A_CALL = 1024
-_ROOM_BYTES = 64 << 20  # what is sent is in this process's memory until the daemon has it
-_BUFFERS = 3  # one is used, one is complete, one is received into
-_STALL_SECONDS = 3.0  # a link that says nothing for so long is taken for cut
+_MAX_CHUNKS_PER_CALL = 1024
+_MAX_SEND_BYTES = 64 << 20  # payloads stay in this process's memory until the daemon has them
+_NUM_BUFFERS = 3  # one in use, one complete, one being received
+_STALL_SECONDS = 3.0  # a connection without progress for this long counts as broken
 
 
 class StreamTransport:
-    """A session's. The daemon holds what a call was asked for until the call ends, whatever becomes of the lease."""
+    """Streams the payloads of one session.
+
+    The daemon keeps the chunks of a Fetch until that call ends, whatever happens to the lease.
+    """
 
     zero_copy = False
 
     def __init__(
         self, welcome: pb.Welcome, stub: CacheServiceStub, channel: grpc.Channel, gpu: int | None = None
     ) -> None:
-        """``channel`` is the stub's. ``gpu`` is the CUDA device that payloads go to, if one does: it reads them where
-        they arrive."""
+        """``channel`` is the stub's; ``gpu`` the CUDA device that reads payloads from the receive buffers, if any."""
         self._session_id, self._stub, self._pins = welcome.session_id, stub, gpu is not None
         self._fetch: Any = channel.unary_stream(
-            _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decoded_piece
+            _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decode_message
         )
-        self.max_reserved_bytes = min(welcome.staging.size_bytes, _ROOM_BYTES)
+        self.max_reserved_bytes = min(welcome.staging.size_bytes, _MAX_SEND_BYTES)
 
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
         ends = time.monotonic() + timeout
-        for first in range(0, len(matches), _CHUNKS_OF_A_CALL):
-            group = matches[first : first + _CHUNKS_OF_A_CALL]
+        for first in range(0, len(matches), _MAX_CHUNKS_PER_CALL):
+            group = matches[first : first + _MAX_CHUNKS_PER_CALL]
             names = [match.prefix_hash for match in group]
             request = pb.FetchRequest(session_id=self._session_id, lease_id=lease_id, prefix_hashes=names)
             left = max(0.0, ends - time.monotonic())
@@ -80,7 +82,7 @@ class StreamTransport:
 
 
 class _FillStream:
-    """What one Fill is sent; gRPC asks for the next message, on a thread of its own, when there is room for it."""
+    """The requests of one Fill; gRPC's thread takes the next one when flow control allows it."""
 
     def __init__(self, session_id: bytes, payloads: Sequence[tuple[bytes, memoryview]]) -> None:
         self._session_id, self._payloads = session_id, payloads
@@ -96,29 +98,31 @@ class _FillStream:
         self._taken = time.monotonic()
 
     def wait(self, call: Any) -> None:
-        """Raises grpc.RpcError, and ConnectionError when the link stands still."""
+        """Wait for the answer. Raises grpc.RpcError, and ConnectionError when the transfer stalls."""
         while (left := self._taken + _STALL_SECONDS - time.monotonic()) > 0:
             try:
                 call.result(timeout=left)
                 return
-            except grpc.FutureTimeoutError:  # unless a message was taken meanwhile
+            except grpc.FutureTimeoutError:  # look again: a message may have been taken meanwhile
                 continue
         raise ConnectionError(f"the cache daemon took nothing for {_STALL_SECONDS:g} s")
 
 
 class _FetchStream:
-    """The payloads of one Fetch, received and checked on a thread of its own while those before them are used."""
+    """The payloads of one Fetch, received and checksummed on a thread while earlier ones are used."""
 
     def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch], pins: bool) -> None:
-        """Calls ``fetch`` when there is memory for what it streams: the daemon holds all that a call was asked for
-        until it ends. Raises what memory, pinning or starting a thread raise, with nothing open."""
+        """Allocate buffers, then call ``fetch``: the daemon keeps all chunks of a call until the call ends.
+
+        Raises what allocation, pinning or starting a thread raises, and leaves nothing open.
+        """
         self._matches = matches
         size = max(match.payload_bytes for match in matches)
         self._free: queue.SimpleQueue[memoryview | None] = queue.SimpleQueue()
         self._ready: queue.SimpleQueue[tuple[memoryview, int] | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._receive, name="kv-fetch", daemon=True)
         with ExitStack() as held:
-            for _ in matches[:_BUFFERS]:
+            for _ in matches[:_NUM_BUFFERS]:
                 buffer = np.empty(size, np.uint8).data
                 if pins and size and device_visible_memory.pin(buffer):
                     held.callback(device_visible_memory.unpin, device_visible_memory.address_of(buffer))
@@ -148,7 +152,7 @@ class _FetchStream:
             self._free.put(buffer)
 
     def _next(self) -> tuple[memoryview, int]:
-        """Raises ConnectionError when the link stands still, and what receiving raised."""
+        """Return the next payload's buffer and size. Raises ConnectionError on a stall, and what receiving raised."""
         asked = time.monotonic()
         while True:
             left = max(self._heard, asked) + _STALL_SECONDS - time.monotonic()
@@ -156,7 +160,7 @@ class _FetchStream:
                 raise ConnectionError(f"the cache daemon sent nothing for {_STALL_SECONDS:g} s")
             try:
                 found = self._ready.get(timeout=left)
-            except queue.Empty:  # unless a message came meanwhile
+            except queue.Empty:  # look again: a message may have come meanwhile
                 continue
             if isinstance(found, Exception):
                 raise found
@@ -174,7 +178,7 @@ class _FetchStream:
             self._ready.put(error)
 
     def _receive_one(self, match: pb.ChunkMatch, buffer: memoryview) -> None:
-        """Raises ValueError for anything but the chunk that was asked for, grpc.RpcError."""
+        """Receive one chunk. Raises grpc.RpcError, and ValueError for anything but the requested chunk."""
         first, at = self._message(), 0
         header = pb.FetchResponse().header if isinstance(first, memoryview) else first.header
         if header.prefix_hash != match.prefix_hash or header.payload_bytes != match.payload_bytes:

@@ -1,4 +1,4 @@
-"""Tells the daemon which span a call belongs to (W3C Trace Context), where this process traces."""
+"""Sends the active span with calls to the daemon (W3C Trace Context)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from kvsidecar.telemetry.tracing import SDK, context_metadata
 
 
 def with_trace_context(channel: grpc.Channel) -> grpc.Channel:
-    """The channel, whose calls with one answer name the active span. The channel itself in a process that has not
-    loaded OpenTelemetry's SDK: there are no spans in it, and calls cost what they did."""
+    """Return a channel whose unary calls carry the active span.
+
+    Returns the channel itself in a process that has not loaded OpenTelemetry's SDK: it has no spans, and calls cost no
+    more than before.
+    """
     return grpc.intercept_channel(channel, _TraceContextInterceptor()) if SDK in sys.modules else channel
 
 

@@ -1,6 +1,6 @@
-"""How chunks' bytes get from the daemon into this process, and back.
+"""Interface of payload transports between the daemon and this process.
 
-What is matched, leased, reserved and committed, and by which rules, does not depend on it.
+Matching, leases, reservations and commits do not depend on the transport.
 """
 
 from __future__ import annotations
@@ -13,45 +13,50 @@ from kvkernels import Payload
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
 Fill = Callable[[int, memoryview], None]
-"""Writes the payload of the chunk with this number."""
+"""Writes the payload of the chunk with this index."""
 
 
-# A link that is slower carries nothing in time.
+# A slower connection is useless: computing is faster.
 _MIN_LINK_BYTES_PER_SECOND = 8e6
 
 
 def transfer_timeout(size_bytes: int, timeout: float) -> float:
-    """How long carrying so much may take; ``timeout`` is in seconds, for what moves nothing."""
+    """Return the seconds that a transfer of ``size_bytes`` may take; ``timeout`` is for an empty one."""
     return timeout + size_bytes / _MIN_LINK_BYTES_PER_SECOND
 
 
 class Transport(Protocol):
-    """One session's. Any thread may use it."""
+    """Payload transport of one session. Thread-safe."""
 
     zero_copy: bool
-    """Whether payloads cost nothing to have: all of a lease's may be asked for before the first is used, and stay until
-    the lease is released. Otherwise each is gone when the next is asked for."""
+    """True if payloads are read in place: all of a lease stay valid until it is released. Otherwise a payload is valid
+    until the next one is requested."""
     max_reserved_bytes: int
-    """What may be reserved at one time."""
+    """Most bytes that may be reserved at one time."""
 
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
-        """Payloads of leased chunks, in their order, whole and as they were committed. ``timeout`` is in seconds, for
-        all of them. Close the iterator when it is not wanted to its end. Raises ValueError for what cannot be a
-        payload, ConnectionError, grpc.RpcError."""
+        """Yield the payloads of leased chunks, in order, complete and as committed.
+
+        ``timeout`` (seconds) is for all of them. Close the iterator to stop early. Raises ConnectionError,
+        grpc.RpcError, and ValueError for an invalid payload.
+        """
         ...
 
     def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
-        """Has the payloads of granted reservations filled, each with its number, on the calling thread, and brings them
-        to where Commit copies from. Raises what ``fill`` raises, ValueError, ConnectionError, grpc.RpcError."""
+        """Fill the payloads of granted reservations, and transfer them to the daemon's staging.
+
+        ``granted`` has each reservation with its index; ``fill`` runs on the calling thread. Raises what ``fill``
+        raises, ValueError, ConnectionError, grpc.RpcError.
+        """
         ...
 
     def close(self) -> None:
-        """Lets go of its memory; views in use keep it until they are done. Idempotent."""
+        """Release the memory; views in use keep it until they are done. Idempotent."""
         ...
 
 
 class NoTransport:
-    """Of sessions that look up and lease, and carry nothing."""
+    """Transport of sessions that only look up and lease."""
 
     zero_copy, max_reserved_bytes = True, 0
 

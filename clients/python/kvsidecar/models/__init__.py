@@ -1,4 +1,4 @@
-"""The models of this user: which are there, where they came from, and how more are fetched.
+"""The user's model library: installed models, their origin, and downloads.
 
-Imports nothing that needs torch; ``inference_svc.models`` loads what lies here.
+May import the rest of ``kvsidecar`` but nothing that needs torch; ``inference_svc.models`` loads these models.
 """

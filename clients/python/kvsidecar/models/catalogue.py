@@ -1,4 +1,4 @@
-"""Models that come in wheels, so that whoever can install packages can have them. Versions and checksums are pinned."""
+"""Catalogue of models in Python wheels, available from any package index; versions and checksums are pinned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DEFAULT = "smollm2"
 
 @dataclass(frozen=True)
 class Wheel:
-    """One wheel, and which of its files are wanted: the file's name in the wheel, and the name it gets."""
+    """One wheel and its needed files: name in the wheel, and name in the library."""
 
     package: str
     version: str
@@ -18,8 +18,8 @@ class Wheel:
 
 
 @dataclass(frozen=True)
-class Packaged:
-    """A model in one or several wheels. Files of the same name are parts of one, in the order of the wheels."""
+class PackagedModel:
+    """A model in one or several wheels. Files of the same name are concatenated in the order of the wheels."""
 
     name: str
     title: str
@@ -29,7 +29,7 @@ class Packaged:
     download_bytes: int
     architecture: str
     licence: str
-    terms: str = ""  # what must be accepted first, as an address
+    terms: str = ""  # URL of terms that must be accepted first
     sampling: tuple[tuple[str, float | bool], ...] = ()  # its defaults, by generation_config.json's names
 
 
@@ -43,7 +43,7 @@ def _gemma_part(number: int, sha256: str) -> Wheel:
 
 
 _MODELS = (
-    Packaged(
+    PackagedModel(
         "smollm2",
         "SmolLM2 135M Instruct (Q4_1)",
         (
@@ -62,10 +62,10 @@ _MODELS = (
         92_871_040,
         "LlamaForCausalLM",
         "Apache-2.0",
-        # Its makers recommend a temperature of 0.2; three of eight answers from these 4-bit weights wander there.
+        # Its authors recommend a temperature of 0.2; three of eight answers from these 4-bit weights go astray there.
         sampling=(("do_sample", False),),
     ),
-    Packaged(
+    PackagedModel(
         "gemma-3-270m",
         "Gemma 3 270M (base, Q4_K_M)",
         (

@@ -1,8 +1,8 @@
-"""Models of a Hugging Face hub: which files of a repository are wanted, and fetching them.
+"""Downloads models from a Hugging Face hub, and selects a repository's files.
 
-``ORG/NAME`` takes safetensors where there are any, else the only GGUF file; ``ORG/NAME:QUANT`` takes the GGUF file that
-is quantized so. ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME`` are huggingface_hub's own and hold here as well. That is
-imported where it is needed: it takes as long as the rest of the command line together.
+``ORG/NAME`` selects safetensors where there are any, else the only GGUF file; ``ORG/NAME:QUANT`` selects the GGUF file
+with that quantization. huggingface_hub's ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME`` apply. It is imported lazily:
+its import takes as long as that of the rest of the command line.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(:\w+)?")
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The files of one commit of a repository that make a model."""
+class HubSelection:
+    """A model's files in one commit of a repository."""
 
     repository: str
     commit: str
@@ -34,9 +34,11 @@ def is_hub_id(name: str) -> bool:
     return bool(_HUB_ID.fullmatch(name))
 
 
-def choose(name: str) -> Chosen:
-    """What to fetch for ``ORG/NAME`` or ``ORG/NAME:QUANT``. Raises ModelUnsupported when the hub cannot be asked, does
-    not know it, or has nothing that fits."""
+def select_files(name: str) -> HubSelection:
+    """Select the files of ``ORG/NAME`` or ``ORG/NAME:QUANT``.
+
+    Raises ModelUnsupported when the hub is unavailable, does not know the repository, or has no suitable file.
+    """
     from huggingface_hub import HfApi
 
     repository, _, wanted = name.partition(":")
@@ -47,7 +49,7 @@ def choose(name: str) -> Chosen:
     sizes = {s.rfilename: s.size or 0 for s in info.siblings or []}
     files, gguf = _files(repository, list(sizes), wanted)
     licence = str(getattr(info.card_data, "license", "") or "")
-    return Chosen(repository, str(info.sha), tuple(files), sum(sizes[f] for f in files), gguf, licence)
+    return HubSelection(repository, str(info.sha), tuple(files), sum(sizes[f] for f in files), gguf, licence)
 
 
 def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], str]:
@@ -67,9 +69,8 @@ def _files(repository: str, files: list[str], wanted: str) -> tuple[list[str], s
     )
 
 
-def fetch(chosen: Chosen, folder: Path | None = None) -> Path:
-    """Fetches the files into a folder, or into huggingface_hub's cache, with its own progress bars. Raises
-    ModelUnsupported."""
+def fetch(chosen: HubSelection, folder: Path | None = None) -> Path:
+    """Download the files into a folder, or into huggingface_hub's cache. Raises ModelUnsupported."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -82,7 +83,7 @@ def fetch(chosen: Chosen, folder: Path | None = None) -> Path:
 
 
 def fetched_before(name: str) -> Path | None:
-    """The folder in huggingface_hub's cache of a repository that was fetched once, or None; asks no network."""
+    """Return a repository's folder in huggingface_hub's cache, or None; uses no network."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -92,7 +93,7 @@ def fetched_before(name: str) -> Path | None:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """What huggingface_hub raises; the first is the error of whichever HTTP client it was built upon."""
+    """Return huggingface_hub's exceptions; the first is that of its HTTP client, which depends on its version."""
     from huggingface_hub import errors
 
     client_error = errors.HfHubHTTPError.__bases__[0]

@@ -1,8 +1,8 @@
-"""The user's models on disk: what was pulled, and what was written out of GGUF files for faster starts.
+"""The user's models on disk: pulled models, and conversions of GGUF files for faster starts.
 
-``pulled/NAME`` holds the files as they came and ``entry.json``; ``converted/NAME-SHA-DTYPE`` a folder that transformers
-reads, with ``source.json`` about the file it was made of. A folder appears whole or not at all: it is built beside its
-place under a lock, flushed, and renamed.
+``pulled/NAME`` has the downloaded files and ``entry.json``; ``converted/NAME-SHA-DTYPE`` a folder that transformers
+reads, with ``source.json`` about the original file. Folders are created atomically: built beside the target under a
+lock, flushed, and renamed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from kvsidecar.errors import ConfigurationError, UnknownModel
 from kvsidecar.process.runtime_dir import default_data_dir
 
 _CANNOT_WRITE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-_SPARE_BYTES = 256 << 20  # of a disk, for others
+_SPARE_BYTES = 256 << 20  # left free on the disk
 ENTRY, SOURCE = "entry.json", "source.json"
 BUILT_IN = "demo"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[A-Za-z0-9_]+)?")
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A pulled model, as written beside its files."""
+class ModelEntry:
+    """A pulled model's entry, stored beside its files."""
 
     name: str  # what --model takes
     source: str  # where it came from, for people
@@ -43,17 +43,17 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Known:
-    """A GGUF file that was read before, as long as it has this size and time."""
+class GgufRecord:
+    """Record of a GGUF file that was read before; valid while its size and time are unchanged."""
 
     size_bytes: int
     modified_ns: int
     sha256: str
-    dtype: str  # which its weights have, or are worth
+    dtype: str  # of its weights, or the one that they are converted to
 
 
 @dataclass(frozen=True)
-class Listed:
+class ModelListing:
     """One line of ``kvsidecar models``."""
 
     name: str
@@ -63,8 +63,8 @@ class Listed:
     where: str
 
 
-class Library:
-    """A folder of models. Its methods may be called from several processes at once."""
+class ModelLibrary:
+    """A folder of models. Safe for concurrent use by several processes."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or default_data_dir() / "models"
@@ -72,42 +72,44 @@ class Library:
     # ---- what is there --------------------------------------------------------------------------------------
 
     def folder_of(self, name: str) -> Path:
-        """Where a pulled model of this name lies, or would. Raises UnknownModel for what cannot be a name."""
+        """Return the folder of a pulled model, existing or not. Raises UnknownModel for an invalid name."""
         if not _NAME.fullmatch(name):
             raise UnknownModel(f"{name!r} is not a name of a model; allowed are letters, digits, . _ -, and ORG/NAME")
         return self.root / "pulled" / name.replace("/", "--").replace(":", "@")
 
     def find(self, name: str) -> Path | None:
-        """The GGUF file or folder of a pulled model, or None."""
+        """Return the GGUF file or folder of a pulled model, or None."""
         if not _NAME.fullmatch(name):
             return None
         folder = self.folder_of(name)
         entry = _read_entry(folder)
         return None if entry is None else folder / entry.file
 
-    def entries(self) -> list[tuple[Entry, Path]]:
-        """The pulled models and their folders, by name."""
+    def entries(self) -> list[tuple[ModelEntry, Path]]:
+        """Return the pulled models and their folders, sorted by name."""
         found = [(_read_entry(folder), folder) for folder in _folders(self.root / "pulled")]
         return sorted(((e, f) for e, f in found if e is not None), key=lambda pair: pair[0].name)
 
-    def listed(self) -> list[Listed]:
-        """Everything, pulled models first, then what was written out of other people's files."""
+    def listed(self) -> list[ModelListing]:
+        """List pulled models, then conversions of files outside the library."""
         conversions = [(_read_json(f / SOURCE), f) for f in _folders(self.root / "converted")]
         out = []
         for entry, folder in self.entries():
             mine = [f for source, f in conversions if _made_of(source, folder)]
             size = sum(map(size_of, [folder, *mine]))
-            out.append(Listed(entry.name, size, entry.architecture, entry.source, str(folder)))
+            out.append(ModelListing(entry.name, size, entry.architecture, entry.source, str(folder)))
         for source, folder in conversions:
             path = Path(source.get("path", ""))
             if not any(_made_of(source, folder_) for _, folder_ in self.entries()):
                 kind = ", ".join(_read_json(folder / "config.json").get("architectures", []))
-                out.append(Listed(folder.name, size_of(folder), kind, f"written out of {path}", str(folder)))
+                out.append(ModelListing(folder.name, size_of(folder), kind, f"written out of {path}", str(folder)))
         return out
 
     def remove(self, name: str) -> int:
-        """Removes a pulled model with all that was made of it, or one conversion, by the name that ``listed`` gives.
-        Returns the freed bytes. Raises UnknownModel."""
+        """Remove a pulled model with its conversions, or one conversion, by its name in ``listed``.
+
+        Returns the freed bytes. Raises UnknownModel.
+        """
         known = {one.name: one for one in self.listed()}
         if name not in known:
             raise UnknownModel(f"there is no model {name!r} to remove; there are {', '.join(known) or 'none'}")
@@ -115,20 +117,19 @@ class Library:
         return known[name].size_bytes
 
     def _discard_all(self, folder: Path) -> None:
-        """A folder, after what was made of it, and what was made of that."""
+        """Remove a folder, after the conversions of it, recursively."""
         for made in _folders(self.root / "converted"):
             if _made_of(_read_json(made / SOURCE), folder):
                 self._discard_all(made)
         self._discard(folder)
 
     def discard(self, folder: Path, inode: int) -> None:
-        """Removes a folder that is damaged, unless another one has come in its place: ``inode`` is that of the damaged
-        one."""
+        """Remove a corrupt folder, identified by ``inode``, unless it was replaced meanwhile."""
         if folder.is_dir():
             self._discard(folder, inode)
 
     def _discard(self, folder: Path, inode: int | None = None) -> None:
-        # Renamed first: nobody finds half of it.
+        # Rename first, so that no process sees a partly deleted folder.
         with self._locked(folder):
             if inode is not None and (not folder.is_dir() or folder.stat().st_ino != inode):
                 return
@@ -141,16 +142,18 @@ class Library:
 
     @contextmanager
     def building(self, target: Path) -> Iterator[Path | None]:
-        """An empty folder that becomes ``target`` when the block ends without an error, and is gone when it does not;
-        None when ``target`` is there already. Others who build the same wait meanwhile. Raises ConfigurationError when
-        the disk is full or must not be written to."""
+        """Yield an empty folder that becomes ``target`` if the block succeeds.
+
+        It is removed if the block fails. Yields None when ``target`` exists. Other processes that build the same target
+        wait. Raises ConfigurationError when the disk is full or read-only.
+        """
         with self._locked(target):
             if target.is_dir():
                 yield None
                 return
             partial = target.with_name(f".partial-{target.name}")
-            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-            with appearing(target, partial):
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+            with atomic_folder(target, partial):
                 yield partial
 
     @contextmanager
@@ -166,20 +169,20 @@ class Library:
 
     # ---- files that were read before ------------------------------------------------------------------------
 
-    def known(self, file: Path) -> Known | None:
-        """What is known of a file that did not change since."""
+    def known(self, file: Path) -> GgufRecord | None:
+        """Return the record of a file, if the file is unchanged."""
         found = _read_json(self._note_of(file))
         try:
-            known = Known(**found)
+            known = GgufRecord(**found)
         except TypeError:
             return None
         stat = file.stat()
         return known if (known.size_bytes, known.modified_ns) == (stat.st_size, stat.st_mtime_ns) else None
 
-    def remember(self, file: Path, dtype: str) -> Known:
-        """Reads a file for its checksum, and notes it."""
+    def remember(self, file: Path, dtype: str) -> GgufRecord:
+        """Compute a file's checksum, and store its record."""
         stat = file.stat()
-        known = Known(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype)
+        known = GgufRecord(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype)
         note = self._note_of(file)
         fresh = note.with_suffix(f".{os.getpid()}")
         try:
@@ -194,8 +197,8 @@ class Library:
         return self.root / "known" / f"{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:32]}.json"
 
 
-def check_room(what: str, size_bytes: int, folder: Path, otherwise: str = "") -> None:
-    """Raises ConfigurationError where a folder's disk has too little room for what writes so many bytes."""
+def check_disk_space(what: str, size_bytes: int, folder: Path, otherwise: str = "") -> None:
+    """Raise ConfigurationError when a folder's disk has too little free space for ``size_bytes``."""
     free = shutil.disk_usage(folder).free
     if free < size_bytes + _SPARE_BYTES:
         raise ConfigurationError(
@@ -204,9 +207,11 @@ def check_room(what: str, size_bytes: int, folder: Path, otherwise: str = "") ->
 
 
 @contextmanager
-def appearing(target: Path, partial: Path) -> Iterator[None]:
-    """Makes ``partial`` an empty folder that becomes ``target`` when the block ends without an error, flushed, and is
-    gone when it does not. Raises ConfigurationError when the disk is full or must not be written to."""
+def atomic_folder(target: Path, partial: Path) -> Iterator[None]:
+    """Create the folder ``partial``, which becomes ``target`` (flushed) if the block succeeds, else is removed.
+
+    Raises ConfigurationError when the disk is full or read-only.
+    """
     try:
         partial.mkdir()
         yield
@@ -221,23 +226,23 @@ def appearing(target: Path, partial: Path) -> Iterator[None]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def write_entry(folder: Path, entry: Entry) -> None:
+def write_entry(folder: Path, entry: ModelEntry) -> None:
     (folder / ENTRY).write_text(json.dumps(asdict(entry), indent=1) + "\n", encoding="utf-8")
 
 
 def sha256_of(file: Path) -> str:
-    """Hexadecimal SHA-256 of a file's contents."""
+    """Return the hexadecimal SHA-256 of a file."""
     with file.open("rb") as data:
         return hashlib.file_digest(data, "sha256").hexdigest()
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files below a folder."""
+    """Return the total bytes of all files below a folder."""
     return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
 
 
 def _made_of(source: dict[str, Any], folder: Path) -> bool:
-    """Whether a conversion was made of a file in this folder."""
+    """Return whether a conversion's source file is in this folder."""
     return Path(source.get("path", "")).parent == folder.resolve()
 
 
@@ -255,15 +260,15 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read_entry(folder: Path) -> Entry | None:
+def _read_entry(folder: Path) -> ModelEntry | None:
     try:
-        return Entry(**_read_json(folder / ENTRY))
+        return ModelEntry(**_read_json(folder / ENTRY))
     except TypeError:
         return None
 
 
 def _flush(folder: Path) -> None:
-    """Brings a folder's files to the disk, so that the rename cannot be there before them."""
+    """Flush a folder's files to disk, so that the rename cannot become durable before them."""
     for file in [f for f in folder.rglob("*") if f.is_file()]:
         with file.open("rb") as data:
             os.fsync(data.fileno())

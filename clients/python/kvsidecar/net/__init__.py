@@ -1,1 +1,4 @@
-"""gRPC channels and servers, and the addresses that they use."""
+"""gRPC channels and servers, sockets and addresses, for clients and servers alike.
+
+May import ``kvsidecar.errors`` and ``kvsidecar.process``, and nothing else of ``kvsidecar``.
+"""

@@ -1,4 +1,4 @@
-"""``host:port`` as people write it."""
+"""Parses ``host:port`` addresses and Unix socket paths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TcpAddress:
-    """Where a TCP server listens. An IPv6 host is without brackets here and with them in ``str()``."""
+    """A TCP server's address. An IPv6 host has no brackets here, and has them in ``str()``."""
 
     host: str
     port: int
@@ -21,7 +21,7 @@ class TcpAddress:
 
     @property
     def loopback(self) -> bool:
-        """Whether only this machine can reach it. A name other than ``localhost`` is never taken for that."""
+        """Return whether only this machine can reach it. Of names, only ``localhost`` counts."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -29,7 +29,7 @@ class TcpAddress:
 
 
 def parse_tcp(text: str) -> TcpAddress:
-    """``"127.0.0.1:7401"`` or ``"[::1]:7401"``; port 0 is any free one. Raises ValueError."""
+    """Parse ``"127.0.0.1:7401"`` or ``"[::1]:7401"``; port 0 is any free one. Raises ValueError."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
@@ -39,10 +39,9 @@ def parse_tcp(text: str) -> TcpAddress:
 
 
 def socket_path(target: str | Path) -> Path | None:
-    """The Unix socket's path that a target is; None for ``host:port``.
+    """Return a target's Unix socket path; None for ``host:port``.
 
-    A path is a Path, or text with a leading ``/``, ``.`` or ``unix:``, or without a colon, which an address of a host
-    always has.
+    A path is a Path, or text that begins with ``/``, ``.`` or ``unix:``, or that has no colon.
     """
     if isinstance(target, Path):
         return target
@@ -52,9 +51,9 @@ def socket_path(target: str | Path) -> Path | None:
 
 
 def why_not_bindable(address: TcpAddress) -> str:
-    """Why nothing can listen at an address now, as the system says it; empty when something can.
+    """Return the system's reason why an address cannot be bound now; empty when it can.
 
-    gRPC itself says only that it failed. Another process may take the port after this.
+    gRPC itself reports only that it failed. Another process may still take the port afterwards.
     """
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,4 +1,4 @@
-"""Channels to a service of ours: a Unix socket, plain TCP, or TLS with a certificate or a token."""
+"""gRPC channels to KVSidecar's services: Unix socket, plain TCP, or TLS with certificate or token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class _Way:
+class _ChannelTarget:
     target: str
     credentials: grpc.ChannelCredentials | None
     options: list[tuple[str, Any]]
@@ -36,23 +36,25 @@ def channel(
     key: Path | None = None,
     options: Options = (),
 ) -> grpc.Channel:
-    """A channel to a Unix socket's path (see ``socket_path``) or to ``host:port``.
+    """Create a channel to a Unix socket's path (see ``socket_path``) or to ``host:port``.
 
-    ``ca``, ``certificate`` with ``key`` (PEM files) and ``token`` each ask for TLS; without ``ca`` the server's
-    certificate is judged by the usual public authorities. The token goes with every call and never over a plain
-    connection. ``options`` win over the keepalive ones. Does not connect yet. Raises ConfigurationError for files that
-    cannot be read and for TLS or a token at a Unix socket.
+    ``ca``, ``certificate`` with ``key`` (PEM files) and ``token`` each imply TLS; without ``ca``, public authorities
+    verify the server's certificate. The token is sent with every call, and never over a plain connection. ``options``
+    override the keepalive options. Does not connect yet. Raises ConfigurationError for unreadable files, and for TLS or
+    a token with a Unix socket.
     """
-    way = _way(target, token, ca, certificate, key, options)
-    if way.credentials is None:
-        return grpc.insecure_channel(way.target, options=way.options)
-    return grpc.secure_channel(way.target, way.credentials, options=way.options)
+    target_options = _channel_target(target, token, ca, certificate, key, options)
+    if target_options.credentials is None:
+        return grpc.insecure_channel(target_options.target, options=target_options.options)
+    return grpc.secure_channel(target_options.target, target_options.credentials, options=target_options.options)
 
 
 @dataclass(frozen=True)
-class Address:
-    """Where a service is, and as whom it is called; see ``channel``. Files are read with every connection, so that
-    renewed certificates and tokens count."""
+class ServiceAddress:
+    """Address of a service and the credentials for it; see ``channel``.
+
+    Files are read for every connection, so that renewed certificates and tokens take effect.
+    """
 
     target: str | Path
     token_file: Path | None = None
@@ -68,9 +70,12 @@ class Address:
         ca: Path | None = None,
         certificate: Path | None = None,
         key: Path | None = None,
-    ) -> Address:
-        """A daemon at ``host:port``. Raises ConfigurationError for what is no address, for files that cannot be used,
-        and for another host without TLS: whoever hears a tenant's salt can use it."""
+    ) -> ServiceAddress:
+        """Create the address of a daemon at ``host:port``.
+
+        Raises ConfigurationError for an invalid address, for unusable files, and for another host without TLS: anyone
+        who reads a tenant's salt on the way could use it.
+        """
         try:
             place = parse_tcp(address)
         except ValueError as error:
@@ -91,7 +96,7 @@ class Address:
         return any(part is not None for part in (self.token_file, self.ca, self.certificate, self.key))
 
     def channel(self, options: Options = ()) -> grpc.Channel:
-        """A channel that is not connected yet. Raises ConfigurationError."""
+        """Create a channel, not yet connected. Raises ConfigurationError."""
         token = read_token(self.token_file) if self.token_file is not None else None
         return channel(
             self.target, token=token, ca=self.ca, certificate=self.certificate, key=self.key, options=options
@@ -107,18 +112,20 @@ def aio_channel(
     key: Path | None = None,
     options: Options = (),
 ) -> grpc.aio.Channel:
-    """``channel`` for the running event loop."""
-    way = _way(target, token, ca, certificate, key, options)
-    if way.credentials is None:
-        return grpc.aio.insecure_channel(way.target, options=way.options)
-    return grpc.aio.secure_channel(way.target, way.credentials, options=way.options)
+    """Create a channel for the running event loop; see ``channel``."""
+    target_options = _channel_target(target, token, ca, certificate, key, options)
+    if target_options.credentials is None:
+        return grpc.aio.insecure_channel(target_options.target, options=target_options.options)
+    return grpc.aio.secure_channel(target_options.target, target_options.credentials, options=target_options.options)
 
 
-def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool, absent: str = "") -> KVSidecarError:
-    """The error, or a clearer one: ``absent``, if given, when nothing listens at the target, and that TLS is missing
-    when a server that speaks it was called without: gRPC says only "Socket closed".
+def explain_unavailable(
+    error: KVSidecarError, target: str | Path, *, encrypted: bool, absent: str = ""
+) -> KVSidecarError:
+    """Return the error, or a clearer one for an unavailable target.
 
-    Opens a connection to find out, for 2 s at the most.
+    That is ``absent``, if given, when nothing listens at the target; and a hint at TLS when the server speaks TLS and
+    the call did not (gRPC reports "Socket closed"). Opens a connection to find out, for at most 2 s.
     """
     if not isinstance(error, Unavailable):
         return error
@@ -130,8 +137,10 @@ def explain(error: KVSidecarError, target: str | Path, *, encrypted: bool, absen
 
 
 def listens(target: str | Path) -> bool:
-    """Whether anything accepts connections at a Unix socket or ``host:port``. Tries for 2 s at the most; where that
-    cannot be told, it says yes."""
+    """Return whether a server accepts connections at a Unix socket or ``host:port``.
+
+    Tries for at most 2 s; returns True when the answer is unknown.
+    """
     path = socket_path(target)
     try:
         if path is not None:
@@ -161,22 +170,22 @@ def _speaks_tls(target: str) -> bool:
         with reached, anybody.wrap_socket(reached):
             return True
     except ssl.SSLError as error:
-        return "ALERT" in (error.reason or "")  # an alert is said in TLS
+        return "ALERT" in (error.reason or "")  # only a TLS server sends alerts
     except OSError:
         return False
 
 
 def read_token(path: Path) -> str:
-    """The token in a file, without the line's end. Raises ConfigurationError."""
+    """Read the token in a file, without the line end. Raises ConfigurationError."""
     token = _read(path, "token file").decode("utf-8", "replace").strip()
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigurationError(f"the token file {path} holds no token; it must have one line of printable ASCII")
     return token
 
 
-def _way(
+def _channel_target(
     target: str | Path, token: str | None, ca: Path | None, certificate: Path | None, key: Path | None, options: Options
-) -> _Way:
+) -> _ChannelTarget:
     given = dict(CLIENT_KEEPALIVE) | dict(options)
     encrypted = any(part is not None for part in (token, ca, certificate, key))
     path = socket_path(target)
@@ -185,8 +194,10 @@ def _way(
             raise ConfigurationError(
                 f"a token and certificates are for TCP, {target} is a Unix socket; leave them out, or name host:port"
             )
-        return _Way(socket_target(path), None, list(given.items()))
-    return _Way(str(target), _credentials(token, ca, certificate, key) if encrypted else None, list(given.items()))
+        return _ChannelTarget(socket_target(path), None, list(given.items()))
+    return _ChannelTarget(
+        str(target), _credentials(token, ca, certificate, key) if encrypted else None, list(given.items())
+    )
 
 
 def _credentials(

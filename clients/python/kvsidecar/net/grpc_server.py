@@ -1,4 +1,4 @@
-"""How both services listen: Unix sockets and TCP ports under one health state, reflection, and one graceful end."""
+"""gRPC server setup: Unix sockets and TCP ports with health, reflection and graceful shutdown."""
 
 from __future__ import annotations
 
@@ -24,150 +24,158 @@ from grpc_reflection.v1alpha import reflection
 
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
-from kvsidecar.net.kept_socket import KeptSocket
+from kvsidecar.net.socket_watcher import SocketWatcher
 from kvsidecar.process.runtime_dir import socket_target
 
 HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 Register = Callable[[grpc.aio.Server], None]
 
-# A peer that vanished without a word (power, cable, a firewall that forgot the connection) is noticed within these.
-# A client's pings must not come faster than the server permits, or it is told to go away.
-_SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_PATIENCE_MS, _FASTEST_PING_MS = 60_000, 30_000, 10_000, 10_000
+# Keepalive detects a peer that vanished (power, cable, a firewall that dropped the connection).
+# A client that pings faster than the server permits gets GOAWAY.
+_SERVER_KEEPALIVE_MS, _CLIENT_KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS, _MIN_PING_INTERVAL_MS = (
+    60_000,
+    30_000,
+    10_000,
+    10_000,
+)
 
-# Of a door that answers health alone: a question is a service's name.
+# Limits of a listener for health checks only: a request is a service's name.
 _HEALTH_MESSAGE_BYTES, _HEALTH_STREAMS = 4 << 10, 16
 
 CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", _CLIENT_KEEPALIVE_MS),
-    ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
 """Options for every channel to a service of ours: with a call open, a dead peer is noticed within 40 s."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one connection may cost."""
+class ListenerLimits:
+    """Resource limits of connections."""
 
     message_bytes: int = 16 << 20
-    """Longest message that is received."""
+    """Maximum size of a received message."""
     metadata_bytes: int = 16 << 10
-    """Most metadata of one call."""
+    """Maximum metadata of one call."""
     streams: int = 1024
-    """Most calls at once on one connection; further ones wait at the client, or are UNAVAILABLE in the moment when
-    others end: gRPC's server lets go of a call a little after its client."""
+    """Maximum concurrent calls on one connection. Further ones wait at the client, or fail with UNAVAILABLE just when
+    others end: gRPC's server releases a call slightly later than its client."""
     connections: int = 512
-    """Most connections at once at a door that others than the owner can reach; further ones are closed at once."""
+    """Maximum concurrent connections at a listener that is not private; further ones are closed at once."""
     handshake_seconds: float = 10.0
-    """A connection that has not said hello (TLS, HTTP/2) by then is closed."""
+    """Deadline of a connection's handshake (TLS, HTTP/2)."""
 
 
 @dataclass(frozen=True)
-class Door:
-    """One address, and what answers there. Several doors of a process share its health and its end."""
+class Listener:
+    """One listening address and its service. The listeners of a process share health and shutdown."""
 
     at: Path | TcpAddress
     """A Unix socket's path, or a TCP address."""
     add: Register | None
-    """Adds the servicer that answers at this door; None for health alone, without reflection."""
+    """Adds the servicer of this listener; None for health checks only, without reflection."""
     credentials: grpc.ServerCredentials | None = None
-    """TLS, for a TCP address; None is plain."""
+    """TLS credentials for a TCP address; None is plain."""
     interceptors: tuple[grpc.aio.ServerInterceptor, ...] = ()
-    """They see health and reflection, too."""
+    """Interceptors, also for health and reflection."""
     group: str | None = None
-    """A Unix socket's group, which may connect (mode 0660; "" is the process's own). None: the owner alone (0600)."""
+    """Group that may connect to a Unix socket (mode 0660; "" is the process's own). None: only the owner (0600)."""
     service: str = ""
-    """Full name of what answers here, for health and reflection; empty where that is the process's own service."""
+    """Full name of the service, for health and reflection; empty for the process's main service."""
     message_bytes: int | None = None
-    """Longest message that is received here, where that is another limit than the process's."""
+    """Maximum size of a received message, where it differs from the process's limit."""
     streams: int | None = None
-    """Most calls at once on one connection, where that is another limit than the process's."""
+    """Maximum concurrent calls on one connection, where it differs from the process's limit."""
 
     @property
     def private(self) -> bool:
-        """Whether only the owner of the process, and root, can connect."""
+        """Return whether only the owner of the process, and root, can connect."""
         return isinstance(self.at, Path) and self.group is None
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A service with one servicer: its private socket, a plain TCP port unless ``tcp`` is empty, one that answers
-    health alone unless ``health_tcp`` is, and doors of ``others``."""
+    """Addresses of a service with one servicer.
+
+    Its private socket, a plain TCP port unless ``tcp`` is empty, a port for health checks only unless ``health_tcp`` is
+    empty, and the listeners in ``others``.
+    """
 
     service: str
     socket: Path
     tcp: str = ""
-    max_message_bytes: int = Limits.message_bytes
+    max_message_bytes: int = ListenerLimits.message_bytes
     health_tcp: str = ""
-    others: tuple[Door, ...] = ()
+    others: tuple[Listener, ...] = ()
 
 
 @asynccontextmanager
-async def listening(
+async def serve_endpoint(
     endpoint: Endpoint,
     add: Register,
     grace_seconds: Callable[[], float],
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
-    """``listening_at`` the doors of an endpoint."""
-    doors = [Door(endpoint.socket, add)]
+    """Serve at all addresses of an endpoint while the body runs."""
+    listeners = [Listener(endpoint.socket, add)]
     for address, register in ((endpoint.tcp, add), (endpoint.health_tcp, None)):
         try:
             if address:
-                doors.append(Door(parse_tcp(address), register))
+                listeners.append(Listener(parse_tcp(address), register))
         except ValueError as error:
             raise ConfigurationError(f"cannot listen: {error}") from error
-    doors += endpoint.others
-    limits = Limits(message_bytes=endpoint.max_message_bytes)
-    async with listening_at(endpoint.service, doors, grace_seconds, limits, health) as addresses:
+    listeners += endpoint.others
+    limits = ListenerLimits(message_bytes=endpoint.max_message_bytes)
+    async with serve_listeners(endpoint.service, listeners, grace_seconds, limits, health) as addresses:
         yield addresses
 
 
 @asynccontextmanager
-async def listening_at(
+async def serve_listeners(
     service: str,
-    doors: Sequence[Door],
+    listeners: Sequence[Listener],
     grace_seconds: Callable[[], float],
-    limits: Limits = Limits(),
+    limits: ListenerLimits = ListenerLimits(),
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
-    """Serves at all doors while the body runs, which gets their gRPC addresses with the ports that were given out.
+    """Serve at all listeners while the body runs; yield their gRPC addresses with the actual ports.
 
-    Every port is bound before the first call is answered. At the end all doors say NOT_SERVING, then wait
-    ``grace_seconds()`` for calls together; then the sockets are gone. A Unix socket has its mode from the moment that
-    it can be connected to; where its path is deleted, another server listens there beside the first, whose connections
-    go on. ``health`` may say more than that the service is there. Raises ConfigurationError, with nothing left behind,
-    for an address that cannot be listened on.
+    Binds every port before it answers the first call. On shutdown, all listeners report NOT_SERVING and wait
+    ``grace_seconds()`` for their calls; then the sockets are removed. A Unix socket has its mode before clients can
+    connect. When its path is deleted, a second server listens there beside the first, whose connections stay.
+    ``health`` may report more than that the service runs. Raises ConfigurationError, and leaves nothing open, for an
+    address that cannot be bound.
     """
     health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
         servers: list[grpc.aio.Server] = []
 
-        def bind(door: Door) -> str:
-            server = _server(service, door, health, limits)
+        def bind(listener: Listener) -> str:
+            server = _server(service, listener, health, limits)
             stack.push_async_callback(server.stop, None)
-            if isinstance(door.at, Path):
-                address = stack.enter_context(_bound_socket(server, door.at, door.group))
+            if isinstance(listener.at, Path):
+                address = stack.enter_context(_bound_socket(server, listener.at, listener.group))
             else:
-                address = _bind_port(server, door.at, door.credentials)
+                address = _bind_port(server, listener.at, listener.credentials)
             servers.append(server)
             return address
 
-        async def bind_again(door: Door) -> None:
-            # The server before is not stopped: its connections live, and gRPC would delete the new one's path.
-            bind(door)
+        async def bind_again(listener: Listener) -> None:
+            # The earlier server keeps running: its connections live, and gRPC would delete the new server's path.
+            bind(listener)
             await servers[-1].start()
 
-        addresses = [bind(door) for door in doors]
+        addresses = [bind(listener) for listener in listeners]
         for server in servers:
             await server.start()
-        for name in {"", service, *(door.service for door in doors)}:
+        for name in {"", service, *(listener.service for listener in listeners)}:
             await health.set(name, health_pb2.HealthCheckResponse.SERVING)
         try:
             async with contextlib.AsyncExitStack() as kept:
-                for door in doors:
-                    if isinstance(door.at, Path):
-                        watch = KeptSocket(door.at, partial(bind_again, door), private=door.private)
+                for listener in listeners:
+                    if isinstance(listener.at, Path):
+                        watch = SocketWatcher(listener.at, partial(bind_again, listener), private=listener.private)
                         await kept.enter_async_context(watch)
                 yield addresses
         finally:
@@ -176,19 +184,21 @@ async def listening_at(
             await asyncio.gather(*(server.stop(grace) for server in servers))
 
 
-def _limits_at(door: Door, limits: Limits) -> Limits:
-    """The door's own limits; of one that answers health alone, which asks for no name, the least that it needs."""
-    if door.add is None:
+def _listener_limits(listener: Listener, limits: ListenerLimits) -> ListenerLimits:
+    """Return a listener's limits; the minimum for one that needs no authentication and serves health checks only."""
+    if listener.add is None:
         return replace(limits, message_bytes=_HEALTH_MESSAGE_BYTES, streams=_HEALTH_STREAMS)
     return replace(
         limits,
-        message_bytes=limits.message_bytes if door.message_bytes is None else door.message_bytes,
-        streams=limits.streams if door.streams is None else door.streams,
+        message_bytes=limits.message_bytes if listener.message_bytes is None else listener.message_bytes,
+        streams=limits.streams if listener.streams is None else listener.streams,
     )
 
 
-def _server(service: str, door: Door, health: health_aio.HealthServicer, limits: Limits) -> grpc.aio.Server:
-    limits = _limits_at(door, limits)
+def _server(
+    service: str, listener: Listener, health: health_aio.HealthServicer, limits: ListenerLimits
+) -> grpc.aio.Server:
+    limits = _listener_limits(listener, limits)
     options = [
         ("grpc.max_receive_message_length", limits.message_bytes),
         ("grpc.max_metadata_size", limits.metadata_bytes),
@@ -197,17 +207,17 @@ def _server(service: str, door: Door, health: health_aio.HealthServicer, limits:
         ("grpc.server_handshake_timeout_ms", int(limits.handshake_seconds * 1000)),
         ("grpc.so_reuseport", 0),
         ("grpc.keepalive_time_ms", _SERVER_KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", _KEEPALIVE_PATIENCE_MS),
+        ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_ping_interval_without_data_ms", _FASTEST_PING_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
     ]
-    if not door.private:
+    if not listener.private:
         options.append(("grpc.max_allowed_incoming_connections", limits.connections))
-    server = grpc.aio.server(interceptors=door.interceptors, options=options)
+    server = grpc.aio.server(interceptors=listener.interceptors, options=options)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    if door.add is not None:
-        door.add(server)
-        reflection.enable_server_reflection((door.service or service, HEALTH), server)
+    if listener.add is not None:
+        listener.add(server)
+        reflection.enable_server_reflection((listener.service or service, HEALTH), server)
     return server
 
 
@@ -242,7 +252,7 @@ def _group_number(name: str) -> int:
 
 
 def _refuse_replaceable(path: Path) -> None:
-    """A member of the group who could replace the socket would be taken for the service by the others."""
+    """Refuse a folder in which a group member could replace the socket and impersonate the service."""
     try:
         mode = path.parent.stat().st_mode
     except OSError as error:
@@ -279,12 +289,12 @@ def _bind_port(server: grpc.aio.Server, address: TcpAddress, credentials: grpc.S
 
 
 @contextlib.contextmanager
-def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
-    """Makes the process the only one that may listen at a Unix socket while the body runs.
+def hold_socket_lock(path: Path, what: str = "daemon") -> Iterator[None]:
+    """Hold the exclusive right to listen at a Unix socket while the body runs.
 
-    A lock on ``PATH.lock``, which the kernel gives back with the process, decides between two that start at once, so
-    that a dead one's socket is removed by one process that then owns the path. The lock file stays. Raises
-    ConfigurationError when another process listens there or is about to.
+    A lock on ``PATH.lock``, which the kernel releases with the process, decides between two processes that start at the
+    same time: only its owner removes a dead process's socket. The lock file stays. Raises ConfigurationError when
+    another process listens there or is about to.
     """
     socket_target(path)  # refuses a path that is too long for a socket
     taken = ConfigurationError(f"another {what} listens on {path}; stop it, or choose another --socket")
@@ -297,7 +307,7 @@ def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise taken from None
-        if _somebody_listens(path):
+        if _has_listener(path):
             raise taken
         if path.exists() and not path.is_socket():
             raise ConfigurationError(f"{path} is there and is no socket; remove it, or choose another --socket")
@@ -307,15 +317,15 @@ def refuse_second(path: Path, what: str = "daemon") -> Iterator[None]:
         os.close(lock)
 
 
-def _somebody_listens(path: Path) -> bool:
-    """Only a refusal, and a path that is not there, mean dead: a live one with a full backlog says EAGAIN."""
+def _has_listener(path: Path) -> bool:
+    """Return whether a server listens. Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """Sets ``stop`` at SIGTERM and SIGINT. Call it on the loop's thread."""
+    """Set ``stop`` at SIGTERM and SIGINT. Call it on the loop's thread."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)

@@ -1,4 +1,4 @@
-"""Asking a gateway of this machine for its health, whatever certificate it has."""
+"""HTTP health check of a local gateway, with any certificate."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from urllib.parse import urlsplit
 
 
 def health_status(url: str, timeout_seconds: float) -> int | None:
-    """The status that ``/health`` below a URL has; None where there is no answer in time.
+    """Return the status of ``/health`` below a URL; None without an answer in time.
 
-    A gateway that asks for a client's certificate counts as healthy: it listens. Blocks.
+    A gateway that requires a client certificate counts as healthy: it listens. Blocks.
     """
     place = urlsplit(url)
     if place.scheme == "https":
-        # Whoever it is, it is asked for nothing but whether it serves.
+        # No verification: the request sends no secret, and asks only whether the server is healthy.
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
         connection: http.client.HTTPConnection = http.client.HTTPSConnection(

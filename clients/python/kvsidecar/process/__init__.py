@@ -1,1 +1,4 @@
-"""Process start-up and process limits: runtime directory, imports, signals, descriptors, memory."""
+"""Process startup and limits: runtime directory, imports, signals, file descriptors, memory.
+
+May import ``kvsidecar.errors``, and nothing else of ``kvsidecar``.
+"""

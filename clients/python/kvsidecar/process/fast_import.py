@@ -1,7 +1,7 @@
-"""Starting a process of ours without what its libraries import only because it happens to be installed.
+"""Faster imports at process start: skips optional dependencies of libraries, pauses the GC.
 
-A cache daemon that was killed serves again when its modules are imported, so what nobody uses there is time without a
-cache. Imports nothing that takes time: it comes before what does.
+A restarted cache daemon serves when its modules are imported, so unused imports are downtime. This module itself
+imports nothing slow: it runs before all other imports.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvsidecar.process.sigint import ending_quietly
+from kvsidecar.process.sigint import quiet_sigint
 
 
-def import_lean() -> None:
-    """Imports structlog without rich, which it would draw tracebacks with: ours are plain. Keeps Pydantic from reading
-    the metadata of all installed packages for plugins, which ``PYDANTIC_DISABLE_PLUGINS=`` in the environment permits.
+def skip_optional_imports() -> None:
+    """Import structlog without rich, and disable Pydantic's plugin search.
 
-    For processes of ours, on their main thread, before any other import. A program that has this package as a library
-    decides for itself.
+    structlog would use rich for tracebacks; ours are plain. Pydantic would read the metadata of all installed packages;
+    ``PYDANTIC_DISABLE_PLUGINS=`` in the environment allows that. Call it on the main thread of a KVSidecar process,
+    before any other import. A program that uses this package as a library decides for itself.
     """
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    if "rich" in sys.modules:  # then there is nothing to be saved
+    if "rich" in sys.modules:  # too late: there is nothing to save
         return
     sys.modules["rich"] = None  # type: ignore[assignment]  # importing it is an ImportError
     try:
@@ -33,9 +33,11 @@ def import_lean() -> None:
 
 
 @contextmanager
-def collecting_later() -> Iterator[None]:
-    """No collector looks for garbage while the body imports: what modules make stays, and to look through all of it
-    again and again is an eighth of a worker's imports, or more."""
+def gc_paused() -> Iterator[None]:
+    """Pause garbage collection while the body imports.
+
+    Modules' objects stay alive, and repeated scans of them take an eighth of a worker's import time, or more.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -46,7 +48,7 @@ def collecting_later() -> Iterator[None]:
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Around imports before anything runs: nothing is collected, and Ctrl-C ends the process quietly."""
-    with ending_quietly(), collecting_later():
+def fast_imports() -> Iterator[None]:
+    """Pause garbage collection, and let Ctrl-C end the process quietly, while the body imports."""
+    with quiet_sigint(), gc_paused():
         yield

@@ -1,4 +1,7 @@
-"""How much memory this process may still take. Imports no torch: commands may ask first."""
+"""Memory that this process may still allocate, within machine and control group limits.
+
+Imports no torch, so that commands can check before they load it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ _STATUS = Path("/proc/self/cgroup")
 
 
 def free_bytes(allowed: int = 0) -> int:
-    """What this process may still take: of the machine's memory, of that of its control groups, and of ``allowed``, if
-    not 0, for all of it. Memory that only caches files counts as free."""
+    """Return the bytes that this process may still allocate.
+
+    The minimum over the machine, its control groups and, if not 0, ``allowed`` for the whole process. Page cache counts
+    as free.
+    """
     found = [int(psutil.virtual_memory().available), *_of_groups()]
     if allowed:
         found.append(allowed - resident_bytes())
@@ -20,12 +26,12 @@ def free_bytes(allowed: int = 0) -> int:
 
 
 def resident_bytes() -> int:
-    """What this process takes now, files that it maps included."""
+    """Return the process's resident set size, mapped files included."""
     return int(psutil.Process().memory_info().rss)
 
 
 def _of_groups() -> list[int]:
-    """What is left in each memory control group that this process is in, of both versions."""
+    """Return the bytes left in each memory control group of this process, of both cgroup versions."""
     found = []
     for line in _lines(_STATUS):
         number, controllers, path = line.split(":", 2)
@@ -38,7 +44,7 @@ def _of_groups() -> list[int]:
             continue
         for top in tops:
             group = top / path.lstrip("/")
-            # In a container its own group is at the top, whatever it is called outside.
+            # In a container, its own group is mounted at the top, whatever its name outside.
             for folder in (group, *group.parents) if group.is_dir() else (top,):
                 if not folder.is_relative_to(top):
                     break

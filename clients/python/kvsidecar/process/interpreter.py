@@ -1,4 +1,4 @@
-"""Command lines for this Python interpreter."""
+"""Builds command lines for this Python interpreter."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 
 
 def python_command(*arguments: str) -> list[str]:
-    """The command line of a process of ours; arguments are as in ``-m``, ``MODULE``, flags.
+    """Return the command line of a KVSidecar process; arguments are ``-m``, ``MODULE``, flags.
 
-    ``-P`` keeps the current folder out of ``sys.path``: a clone there that is named ``kvsidecar``, or a module with the
-    name of one that a process of ours imports, would be taken for it.
+    ``-P`` keeps the current folder out of ``sys.path``: otherwise a clone named ``kvsidecar`` there, or any module with
+    the name of an imported one, would be imported instead.
     """
     return [sys.executable, "-P", *arguments]

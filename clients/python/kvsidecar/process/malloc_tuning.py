@@ -1,4 +1,4 @@
-"""What becomes of memory that this process has freed."""
+"""glibc malloc tuning: keeps or trims freed memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_TOP_PAD = -1, -3, -2
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep freed activations instead of returning them: a prefill is 10% faster for it."""
+    """Tell glibc to keep freed activations instead of returning them: a prefill is 10% faster for it."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
@@ -17,7 +17,7 @@ def keep_freed_memory() -> None:
 
 
 def trim_freed_memory() -> None:
-    """Returns what ``keep_freed_memory`` keeps: after work that needed far more of it than is usual."""
+    """Return kept memory to the system, after work that needed far more of it than usual."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)

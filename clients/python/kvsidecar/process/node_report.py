@@ -1,7 +1,7 @@
-"""The node of ``kvsidecar serve`` as its supervisor describes it while it runs.
+"""Status files of a running node, written by the supervisor of ``kvsidecar serve``.
 
-The file ``serve.lock``, which the supervisor holds locked, names the node. ``serve.state`` has a report on each
-process, written anew whenever that changes.
+The supervisor locks ``serve.lock``, which describes the node. ``serve.state`` has a report on each process, rewritten
+at every change.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ STARTING, SERVING, SILENT = "starting", "serving", "silent"
 
 
 @dataclass(frozen=True)
-class Supervised:
-    """A node with a supervisor: its process, where its gateway listens, how many workers it has, and whether it has a
-    cache daemon of its own."""
+class NodeReport:
+    """A supervised node: the supervisor's process id, the gateway's URL, its workers, and whether it has a daemon."""
 
     pid: int
     url: str
@@ -31,42 +30,45 @@ class Supervised:
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """One process of a node. ``state`` is ``starting`` until it first says that it serves, also when it was started
-    again; then ``serving``, or ``silent`` while it does not say so."""
+    """Report on one process of a node.
+
+    ``state`` is ``starting`` until the process first reports that it serves, also after a restart; then ``serving``, or
+    ``silent`` while it does not respond.
+    """
 
     state: str = STARTING
     deaths: int = 0
-    """How often it was started again because it had ended."""
+    """Number of restarts after it ended by itself."""
     kills: int = 0
-    """How often it was killed and started again because it had been silent for too long."""
+    """Number of restarts after it was killed for not responding."""
 
 
-def tell(lock: TextIO, node: Supervised) -> None:
-    """Writes it into the lock's file, over what an earlier node wrote."""
+def write_node_report(lock: TextIO, node: NodeReport) -> None:
+    """Write the report into the lock file, over that of an earlier node."""
     lock.seek(0)
     lock.truncate()
     lock.write(json.dumps(asdict(node)))
     lock.flush()
 
 
-def supervised(folder: Path) -> Supervised | None:
-    """The node that runs in a folder; None where none does, or where that is another user's.
+def find_node(folder: Path) -> NodeReport | None:
+    """Return the node that runs in a folder; None without one, or for another user's.
 
-    The file outlives its process. Asking for the lock could keep a node that starts just now from having it, so this
-    asks the kernel which files the process of that id has open.
+    The file outlives its process. Taking the lock could prevent a starting node from getting it, so this checks which
+    files the process of that id has open.
     """
-    import psutil  # here: most commands do without
+    import psutil  # lazy: most commands do not need it
 
     path = folder / LOCK
     with contextlib.suppress(OSError, ValueError, TypeError, psutil.Error):
-        node = Supervised(**json.loads(path.read_text(encoding="utf-8")))
+        node = NodeReport(**json.loads(path.read_text(encoding="utf-8")))
         if any(Path(file.path) == path.resolve() for file in psutil.Process(node.pid).open_files()):
             return node
     return None
 
 
 def write_reports(folder: Path, reports: Mapping[str, ProcessReport]) -> None:
-    """Replaces the reports of this process, the supervisor, so that readers see all of them. Raises OSError."""
+    """Replace the reports of this process, the supervisor, atomically. Raises OSError."""
     new = folder / f"{STATE}.new"
     content = {"pid": os.getpid(), "processes": {name: asdict(report) for name, report in reports.items()}}
     new.write_text(json.dumps(content), encoding="utf-8")
@@ -74,7 +76,7 @@ def write_reports(folder: Path, reports: Mapping[str, ProcessReport]) -> None:
 
 
 def read_reports(folder: Path, supervisor: int) -> dict[str, ProcessReport]:
-    """What the supervisor of that process id says of its processes, by name; empty where it says nothing."""
+    """Return the reports of the supervisor with that process id, by process name; empty without any."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
         found = json.loads((folder / STATE).read_text(encoding="utf-8"))
         if found["pid"] == supervisor:

@@ -1,4 +1,4 @@
-"""Where sockets and shared memory lie, and that nobody else can reach them."""
+"""Runtime and data directories, and checks that only this user can access them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ _LONGEST_SOCKET_PATH = 107  # sun_path, without its terminating zero
 
 
 def default_runtime_dir() -> Path:
-    """``$KVSIDECAR_RUNTIME_DIR``, as ``serve`` takes it; else ``$XDG_RUNTIME_DIR/kvsidecar``, or a folder of this user
-    under ``/tmp``."""
+    """Return ``$KVSIDECAR_RUNTIME_DIR``, else ``$XDG_RUNTIME_DIR/kvsidecar``, else this user's folder in ``/tmp``."""
     if chosen := os.environ.get("KVSIDECAR_RUNTIME_DIR"):
         return Path(chosen)
     base = os.environ.get("XDG_RUNTIME_DIR")
@@ -27,13 +26,13 @@ def default_runtime_dir() -> Path:
 
 
 def default_data_dir() -> Path:
-    """``$XDG_DATA_HOME/kvsidecar``, or ``~/.local/share/kvsidecar``."""
+    """Return ``$XDG_DATA_HOME/kvsidecar``, or ``~/.local/share/kvsidecar``."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "kvsidecar"
 
 
 def ensure_private_dir(path: Path) -> Path:
-    """Creates a folder with mode 0700. Raises ConfigurationError when it belongs to somebody else or is open."""
+    """Create a folder with mode 0700. Raises ConfigurationError when it belongs to another user or is open."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -43,8 +42,10 @@ def ensure_private_dir(path: Path) -> Path:
 
 
 def require_private_dir(path: Path) -> None:
-    """Checks that a folder is this user's alone, and no link of another user leads to it. One that is not there is
-    fine. Raises ConfigurationError."""
+    """Check that only this user can access a folder, and that no link of another user leads to it.
+
+    A missing folder is fine. Raises ConfigurationError.
+    """
     try:
         link, found = path.lstat(), path.stat()
     except FileNotFoundError:
@@ -59,17 +60,19 @@ def require_private_dir(path: Path) -> None:
 
 
 def own_runtime_dir() -> Path:
-    """``default_runtime_dir`` for whoever trusts what listens there. Raises ConfigurationError where another user could
-    have put it there: below ``/tmp`` anybody can make the folder first."""
+    """Return ``default_runtime_dir`` for clients that trust its sockets.
+
+    Raises ConfigurationError when another user owns it: below ``/tmp``, any user can create the folder first.
+    """
     found = default_runtime_dir()
     require_private_dir(found)
     return found
 
 
-def listener_of(path: Path, timeout_seconds: float) -> int | None:
-    """The id of the process that listens at a Unix socket, 0 for one in another container; None when there is none.
+def listener_pid(path: Path, timeout_seconds: float) -> int | None:
+    """Return the id of the process that listens at a Unix socket; 0 for one in another container, None without one.
 
-    Raises ConfigurationError where that is a link, or the process another user's, who is not root (SO_PEERCRED).
+    Raises ConfigurationError for a link, and for a process of another user who is not root (SO_PEERCRED).
     """
     if path.is_symlink():
         raise ConfigurationError(f"{path} is a link and no socket; remove it")
@@ -88,7 +91,7 @@ def listener_of(path: Path, timeout_seconds: float) -> int | None:
 
 
 def socket_target(path: Path) -> str:
-    """The gRPC target of a Unix socket. Raises ConfigurationError when the path is too long for one."""
+    """Return the gRPC target of a Unix socket. Raises ConfigurationError when the path is too long."""
     absolute = str(path.absolute())
     if len(absolute.encode()) > _LONGEST_SOCKET_PATH:
         raise ConfigurationError(
@@ -97,10 +100,10 @@ def socket_target(path: Path) -> str:
     return f"unix:{absolute}"
 
 
-def end_with_parent(parent: int, number: int) -> None:
-    """In a new process: has the kernel send it signal ``number`` when its parent, of that id, ends (prctl(2)).
+def die_with_parent(parent: int, number: int) -> None:
+    """In a new process: make the kernel send it signal ``number`` when its parent ends (prctl(2)).
 
-    Where the parent has ended already, so does this process. Does nothing where there is no such call.
+    Exits at once when the parent has ended already. Does nothing on systems without this call.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

@@ -1,6 +1,6 @@
-"""Ctrl-C while modules are imported: the process ends at once and quietly, instead of with a traceback of the import.
+"""Quiet Ctrl-C during imports: the process ends at once, without a traceback of the import.
 
-Imports nothing that takes time: it comes before what does.
+Imports nothing slow: it runs before all other imports.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ EXIT_CODE = 128 + signal.SIGINT  # what a shell shows for a command that Ctrl-C 
 
 
 @contextmanager
-def ending_quietly() -> Iterator[None]:
-    """SIGINT ends the process as SIGTERM does, where Python would raise KeyboardInterrupt; for code that has nothing to
-    put in order. Call it on the main thread."""
+def quiet_sigint() -> Iterator[None]:
+    """Let SIGINT end the process as SIGTERM does, instead of raising KeyboardInterrupt.
+
+    For code without anything to clean up. Call it on the main thread.
+    """
     before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, as under nohup, or somebody else's
+    if before is not signal.default_int_handler:  # ignored, as under nohup, or another library's handler
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)

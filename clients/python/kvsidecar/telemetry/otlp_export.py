@@ -1,6 +1,6 @@
-"""Export of spans and metrics over OTLP (gRPC).
+"""Exports spans and metrics over OTLP (gRPC).
 
-Only where an endpoint is set: without one its packages are not loaded.
+Active only where an endpoint is set; otherwise its packages are not loaded.
 """
 
 from __future__ import annotations
@@ -22,40 +22,43 @@ ENDPOINT_VARIABLES = (
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
 )
-_LAST_WORDS_SECONDS = 3.0
+_SHUTDOWN_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Providers:
-    """The SDK's."""
+class OtelProviders:
+    """Tracer and meter providers of OpenTelemetry's SDK."""
 
     traces: Any
     meters: Any
 
     def tracer(self, name: str) -> Tracer:
-        """Of a package."""
-        return _Tracer(self.traces.get_tracer(name))
+        """Return the tracer of a package."""
+        return _OtelTracer(self.traces.get_tracer(name))
 
 
-def checked_endpoint(value: str) -> str:
-    """For settings. Raises ValueError for what is no URL."""
+def validate_endpoint(value: str) -> str:
+    """Validate an endpoint setting. Raises ValueError for an invalid URL."""
     if value and not value.startswith(("http://", "https://")):
         raise ValueError("it must begin with http:// (plain) or https:// (TLS)")
     return value
 
 
-def wanted(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether anything says where to send it. ``OTEL_SDK_DISABLED=true`` wins."""
+def is_enabled(endpoint: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether an endpoint is configured. ``OTEL_SDK_DISABLED=true`` overrides it."""
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     return bool(endpoint) or any(environment.get(name) for name in ENDPOINT_VARIABLES)
 
 
 @asynccontextmanager
-async def sending(service: str, endpoint: str) -> AsyncIterator[Providers | None]:
-    """Sends to an OTLP endpoint (gRPC) while the body runs: the given one, or what the standard variables
-    ``OTEL_EXPORTER_OTLP_...`` say; None without either. Raises ConfigurationError without the packages."""
-    if not wanted(endpoint):
+async def otlp_providers(service: str, endpoint: str) -> AsyncIterator[OtelProviders | None]:
+    """Export to an OTLP endpoint (gRPC) while the body runs.
+
+    The endpoint is the given one, or that of the standard variables ``OTEL_EXPORTER_OTLP_...``; yields None without
+    either. Raises ConfigurationError when OpenTelemetry is not installed.
+    """
+    if not is_enabled(endpoint):
         yield None
         return
     try:
@@ -70,13 +73,13 @@ async def sending(service: str, endpoint: str) -> AsyncIterator[Providers | None
     at = {"endpoint": endpoint} if endpoint else {}
     processor = BatchSpanProcessor(OTLPSpanExporter(**at))
     reader = PeriodicExportingMetricReader(OTLPMetricExporter(**at))
-    async with providing(service, processor, reader) as found:
+    async with sdk_providers(service, processor, reader) as found:
         yield found
 
 
 @asynccontextmanager
-async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[Providers]:
-    """Providers over an SDK span processor and an SDK metric reader, which are shut down at the end."""
+async def sdk_providers(service: str, processor: Any, reader: Any) -> AsyncIterator[OtelProviders]:
+    """Yield providers over an SDK span processor and a metric reader; shut both down at the end."""
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -89,23 +92,23 @@ async def providing(service: str, processor: Any, reader: Any) -> AsyncIterator[
     traces.add_span_processor(processor)
     meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
     try:
-        yield Providers(traces, meters)
+        yield OtelProviders(traces, meters)
     finally:
-        # On threads: the last metrics may be read on the loop that this runs on.
+        # On threads: reading the last metrics may need the loop that this runs on.
         await asyncio.to_thread(_shut_down, traces, meters)
 
 
 def _shut_down(*providers: Any) -> None:
-    """Sends what is left, unless that takes too long: an absent collector must not keep the process from ending."""
+    """Flush, but only for a limited time: an absent collector must not delay the process's end."""
     threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
-    deadline = time.monotonic() + _LAST_WORDS_SECONDS
+    deadline = time.monotonic() + _SHUTDOWN_SECONDS
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
-class _Tracer(Tracer):
+class _OtelTracer(Tracer):
     def __init__(self, tracer: Any) -> None:
         self._tracer = tracer
 
@@ -114,7 +117,7 @@ class _Tracer(Tracer):
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier = {key: value for key, value in sent if key in ("traceparent", "tracestate")}
-        # The clock that children's times come by, set to the one that other processes go by.
+        # Child spans use the monotonic clock; this offset converts it to wall-clock time.
         offset_ns = time.time_ns() - time.perf_counter_ns()
         began = time.perf_counter()
         span = self._tracer.start_span(
@@ -124,11 +127,11 @@ class _Tracer(Tracer):
             attributes=attributes,
             start_time=offset_ns + int(began * 1e9),
         )
-        return _Recorded(self._tracer, span, offset_ns, began)
+        return _OtelSpan(self._tracer, span, offset_ns, began)
 
 
-class _Recorded(Span):
-    """A span that OpenTelemetry's SDK keeps."""
+class _OtelSpan(Span):
+    """A span of OpenTelemetry's SDK."""
 
     def __init__(self, tracer: Any, span: Any, offset_ns: int, began: float) -> None:
         from opentelemetry.trace import set_span_in_context
@@ -141,7 +144,7 @@ class _Recorded(Span):
 
         began = time.perf_counter()
         span = self._tracer.start_span(name, self._within, SpanKind.CLIENT, start_time=self._ns(began))
-        return _Recorded(self._tracer, span, self._offset_ns, began)
+        return _OtelSpan(self._tracer, span, self._offset_ns, began)
 
     def metadata(self) -> Metadata:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -159,7 +162,7 @@ class _Recorded(Span):
 
         span = self._tracer.start_span(name, self._within, start_time=self._ns(began))
         quietly = use_span(span, record_exception=False, set_status_on_exception=False)
-        with _Recorded(self._tracer, span, self._offset_ns, began) as found, quietly:
+        with _OtelSpan(self._tracer, span, self._offset_ns, began) as found, quietly:
             yield found
 
     def event(self, name: str) -> None:
@@ -173,7 +176,7 @@ class _Recorded(Span):
 
         name = error_name(error)
         self._span.set_attribute("error.type", name)
-        if name != Cancelled.reason:  # whoever asked went away: no failure of the work
+        if name != Cancelled.reason:  # the caller went away: the work did not fail
             self._span.set_status(StatusCode.ERROR)
 
     def end(self) -> None:

@@ -1,7 +1,7 @@
-"""Spans of a request on its way through the processes, without a word about who keeps them, and W3C Trace Context.
+"""Tracing interface (spans, tracers, W3C Trace Context), with a no-op implementation.
 
-``telemetry.otlp_export`` has those that OpenTelemetry keeps; these here are for processes that do not trace, and
-cost nothing. Times are ``time.perf_counter``'s, in seconds. https://www.w3.org/TR/trace-context/
+``telemetry.otlp_export`` implements it with OpenTelemetry; the classes here are for processes that do not trace, and
+cost nothing. Times are those of ``time.perf_counter``, in seconds. https://www.w3.org/TR/trace-context/
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def error_name(error: BaseException) -> str:
-    """What is told of an error: its text may hold what is nobody's business."""
+    """Return an error's name for a span; its text may contain private data."""
     if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
         return Cancelled.reason
     if isinstance(error, grpc.RpcError):
@@ -31,8 +31,7 @@ def error_name(error: BaseException) -> str:
 
 
 class Span:
-    """A piece of work; as a context manager it ends with its block, and with the error that leaves it. Any thread may
-    use it."""
+    """A unit of work. As a context manager it ends with its block, with the error that leaves it. Thread-safe."""
 
     began = 0.0
 
@@ -47,50 +46,52 @@ class Span:
         self.end()
 
     def call(self, name: str) -> Span:
-        """Begins a call of another process, which ``metadata`` is to go with."""
+        """Start a child span for a call to another process; send its ``metadata`` with the call."""
         return self
 
     def metadata(self) -> Metadata:
-        """What tells another process that it works for this span."""
+        """Return the metadata that makes another process's spans children of this one."""
         return ()
 
     def phase(self, name: str, began: float, ended: float) -> None:
-        """A part of the work that is over."""
+        """Record a finished child span."""
 
     def part(self, name: str, began: float) -> AbstractContextManager[object]:
-        """A part that ends with the block, and in it is the thread's active span."""
+        """Open a child span that is the thread's active span in the block, and ends with it."""
         return nullcontext()
 
     def event(self, name: str) -> None:
-        """Something happened, now."""
+        """Record an event at the current time."""
 
     def note(self, attributes: Attributes) -> None:
-        """What the work was about: sizes and outcomes, never texts, tokens, salts or hashes."""
+        """Set attributes: sizes and outcomes, never texts, tokens, salts or hashes."""
 
     def fail(self, error: BaseException) -> None:
-        """It failed, or was given up. Of the error only its name is kept."""
+        """Record a failure or cancellation; keeps only the error's name."""
 
     def end(self) -> None:
-        """The work is done."""
+        """End the span."""
 
 
-NOT_TRACED = Span()
+NOOP_SPAN = Span()
 
 
 class Tracer:
-    """Begins the spans of a process."""
+    """Starts the spans of a process."""
 
     def serve(self, name: str, sent: Iterable[tuple[str, str | bytes]], attributes: Attributes) -> Span:
-        """A request begins, under the span that its sender names among headers or metadata."""
-        return NOT_TRACED
+        """Start a request's span, as a child of the span that its headers or metadata name."""
+        return NOOP_SPAN
 
 
-NO_TRACER = Tracer()
+NOOP_TRACER = Tracer()
 
 
 def context_metadata() -> Metadata:
-    """The active span, as metadata for a call. Nothing in a process that has not loaded OpenTelemetry's SDK: there are
-    no spans in it, and calls cost what they did."""
+    """Return the active span as metadata for a call.
+
+    Empty in a process that has not loaded OpenTelemetry's SDK: it has no spans, and calls cost no more than before.
+    """
     if SDK not in sys.modules:
         return ()
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator

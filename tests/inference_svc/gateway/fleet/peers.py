@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from benchmarks.node import free_port
-from inference_svc.gateway.fleet.fleet_app import Fleet, create_app
+from inference_svc.gateway.fleet.fleet_app import FleetHandlers, create_app
 from inference_svc.gateway.gateway_config import GatewayConfig
 
 Handler = Callable[[asyncio.StreamWriter], Awaitable[None]]
@@ -126,7 +126,9 @@ async def breaks(writer: asyncio.StreamWriter) -> None:
 
 
 @asynccontextmanager
-async def fleet_of(*peers: Peer, nodes: str = "", **settings: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Fleet]]:
+async def fleet_of(
+    *peers: Peer, nodes: str = "", **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, FleetHandlers]]:
     """A fleet's gateway in this process over listening peers, and a client of it."""
     async with AsyncExitStack() as stack:
         for peer in peers:

@@ -40,7 +40,7 @@ def test_a_gateway_may_have_more_than_its_shell_allows() -> None:
 
 
 async def test_no_more_are_asked_at_one_time_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_query, "_MOST_ASKED", 3)
+    monkeypatch.setattr(prefix_query, "_MAX_CONCURRENT_QUERIES", 3)
     now = peak = 0
 
     class Slow(Peer):

@@ -10,17 +10,17 @@ from kvsidecar.cli.service_settings import read_settings
 from kvsidecar.errors import ConfigurationError
 from pydantic import ValidationError
 
-from inference_svc.gateway.fleet.node_addresses import Place, parse_places
+from inference_svc.gateway.fleet.node_addresses import NodeAddress, parse_node_addresses
 from inference_svc.gateway.gateway_config import GatewayConfig
 
 
 def test_a_list_of_nodes() -> None:
-    assert parse_places("http://a:8000, https://[::1]:1/,dns+http://nodes.svc:8000") == [
-        Place("http", "a", 8000),
-        Place("https", "::1", 1),
-        Place("http", "nodes.svc", 8000, every=True),
+    assert parse_node_addresses("http://a:8000, https://[::1]:1/,dns+http://nodes.svc:8000") == [
+        NodeAddress("http", "a", 8000),
+        NodeAddress("https", "::1", 1),
+        NodeAddress("http", "nodes.svc", 8000, every=True),
     ]
-    assert str(Place("https", "::1", 1)) == "https://[::1]:1"
+    assert str(NodeAddress("https", "::1", 1)) == "https://[::1]:1"
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_list_of_nodes() -> None:
 )
 def test_what_is_no_node_is_said(text: str, why: str) -> None:
     with pytest.raises(ValueError, match="^" + ".*") as caught:
-        parse_places(text)
+        parse_node_addresses(text)
     assert why in str(caught.value)
     assert "secret" not in str(caught.value)
 

@@ -44,9 +44,9 @@ async def test_requests_wait_for_nodes_that_start_their_workers(seen: bool) -> N
     async with fleet_of(*peers) as (client, fleet):
         for peer in peers:
             peer.served = dict(STARTING)
-        await until(lambda: not fleet.members.alive and all(node.starting for node in fleet.members.all))
+        await until(lambda: not fleet.discovery.alive and all(node.starting for node in fleet.discovery.all))
         waiting = asyncio.create_task(ask(client))
-        await until(lambda: fleet._relay._wait._num_waiting)
+        await until(lambda: fleet._proxy._wait._num_waiting)
         assert (await ask(client, "wait=0")).status_code == 503, "who does not want to wait"
         assert not waiting.done()
         peers[1].served = dict(SERVED)
@@ -55,12 +55,12 @@ async def test_requests_wait_for_nodes_that_start_their_workers(seen: bool) -> N
 
 async def test_nobody_waits_for_nodes_that_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor for those that start another model, or for longer than is set."""
-    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NOBODY_SECONDS", 0.1)
+    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NO_NODE_SECONDS", 0.1)
     away, other = Peer(), Peer(served=SERVED | {"models": [{"id": "other"}]})
     async with fleet_of(away, other) as (client, fleet):
         away.served = STARTING | {"starting": False}
         other.served = dict(STARTING)
-        await until(lambda: not fleet.members.alive and fleet.members.all[1].starting)
+        await until(lambda: not fleet.discovery.alive and fleet.discovery.all[1].starting)
         assert (await ask(client)).status_code == 503
     start = Peer(served=dict(STARTING))
     async with fleet_of(start, worker_start_seconds=0.3) as (client, _):

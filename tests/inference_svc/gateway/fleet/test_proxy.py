@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from inference_svc.gateway.client_disconnect import ClientGone
-from inference_svc.gateway.fleet.prefix_query import to_place
+from inference_svc.gateway.client_disconnect import ClientDisconnected
+from inference_svc.gateway.fleet.prefix_query import to_routed_request
 from tests.inference_svc.gateway.fleet.peers import SERVED, Peer, breaks, fleet_of, hangs, named, says, streams
 
 CHAT = "/v1/chat/completions"
@@ -60,7 +60,7 @@ async def test_an_answer_of_which_nothing_was_sent_comes_from_another(failing: A
         assert answer.text == "data: whole\n\ndata: [DONE]\n\n"
         assert answer.headers["content-type"].startswith("text/event-stream")
         assert len(warm.prompts) == len(other.prompts) == 1
-        assert all(node.in_flight == 0 for node in fleet.members.all)
+        assert all(node.in_flight == 0 for node in fleet.discovery.all)
 
 
 async def test_a_node_that_has_enough_to_do_stays_up_and_its_word_is_handed_on_when_all_have() -> None:
@@ -70,7 +70,7 @@ async def test_a_node_that_has_enough_to_do_stays_up_and_its_word_is_handed_on_w
         other.answer = BUSY
         answer = await ask(client)
         assert (answer.status_code, answer.json()["error"]["message"]) == (429, "too many requests wait")
-        assert len(fleet.members.alive) == 2
+        assert len(fleet.discovery.alive) == 2
 
 
 async def test_what_was_begun_and_breaks_off_ends_with_an_error() -> None:
@@ -92,12 +92,12 @@ async def test_a_node_that_hangs_is_given_up_and_its_prompts_go_elsewhere() -> N
 
 async def test_a_stream_that_nobody_wants_any_more_is_ended_at_its_node() -> None:
     """The client goes in the moment in which the node's first words are there."""
-    leaving, gone = asyncio.Event(), asyncio.Event()
+    removed, gone = asyncio.Event(), asyncio.Event()
 
     async def begins(writer: asyncio.StreamWriter) -> None:
         data = b"data: one\n\n"
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
-        await leaving.wait()
+        await removed.wait()
         event = f"{len(data):x}\r\n".encode() + data + b"\r\n"
         writer.write(head)
         while not writer.transport.is_closing():  # until who reads it has closed
@@ -107,7 +107,7 @@ async def test_a_stream_that_nobody_wants_any_more_is_ended_at_its_node() -> Non
 
     class Going:
         async def is_disconnected(self) -> bool:
-            leaving.set()
+            removed.set()
             while not any(task.done() for task in asked):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             return True
@@ -115,17 +115,17 @@ async def test_a_stream_that_nobody_wants_any_more_is_ended_at_its_node() -> Non
     node = Peer(answer=begins)
     async with fleet_of(node) as (_, fleet):
         asked: list[asyncio.Task[Any]] = []
-        answer = fleet._relay._answer
+        answer = fleet._proxy._answer
 
         async def noted(*arguments: Any) -> Any:
             asked.append(asyncio.current_task())  # type: ignore[arg-type]
             return await answer(*arguments)
 
-        fleet._relay._answer = noted  # type: ignore[method-assign]
+        fleet._proxy._answer = noted  # type: ignore[method-assign]
         raw = json.dumps(BODY | {"stream": True}).encode()
-        with pytest.raises(ClientGone):
-            await fleet._relay.answer(Going(), to_place(CHAT, raw, json.loads(raw)))  # type: ignore[arg-type]
-        assert all(one.in_flight == 0 for one in fleet.members.all)
+        with pytest.raises(ClientDisconnected):
+            await fleet._proxy.answer(Going(), to_routed_request(CHAT, raw, json.loads(raw)))  # type: ignore[arg-type]
+        assert all(one.in_flight == 0 for one in fleet.discovery.all)
         async with asyncio.timeout(20):
             await gone.wait()
 
@@ -192,14 +192,14 @@ async def test_a_model_whose_node_is_away_is_not_unknown() -> None:
         body = {"messages": [], "model": "other"}
         assert (await client.post(CHAT, json=body)).json() == {"from": other.url}
         other.silent = True
-        fleet.members.all[1].down("it was told to")
+        fleet.discovery.all[1].down("it was told to")
         assert (await client.post(CHAT, json=body)).status_code == 503
         assert (await client.post(CHAT, json=body | {"model": "never"})).status_code == 404
         assert (await client.get("/v1/models/")).status_code == 404
 
 
 async def test_the_last_node_is_waited_for_however_late_it_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NOBODY_SECONDS", 1.0)
+    monkeypatch.setattr("inference_svc.gateway.fleet.proxy._NO_NODE_SECONDS", 1.0)
     peer = Peer()
 
     async def breaks_late(writer: asyncio.StreamWriter) -> None:
@@ -213,14 +213,14 @@ async def test_the_last_node_is_waited_for_however_late_it_failed(monkeypatch: p
 
 
 async def test_two_ports_of_one_name_are_two_sets_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._LOOK_UP_SECONDS", 0.01)
+    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._RESOLVE_SECONDS", 0.01)
     one, two = Peer(), Peer()
     named("nodes.test", monkeypatch)
     nodes = f"dns+http://nodes.test:{one.port},dns+http://nodes.test:{two.port}"
     async with one.listening(), two.listening(), fleet_of(nodes=nodes) as (_, fleet):
         for _ in range(10):
             await asyncio.sleep(0.01)
-            assert {node.url for node in fleet.members.all} == {one.url, two.url}
+            assert {node.url for node in fleet.discovery.all} == {one.url, two.url}
 
 
 async def test_who_is_no_node_or_wants_a_key_is_said() -> None:
@@ -264,7 +264,7 @@ async def test_a_node_that_talks_nonsense_of_itself_is_down_until_it_talks_sense
         for served, alive in ((SERVED | more, 0), (SERVED, 1)):
             peer.served = served
             async with asyncio.timeout(20):
-                while len(fleet.members.alive) != alive:  # noqa: ASYNC110
+                while len(fleet.discovery.alive) != alive:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         assert (await ask(client)).json() == {"from": peer.url}
 
@@ -277,7 +277,7 @@ async def test_a_name_that_no_response_has_is_asked_of_nobody() -> None:
 
 
 async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._LOOK_UP_SECONDS", 0.02)
+    monkeypatch.setattr("inference_svc.gateway.fleet.discovery._RESOLVE_SECONDS", 0.02)
     first = Peer()
     second = Peer(host="127.0.0.2", port=first.port)
     addresses = named("nodes.test", monkeypatch)
@@ -286,7 +286,7 @@ async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) 
 
         async def up(*urls: str) -> None:
             async with asyncio.timeout(10):
-                while {node.url for node in fleet.members.alive} != set(urls):  # noqa: ASYNC110
+                while {node.url for node in fleet.discovery.alive} != set(urls):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
         await up(first.url)
@@ -299,5 +299,5 @@ async def test_addresses_of_a_name_come_and_go(monkeypatch: pytest.MonkeyPatch) 
         await up(second.url)
         assert (await ask(client)).json() == {"from": second.url}
         async with asyncio.timeout(10):
-            while first.url in fleet.members._tasks:  # noqa: ASYNC110
+            while first.url in fleet.discovery._tasks:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

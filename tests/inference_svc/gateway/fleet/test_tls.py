@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 from kvsidecar.errors import ConfigurationError
 
-from benchmarks.authority import Authority, Issued
+from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
 from benchmarks.node import free_port
 from inference_svc.gateway.fleet.fleet_app import create_app
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -23,11 +23,11 @@ from tests.inference_svc.gateway.fleet.peers import Peer, fleet_of, named
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Authority:
-    return Authority(tmp_path)
+def authority(tmp_path: Path) -> CertificateAuthority:
+    return CertificateAuthority(tmp_path)
 
 
-def demanding(authority: Authority, issued: Issued) -> ssl.SSLContext:
+def demanding(authority: CertificateAuthority, issued: IssuedCertificate) -> ssl.SSLContext:
     """A server's, for clients with a certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=authority.ca)
     context.load_cert_chain(issued.certificate, issued.key)
@@ -39,7 +39,7 @@ def demanding(authority: Authority, issued: Issued) -> ssl.SSLContext:
     ("name", "known", "up"), [("nodes.test", True, 1), ("others.test", True, 0), ("nodes.test", False, 0)]
 )
 async def test_a_node_has_the_names_certificate_and_asks_for_the_gateways(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch, name: str, known: bool, up: int
+    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch, name: str, known: bool, up: int
 ) -> None:
     named("nodes.test", monkeypatch)
     node = Peer(tls=demanding(authority, authority.issue("node", hosts=(name,))))
@@ -51,12 +51,12 @@ async def test_a_node_has_the_names_certificate_and_asks_for_the_gateways(
         node.listening(),
         fleet_of(nodes=f"dns+https://nodes.test:{node.port}", **settings) as (client, fleet),
     ):
-        assert len(fleet.members.alive) == up
+        assert len(fleet.discovery.alive) == up
         assert (await client.get("/health")).status_code == (200 if up else 503)
 
 
 async def test_what_tls_refuses_behind_the_handshake_is_no_end_of_asking(
-    authority: Authority, monkeypatch: pytest.MonkeyPatch
+    authority: CertificateAuthority, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An alert, or what is no record, reaches who reads as TLS's own error and not as the HTTP client's."""
     named("nodes.test", monkeypatch)
@@ -79,7 +79,7 @@ async def test_what_tls_refuses_behind_the_handshake_is_no_end_of_asking(
         node.listening(),
         fleet_of(nodes=f"dns+https://nodes.test:{node.port}", node_ca=authority.ca) as (client, fleet),
     ):
-        (seen,) = fleet.members.all
+        (seen,) = fleet.discovery.all
         assert not seen.alive
         assert "SSL" in seen.why
         assert (await client.get("/health")).status_code == 503
@@ -91,7 +91,7 @@ async def test_what_tls_refuses_behind_the_handshake_is_no_end_of_asking(
         assert (await client.get("/v1/responses/resp_0")).status_code == 404
 
 
-async def test_a_gateway_lets_in_who_has_a_certificate(authority: Authority) -> None:
+async def test_a_gateway_lets_in_who_has_a_certificate(authority: CertificateAuthority) -> None:
     server, own = authority.issue("server", hosts=("127.0.0.1",)), authority.issue("client")
     config = GatewayConfig(
         nodes="http://127.0.0.1:1", tls_cert=server.certificate, tls_key=server.key, tls_client_ca=authority.ca

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
-from kvsidecar.models.model_library import Library
+from kvsidecar.models.model_library import ModelLibrary
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import Tensor
@@ -97,7 +97,7 @@ def test_a_file_that_ends_or_goes_while_it_is_read_fails_that_forward_alone(
     (copied / WEIGHTS).write_bytes(whole)
     got = computed(model, decoder)
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    Library().discard(copied, copied.stat().st_ino)
+    ModelLibrary().discard(copied, copied.stat().st_ino)
     assert not copied.exists()
     assert all(torch.equal(a, b) for a, b in zip(computed(model, decoder), want, strict=True)), "it is open"
     model.streamed.close()
@@ -105,7 +105,7 @@ def test_a_file_that_ends_or_goes_while_it_is_read_fails_that_forward_alone(
 
 def test_a_damaged_folder_that_was_replaced_meanwhile_is_left_alone(written: tuple[Path, list[Tensor]]) -> None:
     folder, _ = written
-    Library().discard(folder, folder.stat().st_ino + 1)
+    ModelLibrary().discard(folder, folder.stat().st_ino + 1)
     assert folder.is_dir()
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_in_many_files_is_read_layer_by_layer(home: Path, shards: P
     want = computed(load(str(shards), device="cpu", dtype="float32"))
     got = answer(str(shards))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-    listed = {one.source: one for one in Library().listed()}
+    listed = {one.source: one for one in ModelLibrary().listed()}
     assert f"written out of {shards / 'config.json'}" in listed
 
 

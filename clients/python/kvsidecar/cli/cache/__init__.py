@@ -1,6 +1,6 @@
-"""``kvsidecar cache``: one file for each kind of question. They ask the daemon, or run ``cache_daemon.offline``.
+"""``kvsidecar cache``: inspects and manages the cache daemon, one module per command.
 
-May import ``kvsidecar`` and nothing of the servers.
+Commands call the daemon, or run ``cache_daemon.offline`` as a program. May import ``kvsidecar``, not the servers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import typer
 from kvsidecar.cli.cache import chunk_list, offline, pin_delete, push_pull, stats_command, top, trace, watch
 
 app = typer.Typer(
-    no_args_is_help=True, help="Look at the cache daemon, tell it what to keep, and check or carry its store."
+    no_args_is_help=True, help="Inspect the cache daemon, pin or delete chunks, check or transfer its store."
 )
 app.command("stats")(stats_command.stats)
 app.command("list")(chunk_list.list_chunks)

@@ -1,4 +1,4 @@
-"""``kvsidecar cache list`` and ``show``: what is stored."""
+"""``kvsidecar cache list`` and ``show``: inspect stored chunks."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _NARROW = ("chunk", "of", "tokens", "size", "where", "hits")
 _WIDE = ("chunk", "of", "position", "tokens", "bits", "size", "where", "leases", "hits", "idle")
 _WIDE_FROM = 118
 
-ChunkName = Annotated[str, typer.Argument(help="The chunk's hash, or its beginning, from `cache list`.")]
+ChunkName = Annotated[str, typer.Argument(help="The chunk's hash, or its first digits, from `cache list`.")]
 
 
 @at_daemon
 def list_chunks(
     daemon: Any,
-    limit: Annotated[int, typer.Option(min=0, help="Most chunks to show; 0 shows all.")] = 100,
+    limit: Annotated[int, typer.Option(min=0, help="Maximum number of chunks; 0 shows all.")] = 100,
     json: AsJson = False,
     namespace: Namespace = "",
     salt: Salt = "",
 ) -> None:
-    """Stored chunks: a table on a terminal, tab-separated lines with full hashes anywhere else.
+    """List stored chunks: a table on a terminal, else tab-separated lines with full hashes.
 
     `workers` are those attached whose chunks look like this and have no salt. `cache show` tells a chunk's text.
     """
@@ -62,7 +62,7 @@ def list_chunks(
 
 
 def chunks(daemon: Any, namespace: str = "", salt: str = "") -> Iterator[pb.ChunkInfo]:
-    """All stored chunks, or a tenant's, a page at a time."""
+    """Yield all stored chunks, or a tenant's, page by page."""
     token, restricted = b"", scope(namespace, salt)
     while True:
         request = pb.ListRequest(page_size=_PAGE, page_token=token, **restricted)
@@ -74,7 +74,7 @@ def chunks(daemon: Any, namespace: str = "", salt: str = "") -> Iterator[pb.Chun
 
 
 def find(daemon: Any, beginning: str, namespace: str = "", salt: str = "") -> pb.ChunkInfo:
-    """The chunk whose hash begins so. Raises InvalidRequest unless there is exactly one."""
+    """Find the chunk by its hash prefix. Raises InvalidRequest unless exactly one matches."""
     found = [c for c in chunks(daemon, namespace, salt) if c.prefix_hash.hex().startswith(beginning.lower())]
     if not found:
         raise InvalidRequest(f"no chunk begins with {beginning!r}; `cache list` shows which there are")
@@ -86,7 +86,7 @@ def find(daemon: Any, beginning: str, namespace: str = "", salt: str = "") -> pb
 
 
 def prefix_of(chunk: pb.ChunkInfo, namespace: str, salt: str) -> pb.PrefixRef:
-    """Names a chunk as its tenant does, or without a namespace as operators may."""
+    """Return a chunk's reference by tenant, or without a namespace (operators only)."""
     restricted = scope(namespace, salt) or {"root": chunk.root}
     return pb.PrefixRef(prefix_hash=chunk.prefix_hash, **restricted)
 
@@ -96,13 +96,13 @@ def show(
     daemon: Any,
     chunk: ChunkName,
     worker: Annotated[
-        str | None, typer.Option(help="Socket or host:port of a worker of this model, which makes text of the tokens.")
+        str | None, typer.Option(help="Socket or host:port of a worker of this model, which detokenizes the chunk.")
     ] = None,
     json: AsJson = False,
     namespace: Namespace = "",
     salt: Salt = "",
 ) -> None:
-    """One chunk: where it is, how it is used and, with --worker, what it says.
+    """Show one chunk: its tiers, its use and, with --worker, its text.
 
     The text needs the chunk's namespace and salt: those of an attached worker's common tenant are found by themselves.
     """
@@ -133,7 +133,7 @@ def _readable(name: str, value: Any) -> str:
 
 
 def _header(daemon: Any, chunk: pb.ChunkInfo, namespace: str, salt: str) -> ChunkHeader:
-    """With its tokens. Brings the chunk into the arena."""
+    """Fetch a chunk with its tokens, which promotes it into the arena."""
     tenant = scope(namespace, salt) if namespace else {}
     if not tenant:
         sessions = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS).session_details
@@ -150,7 +150,7 @@ def _header(daemon: Any, chunk: pb.ChunkInfo, namespace: str, salt: str) -> Chun
 
 
 def _workers(daemon: Any, salt: str) -> dict[bytes, list[str]]:
-    """Names of attached workers by the root that their chunks have; empty for who may not know."""
+    """Return attached workers by tenant root; empty for callers that may not see them."""
     try:
         found = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS)
     except grpc.RpcError as error:
@@ -165,7 +165,7 @@ def _workers(daemon: Any, salt: str) -> dict[bytes, list[str]]:
 
 
 def _print_table(found: list[pb.ChunkInfo], known: dict[bytes, list[str]]) -> None:
-    """Columns that fit: a narrow terminal has the most telling ones."""
+    """Choose the columns that fit the terminal's width, the most important ones first."""
     console = TerminalConsole()
     cells = [_cells(c, known) for c in found]
     names = _WIDE if console.width >= _WIDE_FROM else _NARROW

@@ -1,4 +1,4 @@
-"""Reaching the daemon from a command: which one, and as whom."""
+"""Connects commands to the daemon: address and credential options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.keys import HASH_BYTES
-from kvsidecar.net.channel import channel, explain, read_token
+from kvsidecar.net.channel import channel, explain_unavailable, read_token
 from kvsidecar.process.runtime_dir import own_runtime_dir
 
 CALL_SECONDS = 10
@@ -26,22 +26,24 @@ _OPTIONS: dict[str, Any] = {
         str | None,
         typer.Option(envvar="KVSIDECAR_CACHE_SOCKET", help="The daemon's socket or host:port.", show_envvar=True),
     ],
-    "token_file": Annotated[Path | None, typer.Option(help="File with the token that the daemon knows you by.")],
-    "ca": Annotated[Path | None, typer.Option(help="PEM file of the authority that vouches for the daemon.")],
+    "token_file": Annotated[Path | None, typer.Option(help="File with your token for the daemon.")],
+    "ca": Annotated[Path | None, typer.Option(help="PEM file of the authority that signed the daemon's certificate.")],
     "cert": Annotated[Path | None, typer.Option(help="PEM file of your certificate.")],
     "key": Annotated[Path | None, typer.Option(help="PEM file of its key.")],
 }
 
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON document, in whole numbers and full hashes.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document, with full hashes.")]
 Namespace = Annotated[str, typer.Option(help="Only this namespace (64 hex digits), with --salt its tenant.")]
 Salt = Annotated[
-    str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; none is the common tenant.")
+    str, typer.Option(help="The tenant's salt, or @FILE to read it from a file; empty for the default tenant.")
 ]
 
 
 def at_daemon(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
-    """Gives a command whose first argument is a stub of the daemon the options that say where that is. The daemon's
-    failures become KVSidecarErrors."""
+    """Add the daemon's address options to a command whose first argument is the daemon's stub.
+
+    The daemon's failures become KVSidecarErrors.
+    """
 
     def once(reach: Any, /, *given: P.args, **named: P.kwargs) -> None:
         with reach() as stub:
@@ -52,7 +54,7 @@ def at_daemon(command: Callable[Concatenate[Any, P], None]) -> Callable[..., Non
 
 
 def reaching(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
-    """Likewise for one whose first argument connects anew with every call: ``with reach() as stub``."""
+    """Do the same for a command whose first argument opens a connection: ``with reach() as stub``."""
     own = inspect.signature(command, eval_str=True)
 
     def run(**given: Any) -> None:
@@ -79,8 +81,10 @@ def connected(
     cert: Path | None = None,
     key: Path | None = None,
 ) -> Iterator[Any]:
-    """A stub of the daemon; its failures become KVSidecarErrors. That nothing listens there is one sentence, which says
-    what to do."""
+    """Yield the daemon's stub; its failures become KVSidecarErrors.
+
+    An absent daemon raises Unavailable with one sentence of advice.
+    """
     token = read_token(token_file) if token_file is not None else None
     target = socket or own_runtime_dir() / "cache.sock"
     with channel(target, token=token, ca=ca, certificate=cert, key=key) as reached:
@@ -90,11 +94,11 @@ def connected(
             encrypted = any(part is not None for part in (token, ca, cert, key))
             advice = "start one with: kvsidecar serve" if socket is None else "is it running, and is that its address?"
             absent = f"no cache daemon listens on {target}; {advice}"
-            raise explain(from_rpc(error), target, encrypted=encrypted, absent=absent) from error
+            raise explain_unavailable(from_rpc(error), target, encrypted=encrypted, absent=absent) from error
 
 
 def namespace_bytes(text: str) -> bytes:
-    """A namespace from its hex digits; empty for none. Raises InvalidRequest."""
+    """Parse a namespace's hex digits; empty for none. Raises InvalidRequest."""
     try:
         found = bytes.fromhex(text)
     except ValueError:
@@ -105,8 +109,7 @@ def namespace_bytes(text: str) -> bytes:
 
 
 def salt_bytes(text: str) -> bytes:
-    """A salt as it was given, or the contents of the file that ``@FILE`` names, without the line's end. Raises
-    InvalidRequest."""
+    """Return the given salt, or the content of ``@FILE`` without the line end. Raises InvalidRequest."""
     if not text.startswith("@"):
         return text.encode()
     try:
@@ -116,7 +119,7 @@ def salt_bytes(text: str) -> bytes:
 
 
 def scope(namespace: str, salt: str) -> dict[str, Any]:
-    """The fields that restrict a request to a tenant. Raises InvalidRequest for a salt without a namespace."""
+    """Return the request fields that select a tenant. Raises InvalidRequest for a salt without a namespace."""
     if salt and not namespace:
         raise InvalidRequest("--salt names a tenant of a namespace; give --namespace, too")
     found = namespace_bytes(namespace)

@@ -1,4 +1,4 @@
-"""How much of what was asked had been read before, and where it was. One definition for all commands."""
+"""Hit ratios by tier: one definition for all commands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 @dataclass(frozen=True)
 class HitRatios:
-    """Shares of the tokens of all prompts that workers have served and that could reuse something; None before the
+    """Hit ratios: shares of the tokens of all prompts that may use the cache; None before the
     first.
 
     ``total`` is what the answers' usage counts as cached, so it agrees with the gateway's numbers. The others split it:
@@ -25,14 +25,14 @@ class HitRatios:
 
     @staticmethod
     def of(stats: Any, before: Any = None) -> HitRatios:
-        """Since the daemon's start, or since an earlier StatsResponse of the same epoch."""
+        """Compute ratios since the daemon's start, or since an earlier StatsResponse of the same epoch."""
         before = before if before is not None else pb.StatsResponse()
         prompt = stats.prompt_tokens - before.prompt_tokens
         if prompt <= 0:
             return HitRatios()
         cached = stats.cached_tokens - before.cached_tokens
         pool = min(cached, stats.pool_tokens - before.pool_tokens)
-        # Workers report with their heartbeats, the daemon counts at once: never more than there is to split.
+        # Workers report with heartbeats, the daemon counts immediately: cap by the workers' total.
         disk = min(cached - pool, stats.promoted_tokens - before.promoted_tokens)
         remote = min(cached - pool - disk, stats.remote_tokens - before.remote_tokens)
         arena = cached - pool - disk - remote

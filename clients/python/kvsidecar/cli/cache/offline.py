@@ -1,5 +1,7 @@
-"""``kvsidecar cache verify``, ``export`` and ``import``: they work on a store that no daemon holds, in a process of the
-daemon's package."""
+"""``kvsidecar cache verify``, ``export`` and ``import``: offline operations on a store without a running daemon.
+
+They run as a program of the daemon's package.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ _COMMANDS = {
 
 
 def add_to(app: typer.Typer) -> None:
-    """Adds the commands."""
+    """Add the commands."""
     for name, text in _COMMANDS.items():
         app.command(name, context_settings=_PASS_ON, help=text)(_handed_over)
 

@@ -1,4 +1,4 @@
-"""Values as people and programs read them."""
+"""Formats values for the terminal and for JSON."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from google.protobuf.message import Message
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
 
-# What prompts say is not what an operator asks for, and no command asks the daemon for it.
+# Tokens are private: no command requests them from the daemon for this output.
 _CONTENT = "token_ids"
 
 
 def as_dict(message: Message) -> dict[str, Any]:
-    """All fields of a message under their names: whole numbers as such, bytes in hex, enums by name."""
+    """Convert a message to a dict by field names: integers unchanged, bytes in hex, enums by name."""
     fields = (field for field in message.DESCRIPTOR.fields if field.name != _CONTENT)
     return {field.name: _value(field, getattr(message, field.name)) for field in fields}
 
@@ -40,7 +40,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """90061 to ``"1d 1h"``: the two largest units."""
+    """Format 90061 as ``"1d 1h"``: the two largest units."""
     parts: list[str] = []
     left = int(seconds)
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
@@ -51,6 +51,6 @@ def duration(seconds: float) -> str:
 
 
 def where(chunk: pb.ChunkInfo) -> str:
-    """The tiers that have a chunk."""
+    """Return the tiers that have a chunk."""
     tiers = (("arena", chunk.resident), ("disk", chunk.durable), ("pinned", chunk.pinned))
     return "+".join(name for name, on in tiers if on)

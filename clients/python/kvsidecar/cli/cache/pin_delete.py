@@ -1,4 +1,4 @@
-"""``kvsidecar cache pin``, ``unpin`` and ``delete``: what the daemon is to keep."""
+"""``kvsidecar cache pin``, ``unpin`` and ``delete``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvsidecar.errors import InvalidRequest
 
 @at_daemon
 def pin(daemon: Any, chunk: ChunkName, namespace: Namespace = "", salt: Salt = "") -> None:
-    """Keep a chunk and all before it, whatever is evicted. Pins are counted and survive restarts."""
+    """Pin a chunk and its ancestors: they are not evicted. Pins are counted and survive restarts."""
     prefix = prefix_of(find(daemon, chunk, namespace, salt), namespace, salt)
     result = daemon.Pin(pb.PinRequest(prefix=prefix), timeout=CALL_SECONDS)
     print(f"pinned {result.chunks} chunks")
@@ -22,7 +22,7 @@ def pin(daemon: Any, chunk: ChunkName, namespace: Namespace = "", salt: Salt = "
 
 @at_daemon
 def unpin(daemon: Any, chunk: ChunkName, namespace: Namespace = "", salt: Salt = "") -> None:
-    """End one pin."""
+    """Remove one pin."""
     prefix = prefix_of(find(daemon, chunk, namespace, salt), namespace, salt)
     result = daemon.Unpin(pb.UnpinRequest(prefix=prefix), timeout=CALL_SECONDS)
     print(f"unpinned {result.chunks} chunks")
@@ -31,14 +31,14 @@ def unpin(daemon: Any, chunk: ChunkName, namespace: Namespace = "", salt: Salt =
 @at_daemon
 def delete(
     daemon: Any,
-    chunk: Annotated[str, typer.Argument(help="The chunk's hash or its beginning; leave out with --all.")] = "",
+    chunk: Annotated[str, typer.Argument(help="The chunk's hash or its first digits; leave out with --all.")] = "",
     everything: Annotated[
-        bool, typer.Option("--all", help="Delete all chunks; with --namespace those of the tenant.")
+        bool, typer.Option("--all", help="Delete all chunks; with --namespace only the tenant's.")
     ] = False,
     namespace: Namespace = "",
     salt: Salt = "",
 ) -> None:
-    """Remove a chunk and all that continues it."""
+    """Delete a chunk and all its descendants."""
     if bool(chunk) == everything:
         raise InvalidRequest("name one chunk, or say --all")
     prefix = (

@@ -1,5 +1,4 @@
-"""``kvsidecar cache push`` and ``pull``: a tenant's chunks, from this node's daemon to another one or to its remote
-tier, or from there."""
+"""``kvsidecar cache push`` and ``pull``: transfer a tenant's chunks to or from another daemon or the remote tier."""
 
 from __future__ import annotations
 
@@ -12,15 +11,17 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvsidecar.bulk_transfer import Carried, Tenant, carry, descriptor_of
+from kvsidecar.bulk_transfer import TenantScope, TransferResult, descriptor_of, transfer_tenant
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cli.cache.daemon_target import Salt, at_daemon, connected, namespace_bytes, salt_bytes
 from kvsidecar.errors import InvalidRequest
 
 Name = Annotated[str, typer.Argument(help="The namespace (64 hex digits, `cache stats --json`).")]
-OtherToken = Annotated[Path | None, typer.Option(help="File with the token that the other daemon knows you by.")]
-OtherCa = Annotated[Path | None, typer.Option(help="PEM file of the authority that vouches for the other daemon.")]
+OtherToken = Annotated[Path | None, typer.Option(help="File with your token for the other daemon.")]
+OtherCa = Annotated[
+    Path | None, typer.Option(help="PEM file of the authority that signed the other daemon's certificate.")
+]
 OtherCert = Annotated[Path | None, typer.Option(help="PEM file of your certificate there.")]
 OtherKey = Annotated[Path | None, typer.Option(help="PEM file of its key.")]
 
@@ -38,14 +39,14 @@ def push(
     to_key: OtherKey = None,
     salt: Salt = "",
 ) -> None:
-    """Store at another node, or in the remote tier, what this node has of a namespace, and that has not."""
+    """Copy a namespace's missing chunks from this node to another one, or to the remote tier."""
     tenant = _tenant(namespace, salt)
     if not to:
         _refuse_for_tiers("--to", to_token_file, to_ca, to_cert, to_key)
         _tell("pushed", _shared(daemon, tenant, pb.CARRY_DIRECTION_TO_REMOTE), "to the remote tier")
         return
     with connected(to, to_token_file, to_ca, to_cert, to_key) as other:
-        _tell("pushed", _carried(daemon, other, tenant, (daemon, other)), f"to {to}")
+        _tell("pushed", _transfer_to(daemon, other, tenant, (daemon, other)), f"to {to}")
 
 
 @at_daemon
@@ -64,20 +65,20 @@ def pull(
     from_key: OtherKey = None,
     salt: Salt = "",
 ) -> None:
-    """Store here what another node, or the remote tier, has of a namespace, and this node has not."""
+    """Copy a namespace's missing chunks from another node, or from the remote tier, to this node."""
     tenant = _tenant(namespace, salt)
     if not source:
         _refuse_for_tiers("--from", from_token_file, from_ca, from_cert, from_key)
         _tell("pulled", _shared(daemon, tenant, pb.CARRY_DIRECTION_FROM_REMOTE), "from the remote tier")
         return
     with connected(source, from_token_file, from_ca, from_cert, from_key) as other:
-        _tell("pulled", _carried(other, daemon, tenant, (daemon, other)), f"from {source}")
+        _tell("pulled", _transfer_to(other, daemon, tenant, (daemon, other)), f"from {source}")
 
 
-def _tenant(namespace: str, salt: str) -> Tenant:
+def _tenant(namespace: str, salt: str) -> TenantScope:
     if not namespace:
         raise InvalidRequest("name a namespace; `cache stats --json` has those of attached workers")
-    return Tenant(namespace_bytes(namespace), salt_bytes(salt))
+    return TenantScope(namespace_bytes(namespace), salt_bytes(salt))
 
 
 def _refuse_for_tiers(option: str, *given: Path | None) -> None:
@@ -85,14 +86,14 @@ def _refuse_for_tiers(option: str, *given: Path | None) -> None:
         raise InvalidRequest(f"tokens and certificates are another daemon's; give its address with {option}")
 
 
-def _carried(source: Any, target: Any, tenant: Tenant, daemons: tuple[Any, Any]) -> Carried:
+def _transfer_to(source: Any, target: Any, tenant: TenantScope, daemons: tuple[Any, Any]) -> TransferResult:
     descriptor = descriptor_of(tenant.namespace, *daemons)
     with _bar() as heard:
-        return carry(source, target, tenant, descriptor, heard)
+        return transfer_tenant(source, target, tenant, descriptor, heard)
 
 
-def _shared(daemon: Any, tenant: Tenant, direction: pb.CarryDirection.ValueType) -> Carried:
-    """The same between a daemon and its remote tier, which the daemon does by itself."""
+def _shared(daemon: Any, tenant: TenantScope, direction: pb.CarryDirection.ValueType) -> TransferResult:
+    """Transfer between a daemon and its remote tier; the daemon does this itself."""
     request = pb.CarryRequest(namespace=tenant.namespace, tenant_salt=tenant.salt, direction=direction)
     if direction == pb.CARRY_DIRECTION_FROM_REMOTE:
         request.descriptor.CopyFrom(descriptor_of(tenant.namespace, daemon))
@@ -100,12 +101,12 @@ def _shared(daemon: Any, tenant: Tenant, direction: pb.CarryDirection.ValueType)
     with _bar() as heard:
         for now in daemon.Carry(request):
             heard(now.done, now.total)
-    return Carried(now.chunks, now.payload_bytes, now.known, now.lost)
+    return TransferResult(now.chunks, now.payload_bytes, now.known, now.lost)
 
 
 @contextmanager
 def _bar() -> Iterator[Callable[[int, int], None]]:
-    """Shows, on a terminal, how many chunks of how many are done."""
+    """Show a progress bar of chunks on a terminal."""
     with Progress(
         TextColumn("chunks"),
         BarColumn(),
@@ -119,7 +120,7 @@ def _bar() -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _tell(done: str, found: Carried, where: str) -> None:
+def _tell(done: str, found: TransferResult, where: str) -> None:
     known = f", {found.known} were there" if found.known else ""
     lost = f", {found.lost} came or went meanwhile" if found.lost else ""
     print(f"{done} {found.chunks} chunks ({format_size(found.payload_bytes)}) {where}{known}{lost}")

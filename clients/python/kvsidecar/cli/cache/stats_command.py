@@ -1,4 +1,4 @@
-"""``kvsidecar cache stats``."""
+"""``kvsidecar cache stats``: counters of the daemon, or usage of a tenant."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _OF_A_TENANT = (
 
 @at_daemon
 def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Salt = "") -> None:
-    """Counters and gauges since the daemon's start; of one tenant what is stored.
+    """Show counters and gauges since the daemon's start; with --namespace a tenant's usage.
 
     The hit ratio is of the tokens of all prompts that workers served, hits in their own pools included: the number that
     answers' usage and the gateway's metrics add up to. Workers report with their heartbeats, every 2 s.

@@ -1,4 +1,4 @@
-"""``kvsidecar cache top``: the daemon, live."""
+"""``kvsidecar cache top``: live view of the daemon."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvsidecar.cli.cache.hit_ratios import HitRatios
 from kvsidecar.cli.cache.output_format import duration, percent
 from kvsidecar.cli.terminal import TerminalConsole
 
-_RATE_SECONDS = 10.0  # rates and ratios are over the last so many seconds
+_RATE_SECONDS = 10.0  # window of rates and ratios
 _MOST_SESSIONS, _MOST_CALLS = 8, 6
 _NOTHING = pb.StatsResponse()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """The daemon's state at a time."""
+    """A sample of the daemon's statistics."""
 
     at: float
     stats: pb.StatsResponse
@@ -45,7 +45,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame, with rates since the daemon's start.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
 ) -> None:
-    """Hit ratio by tier, bytes, workers, leases, evictions and the slowest calls, live. q or Ctrl-C ends it.
+    """Show hit ratio by tier, bytes, workers, leases, evictions and slowest calls, live. q or Ctrl-C quits.
 
     Rates and ratios on the left are of the last 10 seconds, those on the right since the daemon's start.
     """
@@ -63,7 +63,7 @@ def top(
 
 
 def _next_frame(daemon: Any, samples: list[Sample]) -> RenderableType:
-    """Takes a sample into the window; a daemon that is away is said to be, and looked for again."""
+    """Add a sample to the window; report an absent daemon, and try again."""
     try:
         stats = daemon.Stats(pb.StatsRequest(), timeout=CALL_SECONDS)
     except grpc.RpcError as error:
@@ -80,7 +80,7 @@ def _next_frame(daemon: Any, samples: list[Sample]) -> RenderableType:
 
 
 def frame(now: Sample, before: Sample | None) -> RenderableType:
-    """One picture. Without an earlier sample the rates are since the daemon's start."""
+    """Render one frame. Without an earlier sample, rates are since the daemon's start."""
     stats = now.stats
     past = before.stats if before is not None else _NOTHING
     seconds = now.at - before.at if before is not None else stats.uptime_seconds
@@ -185,7 +185,7 @@ def _wait(seconds: float) -> str:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits so many seconds for a key and returns it, or nothing. Keys need a terminal."""
+    """Return a function that waits for a key press for some seconds. Keys need a terminal."""
     if not sys.stdin.isatty():
         yield _wait
         return

@@ -1,4 +1,4 @@
-"""``kvsidecar cache trace``: traces of traffic, recorded by a daemon with ``--trace FILE``."""
+"""``kvsidecar cache trace``: analyzes traffic traces that a daemon recorded with ``--trace FILE``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsidecar.errors import InvalidRequest
 
 app = typer.Typer(
     no_args_is_help=True,
-    help="Traces of traffic. A daemon with `--trace FILE` records one; "
+    help="Analyze traffic traces. A daemon with `--trace FILE` records one; "
     "`python -m benchmarks.eviction --trace FILE` judges eviction policies on it.",
 )
 _BLOCK_TOKENS = 512
@@ -45,7 +45,7 @@ class Summary:
 
 @app.command()
 def summary(file: File, json: AsJson = False) -> None:
-    """What a trace holds, and how much of it a cache without limit would have had, in whole blocks of 512 tokens."""
+    """Summarize a trace, and the hit ratio of an unlimited cache in complete blocks of 512 tokens."""
     found = summarize(file)
     if json:
         print_json(asdict(found))
@@ -62,7 +62,7 @@ def summary(file: File, json: AsJson = False) -> None:
 
 
 def summarize(file: Path) -> Summary:
-    """Raises InvalidRequest for a line that is not one of a trace."""
+    """Parse a trace. Raises InvalidRequest for an invalid line."""
     seen: dict[int, int] = {}
     lengths: list[int] = []
     last_ms = hit = repeated = 0

@@ -1,4 +1,4 @@
-"""``kvsidecar cache watch``: changes of the store as they happen."""
+"""``kvsidecar cache watch``: prints changes of the store as they happen."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _PREFIX = "EVENT_TYPE_"
 def watch(
     daemon: Any,
     json: Annotated[bool, typer.Option("--json", help="One JSON document per line; the first confirms.")] = False,
-    events: Annotated[int, typer.Option(min=0, help="End after so many events; 0 goes on until Ctrl-C.")] = 0,
+    events: Annotated[int, typer.Option(min=0, help="Quit after this many events; 0 runs until Ctrl-C.")] = 0,
     namespace: Namespace = "",
     salt: Salt = "",
 ) -> None:
-    """Changes of the store: committed, persisted, promoted, demoted, evicted, deleted."""
+    """Print changes of the store: committed, persisted, promoted, demoted, evicted, deleted."""
     call = daemon.Watch(pb.WatchRequest(**scope(namespace, salt)))
     seen = 0
     with contextlib.suppress(KeyboardInterrupt):

@@ -1,7 +1,7 @@
-"""LMCache's second level (its multiprocess server's L2), kept by the daemon.
+"""LMCache L2 adapter: the daemon stores the second level of LMCache's multiprocess server.
 
 ``--l2-adapter '{"type": "plugin", "module_path": "kvsidecar.integrations.lmcache", "class_name":
-"KVSidecarL2Adapter"}'``; ``docs/engines.md`` says the rest. Only ``adapter`` imports LMCache.
+"KVSidecarL2Adapter"}'``; see ``docs/engines.md``. Only ``adapter`` imports LMCache.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ __all__ = ["KVSidecarL2Adapter"]
 
 
 def __getattr__(name: str) -> Any:
-    """The adapter imports LMCache, and not everything here does."""
+    """Import the adapter lazily: it imports LMCache, and other modules of this package do not."""
     if name == "KVSidecarL2Adapter":
         from kvsidecar.integrations.lmcache.adapter import KVSidecarL2Adapter
 

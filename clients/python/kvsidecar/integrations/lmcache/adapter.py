@@ -1,4 +1,4 @@
-"""The adapter that LMCache loads."""
+"""The L2 adapter class that LMCache loads."""
 
 from __future__ import annotations
 
@@ -33,15 +33,21 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class AdapterSettings(engine_options.DaemonOptions):
-    """Beside where the daemon is, ``timeout_ms`` how long a call that moves nothing may take. ``weights`` is any text
-    that says which weights the model's name stands for: LMCache knows the name alone."""
+    """Settings beside the daemon's address.
+
+    ``timeout_ms`` is for a call that transfers no payload. ``weights`` is any text that identifies the weights behind
+    the model's name: LMCache knows only the name.
+    """
 
     timeout_ms: int = 500
     weights: str = ""
 
 
 class KVSidecarL2Adapter(L2AdapterInterface):
-    """See ``docs/engines.md``. What is evicted, and when, is the daemon's to say, so no capacity is declared."""
+    """LMCache's L2 on the daemon; see ``docs/engines.md``.
+
+    Declares no capacity: the daemon evicts by its own policy.
+    """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
         super().__init__()
@@ -54,7 +60,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
         self._lock, self._last_task = threading.Lock(), 0
         self._stores: dict[L2TaskId, L2StoreResult] = {}
         self._bitmaps: dict[L2TaskId, Bitmap] = {}
-        self._sizes: dict[tuple[str, int, int], int] = {}  # of objects in bytes, by model, rank and group
+        self._sizes: dict[tuple[str, int, int], int] = {}  # object size in bytes, by model, rank and group
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
@@ -109,7 +115,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
         if deleted:
             self._notify_keys_deleted([key for key, _ in deleted], [size for _, size in deleted])
 
-    # ---- on threads -------------------------------------------------------------------------------------------
+    # ---- on the task threads ----------------------------------------------------------------------------------
 
     def _store(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> L2StoreResult:
         views = self._views(keys, objects)
@@ -120,8 +126,11 @@ class KVSidecarL2Adapter(L2AdapterInterface):
         return L2StoreResult(all(written.stored), sum(size for _, size in fresh))
 
     def _look_up(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
-        """An object's size is that of the last one of its kind or, before there was one, what LMCache says it will be:
-        compressed objects are found once one was stored."""
+        """Look up and lock objects.
+
+        An object's size is that of the last one of its kind or, before there was one, LMCache's own estimate:
+        compressed objects are found once one was stored.
+        """
         sized = []
         for i, key in enumerate(keys):
             size = self._sizes.get(_kind(key)) or _size(layouts.get(key.object_group_id))
@@ -138,7 +147,7 @@ class KVSidecarL2Adapter(L2AdapterInterface):
         return _bitmap(len(keys), loaded)
 
     def _views(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> list[memoryview]:
-        """The objects' bytes, whose sizes are remembered."""
+        """Return the objects' bytes, and record their sizes."""
         views = [memoryview(one.byte_array)[: one.get_size()] for one in objects]
         for key, view in zip(keys, views, strict=True):
             self._sizes[_kind(key)] = len(view)
@@ -164,13 +173,13 @@ class KVSidecarL2Adapter(L2AdapterInterface):
 
 
 def name_of(key: ObjectKey) -> ObjectName:
-    """A key's name; its salt is the tenant's, as with other engines."""
+    """Return a key's object name; its cache salt is the tenant's salt, as with other engines."""
     name = json.dumps([key.chunk_hash.hex(), key.model_name, key.kv_rank, key.object_group_id])
     return ObjectName(key.cache_salt.encode("utf-8", "surrogatepass"), name.encode())
 
 
 def descriptor(settings: AdapterSettings) -> NamespaceDescriptor:
-    """The namespace of all that LMCache of this version stores; its models are told apart by the objects' names."""
+    """Return the namespace of this LMCache version; object names distinguish its models."""
     return NamespaceDescriptor(
         model_fingerprint=hashlib.sha256(settings.weights.encode()).digest(),
         architecture="LMCache objects",
@@ -186,7 +195,7 @@ def descriptor(settings: AdapterSettings) -> NamespaceDescriptor:
 
 
 def _kind(key: ObjectKey) -> tuple[str, int, int]:
-    """Objects of one kind have one size."""
+    """Return the kind of an object: all of a kind have one size."""
     return key.model_name, key.kv_rank, key.object_group_id
 
 

@@ -1,7 +1,7 @@
-"""Objects of bytes in the daemon, under locks that are its leases.
+"""LMCache's L2 objects in the daemon: opaque bytes, locked by leases.
 
-What LMCache stores has the layout, the compression and the encryption that it is set to, so it is bytes to us: a chunk
-of one layer and one head whose tokens have ``TOKEN_BYTES`` each, as many as the object needs.
+LMCache chooses an object's layout, compression and encryption, so the daemon stores opaque bytes: a chunk of one layer
+and one head with ``TOKEN_BYTES`` per token, and as many tokens as the object needs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ObjectName:
-    """An object's name among those of its tenant."""
+    """An object's name within its tenant."""
 
     salt: bytes
     name: bytes
@@ -46,14 +46,14 @@ class ObjectName:
 
 @dataclass(eq=False)
 class _ObjectLease:
-    """Objects that one lookup found and whose locks nobody has given back yet."""
+    """The lease of one lookup, and its objects that are still locked."""
 
     held: LeasedPages
     pages: dict[ObjectName, pb.ChunkMatch] = field(default_factory=dict)
 
 
 class L2ObjectStore:
-    """Any thread may use it. Nothing of it raises for a daemon that is gone, hangs or answers wrongly."""
+    """Stores, locks and loads objects. Thread-safe. Never raises for a daemon that is gone, hangs or misbehaves."""
 
     def __init__(self, connection: DaemonConnection, timeout: float) -> None:
         self._connection, self._pages = connection, NamedPages.of(connection.namespace, GEOMETRY, timeout)
@@ -68,7 +68,7 @@ class L2ObjectStore:
         self._connection.close()
 
     def store(self, names: Sequence[ObjectName], objects: Sequence[memoryview]) -> WriteResult:
-        """Stores objects. What is larger than a chunk may be is not stored."""
+        """Store objects; skips those that exceed the maximum chunk size."""
         there, fresh = [False] * len(names), [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -88,7 +88,7 @@ class L2ObjectStore:
         return WriteResult(tuple(there), tuple(fresh))
 
     def lock(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Which objects of these sizes in bytes are stored, and stay until they are unlocked as often."""
+        """Lock stored objects of these sizes (bytes), until they are unlocked as often; return which were found."""
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -108,7 +108,7 @@ class L2ObjectStore:
         return done
 
     def unlock(self, names: Sequence[ObjectName]) -> None:
-        """Gives locks back; those that are not held are ignored."""
+        """Unlock objects; ignores those that are not locked."""
         for name in names:
             with self._lock:
                 leases = self._locks.get(name)
@@ -123,8 +123,7 @@ class L2ObjectStore:
                 self._pages.release(lease.held)
 
     def load(self, names: Sequence[ObjectName], targets: Sequence[memoryview]) -> list[bool]:
-        """Copies objects into memory of their sizes. Returns which of them it holds now; the others may hold
-        anything."""
+        """Copy objects into buffers of their sizes; return which were filled. The others' contents are undefined."""
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -150,7 +149,7 @@ class L2ObjectStore:
         return done
 
     def delete(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Deletes objects of these sizes; locked ones go with their locks. Returns which there were."""
+        """Delete objects of these sizes; return which existed. The daemon frees locked ones after their locks."""
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -167,8 +166,8 @@ class L2ObjectStore:
                 except grpc.RpcError as error:
                     failed = from_rpc(error)
                     if isinstance(failed, ChunkNotFound):
-                        continue  # somebody was faster
-                    if not isinstance(failed, StoreUnavailable):  # with that it is found no more, and the disk follows
+                        continue  # another client deleted it first
+                    if not isinstance(failed, StoreUnavailable):  # then it is no longer found, and the disk follows
                         raise
                 done[these[at]] = True
 
@@ -176,7 +175,7 @@ class L2ObjectStore:
         return done
 
     def _copied(self, held: LeasedPages, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
-        """Copies what has its target's size. Returns which that is."""
+        """Copy the objects that have their target's size; return which these are."""
         good = []
         for i, match in matches.items():
             header_of(match, GEOMETRY)
@@ -189,7 +188,7 @@ class L2ObjectStore:
         return good
 
     def _locked(self, session: Session, name: ObjectName) -> tuple[LeasedPages, pb.ChunkMatch] | None:
-        """An object that is under lock in this session."""
+        """Return an object that is locked in this session."""
         with self._lock:
             for lease in self._locks.get(name, ()):
                 if lease.held.found.session is session:
@@ -205,7 +204,7 @@ class L2ObjectStore:
     def _by_tenant(
         self, what: str, names: Sequence[ObjectName], work: Callable[[Session, bytes, list[int]], Any]
     ) -> None:
-        """Does some work for each tenant's objects; what fails with the daemon is said, and costs misses."""
+        """Run ``work`` for each tenant's objects; a failed call is logged and counts as misses."""
         of: dict[bytes, list[int]] = defaultdict(list)
         for i, name in enumerate(names):
             of[name.salt].append(i)
@@ -220,7 +219,7 @@ class L2ObjectStore:
 
 
 def tokens_of(size_bytes: int) -> int:
-    """How many tokens an object takes; its name needs some."""
+    """Return the number of tokens that an object takes; its name needs some."""
     return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
 
 
@@ -229,5 +228,5 @@ def _page(name: ObjectName, size_bytes: int) -> NamedPage:
 
 
 def _copy(source: memoryview, target: memoryview) -> None:
-    """Into the first bytes of the target, without holding other threads up."""
+    """Copy into the first bytes of the target; NumPy releases the GIL."""
     np.frombuffer(target, np.uint8)[: len(source)] = np.frombuffer(source, np.uint8)

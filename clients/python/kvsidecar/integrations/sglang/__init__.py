@@ -1,8 +1,8 @@
-"""SGLang's hierarchical cache, kept by the daemon: its third tier, behind GPU and host memory.
+"""SGLang HiCache storage backend: the daemon is the third tier, after GPU and host memory.
 
 ``--enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name":
 "kvsidecar", "module_path": "kvsidecar.integrations.sglang", "class_name": "KVSidecarStorage", "interface_v1": 1}'``;
-``docs/engines.md`` says the rest. Only ``storage`` imports SGLang.
+see ``docs/engines.md``. Only ``storage`` imports SGLang.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["KVSidecarStorage"]
 
 
 def __getattr__(name: str) -> Any:
-    """The storage imports SGLang, and not everything here does."""
+    """Import the storage lazily: it imports SGLang, and other modules of this package do not."""
     if name == "KVSidecarStorage":
         from kvsidecar.integrations.sglang.storage import KVSidecarStorage
 

@@ -1,4 +1,4 @@
-"""Where SGLang's host pools keep keys and values: said for each layout by name, from its code, and never guessed."""
+"""KV layouts of SGLang's host pools, by name; each follows SGLang's code, none is guessed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvsidecar.kv_transfer.named_pages import NAME_TOKENS
 
 log = logging.getLogger(__name__)
 
-# The one with keys and values of all layers; others keep latents, states, or quantized pages with scales.
+# The pool with keys and values of all layers; others hold latents, states, or quantized pages with scales.
 _POOL = "MHATokenToKVPoolHost"
 
 # Keys or values of one layer as [pages, tokens, heads, channels], from those of all (``init_kv_buffer`` of
@@ -29,8 +29,10 @@ LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
 
 
 def host_pool_cache(pool: Any, bits: int) -> PagedKVCache:
-    """The cache that a ``HostKVCache`` is, checked with marked values while nothing is in it. Raises ConfigurationError
-    for a pool or a layout that is not known, and for one that is not what it is known as."""
+    """Return the layout of a ``HostKVCache``, after a self-test while the pool is empty.
+
+    Raises ConfigurationError for an unknown pool or layout, and for one that fails the self-test.
+    """
     if type(pool).__name__ != _POOL:
         raise ConfigurationError(
             f"the host pool is a {type(pool).__name__}; KVSidecar keeps a {_POOL}: models with keys and values of one "
@@ -59,16 +61,16 @@ def host_pool_cache(pool: Any, bits: int) -> PagedKVCache:
     cache = PagedKVCache(f"SGLang's {pool.layout}", geometry, tokens, layers)
     if pool.available_size() == pool.logical_size:
         check_layout(cache, lambda layer, keys, values, slots: _write(pool, layer, keys, values, slots))
-    else:  # it was attached while SGLang ran
+    else:  # the storage was attached while SGLang ran
         log.info("the host pool is in use, so its layout %s was not checked", pool.layout)
     return cache
 
 
 def _write(pool: Any, layer: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Writes through the views of a layer that SGLang's own copies go through."""
+    """Write through the views of a layer that SGLang's own copies use."""
     for refs, rows in ((pool.k_data_refs, keys), (pool.v_data_refs, values)):
         view = refs[layer]
-        if view.ndim == 4:  # pages and their tokens are apart
+        if view.ndim == 4:  # pages and tokens are separate dimensions
             view[slots // pool.page_size, slots % pool.page_size] = rows
         else:
             view[slots] = rows

@@ -1,4 +1,4 @@
-"""Pages between SGLang's host memory and the daemon's, whatever becomes of the daemon."""
+"""Copies pages between SGLang's host memory and the daemon; tolerates a failing daemon."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class PageStore:
-    """Keeps pages by SGLang's names for them, which are hashes of all tokens up to the page's end.
+    """Stores pages under SGLang's names, which are hashes of all tokens up to the page's end.
 
-    SGLang loads on one thread and stores on another; each has a copier of its own. Nothing of it raises for a daemon
-    that is gone, hangs or answers wrongly: what was not found is computed.
+    SGLang loads on one thread and stores on another; each has a copier of its own. Never raises for a daemon that is
+    gone, hangs or misbehaves: missing pages are computed.
     """
 
     def __init__(self, cache: PagedKVCache, connection: DaemonConnection, timeout: float) -> None:
@@ -39,7 +39,7 @@ class PageStore:
         self._connection.close()
 
     def exists(self, names: Sequence[str]) -> int:
-        """How many leading pages are stored."""
+        """Return the number of leading pages that are stored."""
         held = self._find(names)
         if held is None:
             return 0
@@ -47,8 +47,7 @@ class PageStore:
         return next((i for i in range(len(names)) if i not in held.pages), len(names))
 
     def load(self, names: Sequence[str], slots: Integers) -> list[bool]:
-        """Copies pages to ``slots [names * page tokens]``. Returns which of them hold theirs now; the others may hold
-        anything."""
+        """Copy pages to ``slots [names * page tokens]``; return which were filled. The others are undefined."""
         done = [False] * len(names)
         held = self._find(names)
         if held is None:
@@ -72,7 +71,7 @@ class PageStore:
         return done
 
     def store(self, names: Sequence[str], slots: Integers) -> list[bool]:
-        """Stores the pages at ``slots [names * page tokens]``. Returns which of them are stored now."""
+        """Store the pages at ``slots [names * page tokens]``; return which are stored now."""
         session, tokens = self._connection.session, self._cache.block_tokens
         if session is None:
             return [False] * len(names)
@@ -90,8 +89,10 @@ class PageStore:
             return [False] * len(names)
 
     def clear(self) -> None:
-        """Deletes all pages of this model and rank, those of other engines with it, too. Raises ConnectionError when
-        the daemon is not there."""
+        """Delete all pages of this model and rank, also those that other engines stored.
+
+        Raises ConnectionError when the daemon is unavailable.
+        """
         session = self._connection.session
         if session is None:
             raise ConnectionError("the cache daemon is not there, nothing was deleted; try again")

@@ -1,4 +1,4 @@
-"""The storage backend that SGLang loads."""
+"""The storage backend class that SGLang loads."""
 
 from __future__ import annotations
 
@@ -30,20 +30,26 @@ _ATTACH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StorageSettings(engine_options.DaemonOptions):
-    """Beside where the daemon is, ``bits`` how keys and values are stored, ``timeout_ms`` how long a call that moves
-    nothing may take, ``model`` the model's folder or repository where its served name does not say it. ``numerics``
-    keeps apart what no file of the model says, such as ``--quantization``: engines share what they say alike.
-    ``share_across_machines`` shares with engines of other machines and versions, whose bits may be others."""
+    """Settings beside the daemon's address."""
 
     bits: int = 16
+    """Storage bits of keys and values."""
     timeout_ms: int = 500
+    """Timeout of a call that transfers no payload."""
     model: str = ""
+    """The model's folder or repository, where its served name is neither."""
     numerics: str = ""
+    """Any text for settings that no file of the model records, such as ``--quantization``: engines share chunks only
+    with engines of the same text."""
     share_across_machines: bool = False
+    """Share chunks with engines of other machines and versions, whose bits may differ."""
 
 
 class KVSidecarStorage(HiCacheStorage):
-    """See ``docs/engines.md``. Raises ConfigurationError at the start for what it cannot keep."""
+    """SGLang's storage backend on the daemon; see ``docs/engines.md``.
+
+    Raises ConfigurationError at startup for unsupported configurations.
+    """
 
     def __init__(self, storage_config: HiCacheStorageConfig, arguments: Any = None) -> None:
         given = storage_config.extra_config or {}
@@ -89,7 +95,7 @@ class KVSidecarStorage(HiCacheStorage):
     def clear(self) -> None:
         self._registered_store.clear()
 
-    # ---- the interface of copies, which "interface_v1" replaces -----------------------------------------------
+    # ---- the older interface with copies, which "interface_v1" replaces ---------------------------------------
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         raise NotImplementedError(_V1)
@@ -112,7 +118,7 @@ class KVSidecarStorage(HiCacheStorage):
         return self._store
 
     def _slots(self, keys: list[str], host_indices: torch.Tensor) -> Integers:
-        """The tokens' places in the host pool. Raises ValueError unless there is one for each token of each page."""
+        """Return the tokens' slots in the host pool. Raises ValueError unless there is one per token of each page."""
         expected = len(keys) * self.mem_pool_host.page_size
         if len(host_indices) != expected:
             raise ValueError(f"{len(host_indices)} indices for {len(keys)} pages; expected are {expected}")
@@ -126,8 +132,10 @@ _V1 = 'KVSidecar copies pages in place; set "interface_v1": 1 in --hicache-stora
 def descriptor(
     config: Any, settings: StorageSettings, folder: Path, geometry: Geometry, numerics: str
 ) -> NamespaceDescriptor:
-    """The namespace of one tensor-parallel rank on a machine of these ``torch_numerics``; ``config.json`` is part of
-    the fingerprint."""
+    """Return the namespace of one tensor-parallel rank on a machine with these ``torch_numerics``.
+
+    ``config.json`` is part of the fingerprint.
+    """
     versions = f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__}"
     return NamespaceDescriptor(
         model_fingerprint=weights_fingerprint.of_directory(folder),
@@ -145,7 +153,7 @@ def descriptor(
 
 
 def _check(config: Any, given: dict[str, Any]) -> None:
-    """Raises ConfigurationError for what is not kept, by name."""
+    """Raise ConfigurationError for unsupported settings, by name."""
     if not given.get("interface_v1"):
         raise ConfigurationError(_V1)
     if config.is_mla_model:

@@ -1,7 +1,8 @@
-"""vLLM's KV cache, kept by the daemon: survives vLLM's restarts, and is shared by all engines of a node.
+"""vLLM KV connector: the daemon stores vLLM's KV cache, over restarts and for all engines of a node.
 
 ``--kv-transfer-config '{"kv_connector": "KVSidecarConnector", "kv_connector_module_path":
-"kvsidecar.integrations.vllm", "kv_role": "kv_both"}'``; ``docs/engines.md`` says the rest.
+"kvsidecar.integrations.vllm", "kv_role": "kv_both"}'``; see ``docs/engines.md``. Only ``connector``, ``config_check``,
+``worker_startup``, ``namespace_descriptor`` and ``vllm_metrics`` import vLLM.
 """
 
 from typing import Any
@@ -10,7 +11,7 @@ __all__ = ["KVSidecarConnector"]
 
 
 def __getattr__(name: str) -> Any:
-    """The connector imports vLLM, and not everything here does."""
+    """Import the connector lazily: it imports vLLM, and other modules of this package do not."""
     if name == "KVSidecarConnector":
         from kvsidecar.integrations.vllm.connector import KVSidecarConnector
 

@@ -1,8 +1,9 @@
-"""Where vLLM's attention backends keep keys and values: said for each by name, from its own code, and never guessed.
+"""KV cache layouts of vLLM's attention backends, by name.
 
-vLLM's per-layer tensor is ``[blocks, kv_heads, block_tokens, 2 * head_dim]`` to look at, with strides of its own
-(``vllm.v1.kv_cache_layout``); what a backend makes of it is the backend's. That of CPUs takes a head's part of a block
-for a matrix of keys and behind it one of values, and each instruction set orders their elements as its kernels like.
+Each layout follows the backend's own code; none is guessed. vLLM's per-layer tensor has the shape ``[blocks, kv_heads,
+block_tokens, 2 * head_dim]`` with strides of its own (``vllm.v1.kv_cache_layout``), and a backend may use that memory
+in any way. The CPU backend stores a head's part of a block as a matrix of keys followed by one of values, in an element
+order that depends on the instruction set.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _LINE_WORDS = 16  # a row of an AMX tile: 16 words of two elements
 
 
 def _packed_channels(tensor: Tensor) -> LayerKVLayout:
-    """A token's channels of keys, then those of values."""
+    """Layout with a token's key channels followed by its value channels."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head, token, channel) = both // 2, tensor.stride()
 
@@ -51,7 +52,7 @@ def _cpu_amx(tensor: Tensor) -> LayerKVLayout:
 
 
 def _dense(tensor: Tensor) -> tuple[int, int]:
-    """Strides of blocks and heads, where a head's part of a block is one piece."""
+    """Return the strides of blocks and heads; a head's part of a block must be contiguous."""
     block, head, token, channel = tensor.stride()
     if (token, channel) != (tensor.shape[3], 1):
         raise ConfigurationError(f"a head's part of a block has strides {(token, channel)}; it must be one piece")
@@ -70,7 +71,7 @@ KNOWN: dict[str, Callable[[Tensor], LayerKVLayout]] = {
 
 
 def kv_layout_of(name: str, tensor: Tensor) -> LayerKVLayout:
-    """A layer's placement, for a backend by name. Raises ConfigurationError for one that is not known."""
+    """Return a layer's layout for a backend. Raises ConfigurationError for an unknown backend."""
     if name not in KNOWN:
         raise ConfigurationError(
             f"the attention backend {name} keeps its KV cache in a layout that KVSidecar does not know; known are "

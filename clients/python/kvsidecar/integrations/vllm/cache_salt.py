@@ -1,4 +1,4 @@
-"""Under which salt a request's text is kept, and how much of it may be."""
+"""Cache salt of a vLLM request, and the number of its tokens that may be cached."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import Any
 
 from kvsidecar.keys import MAX_SALT_BYTES
 
-# No text in UTF-8 has this byte, so no cache_salt can be chosen that is an adapter's.
+# UTF-8 text never contains this byte, so no client can choose a cache_salt that equals an adapter's.
 _ADAPTER = b"\xffkvsidecar/lora/1"
 _LONG = b"\xffkvsidecar/salt/1"
 _SINCE = b"\xffkvsidecar/since/1"
 
 
 _Stamps = tuple[tuple[Path, int, int], ...]
-"""Files with their times of change in nanoseconds, and their sizes in bytes."""
+"""Files with their modification times in nanoseconds and their sizes in bytes."""
 
 
 class UnknownAdapter(Exception):
-    """Nobody can say what the adapter's weights are."""
+    """The weights of a LoRA adapter cannot be identified."""
 
 
 class AdapterDigests:
-    """What the LoRA adapters of one engine contain. vLLM loads an adapter once for each ``lora_int_id`` and keeps the
-    weights, whatever becomes of the files."""
+    """Digests of the LoRA adapters of one engine.
+
+    vLLM loads an adapter once for each ``lora_int_id`` and keeps the weights, whatever happens to the files.
+    """
 
     def __init__(self) -> None:
         self._loaded: dict[int, _Stamps] = {}
 
     def digest_of(self, lora: Any) -> bytes:
-        """A digest of the weights of a ``LoRARequest``. Raises Unidentified."""
+        """Return a digest of the weights of a ``LoRARequest``. Raises UnknownAdapter."""
         try:
             stamps = _stamps(Path(lora.lora_path).expanduser())
             if not any(file.suffix != ".json" for file, _, _ in stamps):
@@ -44,7 +46,7 @@ class AdapterDigests:
 
 
 def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
-    """The salt of a vLLM ``Request``: its ``cache_salt``, and what its LoRA adapter contains. Raises Unidentified."""
+    """Return the salt of a vLLM ``Request``, from its ``cache_salt`` and its LoRA adapter. Raises UnknownAdapter."""
     salt = (request.cache_salt or "").encode("utf-8", "surrogatepass")
     if request.lora_request is not None:
         adapter = adapters.digest_of(request.lora_request)
@@ -53,13 +55,18 @@ def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
 
 
 def generation_salt(generation: bytes, salt: bytes) -> bytes:
-    """A salt of what is computed from some moment on; itself for the empty generation, which began with the engine."""
+    """Return the salt for chunks computed in a weights generation.
+
+    The empty generation, which began with the engine, leaves the salt unchanged.
+    """
     return _SINCE + hashlib.sha256(generation + salt).digest() if generation else salt
 
 
 def cacheable_tokens(request: Any) -> int:
-    """How many leading tokens say all that their keys and values depend on: those before the first image or sound, and
-    none of a prompt that is given as embeddings."""
+    """Return the number of leading tokens whose keys and values depend on token ids alone.
+
+    These are the tokens before the first image or sound, and none of a prompt that is given as embeddings.
+    """
     if request.prompt_embeds is not None:
         return 0
     inputs = request.mm_features or []
@@ -73,7 +80,7 @@ def _stamps(folder: Path) -> _Stamps:
 
 @lru_cache(maxsize=256)
 def _contents(stamps: _Stamps) -> bytes:
-    """SHA-256 over files; read again when one changed."""
+    """Return SHA-256 over files; cached until a file changes."""
     digest = hashlib.sha256()
     for file, _, size in stamps:
         digest.update(file.name.encode() + b"\0" + size.to_bytes(8, "little"))

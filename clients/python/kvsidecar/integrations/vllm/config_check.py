@@ -1,4 +1,4 @@
-"""What cannot be kept, refused by name when the engine starts."""
+"""Checks vLLM's configuration at startup, and refuses unsupported settings by name."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvsidecar.errors import ConfigurationError
 
-# Draft tokens from the text itself; others have a model with keys and values of its own.
+# These propose draft tokens from the text itself; other methods have a draft model with a KV cache of its own.
 _PROPOSERS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_config(config: Any, caches: Any) -> None:
-    """Raises ConfigurationError for a ``VllmConfig`` or ``KVCacheConfig`` whose chunks would not be whole."""
+    """Raise ConfigurationError for a ``VllmConfig`` or ``KVCacheConfig`` whose chunks would be incomplete."""
     groups = caches.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     if len(groups) != 1 or kinds != [FullAttentionSpec.__name__]:

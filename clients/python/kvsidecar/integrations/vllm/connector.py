@@ -1,7 +1,7 @@
-"""The connector that vLLM loads: each half does what its role is asked.
+"""The KV connector class that vLLM loads: dispatches to the scheduler or worker connector.
 
-Imports the halves when they are made. vLLM reads this module while it is configured, and vLLM 0.32 cannot start its CPU
-kernels in a process that has imported llvmlite by then, which our kernels do.
+Imports these two lazily. vLLM imports this module during configuration, and vLLM 0.32 cannot start its CPU kernels in a
+process that has imported llvmlite by then, which our kernels do.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """A step's work, as vLLM carries it."""
+    """A step's jobs, in the class that vLLM passes to workers."""
 
     step: StepJobs
 
 
 @dataclass
 class HandshakeMetadata(KVConnectorHandshakeMetadata):
-    """A worker's introduction, as vLLM carries it."""
+    """A worker's handshake, in the class that vLLM passes to the scheduler."""
 
     handshake: WorkerHandshake
 
 
 class KVSidecarConnector(KVConnectorBase_V1):
-    """See ``docs/engines.md``. Raises ConfigurationError at the start for what it cannot keep."""
+    """KVSidecar's connector for vLLM; see ``docs/engines.md``.
+
+    Raises ConfigurationError at startup for unsupported configurations.
+    """
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -51,7 +54,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         check_config(vllm_config, kv_cache_config)
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        # A cache is never a reason to fail a request. The scheduler reads this after it has made us.
+        # A failed load must not fail a request. The scheduler reads this setting after it has made the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
@@ -69,7 +72,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what was not stored is computed again
+        return False  # blocks that were not stored are computed again
 
     def shutdown(self) -> None:
         for side in (self._scheduler, self._worker):
@@ -77,7 +80,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
                 side.close()
         self._scheduler = self._worker = None
 
-    # ---- the workers' half ----------------------------------------------------------------------------------
+    # ---- worker side ----------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         from kvsidecar.integrations.vllm.worker_startup import start_worker
@@ -97,10 +100,10 @@ class KVSidecarConnector(KVConnectorBase_V1):
             self._worker.start_load_kv(self._bound)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is not scheduled before it has its blocks."""
+        """Do nothing: loads are asynchronous, and vLLM schedules a request only after its load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Whole blocks are stored when a step has computed them in all layers."""
+        """Do nothing: complete blocks are stored after a step has computed them in all layers."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -124,11 +127,11 @@ class KVSidecarConnector(KVConnectorBase_V1):
         assert isinstance(found, StepMetadata)
         return found.step
 
-    # ---- the scheduler's half -------------------------------------------------------------------------------
+    # ---- scheduler side -------------------------------------------------------------------------------------
 
     @property
     def _scheduler_side(self) -> SchedulerConnector:
-        assert self._scheduler is not None, "only the scheduler's connector is asked this"
+        assert self._scheduler is not None, "vLLM calls this on the scheduler's connector only"
         return self._scheduler
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -156,7 +159,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler_side.request_finished(request, block_ids), None
 
-    # ---- what vLLM shows ------------------------------------------------------------------------------------
+    # ---- statistics and metrics -----------------------------------------------------------------------------
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Any:

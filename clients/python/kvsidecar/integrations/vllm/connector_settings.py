@@ -1,25 +1,32 @@
-"""What ``kv_connector_extra_config`` may say, and the environment."""
+"""Settings of the vLLM connector, from ``kv_connector_extra_config``."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.integrations import engine_options
 
+log = logging.getLogger("vllm.kvsidecar")
+_OLD_MIN_LOAD_TOKENS = "least_tokens"
+
 
 @dataclass(frozen=True)
 class ConnectorSettings(engine_options.DaemonOptions):
-    """Beside where the daemon is, ``bits`` how keys and values are stored, ``chunk_tokens`` how long a chunk is at
-    least, ``timeout_ms`` how long a call that moves nothing may take, ``least_tokens`` how few are not worth a load.
-    ``share_across_machines`` shares with engines of other machines and versions, whose bits may be others."""
+    """Settings beside the daemon's address."""
 
     bits: int = 16
+    """Storage bits of keys and values."""
     chunk_tokens: int = 128
+    """Minimum length of a chunk."""
     timeout_ms: int = 500
-    least_tokens: int = 64
+    """Timeout of a call that transfers no payload."""
+    min_load_tokens: int = 64
+    """Shorter matches are computed instead of loaded."""
     share_across_machines: bool = False
+    """Share chunks with engines of other machines and versions, whose bits may differ."""
 
     @property
     def timeout(self) -> float:
@@ -27,5 +34,11 @@ class ConnectorSettings(engine_options.DaemonOptions):
 
 
 def read_settings(given: Mapping[str, Any]) -> ConnectorSettings:
-    """Raises ConfigurationError for what is unknown or out of range."""
+    """Parse the extra config. Raises ConfigurationError for an unknown name or a value out of range.
+
+    ``least_tokens`` is the name that ``min_load_tokens`` had before; it is accepted until the next version.
+    """
+    if _OLD_MIN_LOAD_TOKENS in given and "min_load_tokens" not in given:
+        log.warning("least_tokens is now called min_load_tokens; the old name goes with the next version")
+        given = {"min_load_tokens" if name == _OLD_MIN_LOAD_TOKENS else name: value for name, value in given.items()}
     return engine_options.parse_options(ConnectorSettings, given, "kv_connector_extra_config")

@@ -1,4 +1,4 @@
-"""Which chunks an engine may share: everything that decides their bytes, as a namespace."""
+"""Namespace of a vLLM engine: everything that decides the bytes of its chunks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from kvsidecar.integrations.vllm.rope_parameters import rope_parameters
 from kvsidecar.integrations.weights_dir import weights_dir_of
 from kvsidecar.models import weights_fingerprint
 
-# Where a configuration was read from and what it was written by, which say nothing of the numbers.
+# The configuration's origin and writer, which do not affect the computed values.
 _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
 def descriptor(config: Any, geometry: Geometry, backend: str, rank: int, numerics: str) -> NamespaceDescriptor:
-    """The namespace of one tensor-parallel rank of an engine with the ``VllmConfig``, whose machine has these
-    ``torch_numerics``. Raises ConfigurationError."""
+    """Return the namespace of one tensor-parallel rank, on a machine with these ``torch_numerics``.
+
+    ``config`` is the ``VllmConfig``. Raises ConfigurationError.
+    """
     model = config.model_config
     return NamespaceDescriptor(
         model_fingerprint=_fingerprint(config),
@@ -43,17 +45,17 @@ def descriptor(config: Any, geometry: Geometry, backend: str, rank: int, numeric
 
 
 def _producer(backend: str, weights: str, numerics: str) -> str:
-    if numerics == SHARED:  # what computes does not matter then, only what is computed
+    if numerics == SHARED:  # versions and kernels do not matter then, only the model
         return f"vllm {weights} {SHARED}"
     return f"vllm/{vllm.__version__} torch/{torch.__version__} {backend} {weights} {numerics}"
 
 
 def _fingerprint(config: Any) -> bytes:
-    """Of samples of all weights, and of the configuration that the engine made of them."""
+    """Return a hash over samples of all weights and the engine's model configuration."""
     model, load = config.model_config, config.load_config
     settings = {k: v for k, v in model.hf_config.to_dict().items() if k not in _IGNORED}
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
-    if load.load_format == "dummy":  # random weights, which vLLM draws alike in every process
+    if load.load_format == "dummy":  # random weights, which are the same in every vLLM process
         digest.update(b"dummy")
     else:
         digest.update(weights_fingerprint.of_directory(weights_dir_of(model.model, load.download_dir, model.revision)))

@@ -1,22 +1,25 @@
-"""What computing a prompt's token takes, as the scheduler sees it: beside whatever else its steps compute."""
+"""Running mean of the prefill time per token.
+
+Measured by the scheduler, so it includes the other work of each batch.
+"""
 
 from __future__ import annotations
 
 _WEIGHT = 0.1
-# Fewer tokens cost what a step costs, and say nothing about a token.
+# The time of fewer tokens is the fixed cost of a step, and tells nothing about a token.
 _MIN_TOKENS = 32
 _MAX_SECONDS = 60.0
 
 
 class PrefillRate:
-    """A running mean. Any thread may read it."""
+    """Running mean of the prefill time. Any thread may read it."""
 
     def __init__(self) -> None:
         self.seconds_per_token = 0.0
-        """Seconds that computing a token takes; 0 as long as nothing is known."""
+        """Prefill time of a token; 0 while unknown."""
 
     def record(self, tokens: int, seconds: float) -> None:
-        """Records a prompt of which so many tokens were computed."""
+        """Record a prompt of which ``tokens`` were computed in ``seconds``."""
         if tokens >= _MIN_TOKENS:
             spent = min(_MAX_SECONDS, seconds / tokens)
             self.seconds_per_token = (

@@ -1,4 +1,4 @@
-"""What decides the rotary embedding that an engine applies to its keys."""
+"""RoPE parameters of a model configuration, for the namespace."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ _LONG = ("longrope", "su")
 
 
 def rope_parameters(text: Mapping[str, Any], max_model_len: int) -> str:
-    """As JSON, of a text model's configuration; empty for a model without. LongRoPE depends on ``max_model_len`` too:
-    vLLM takes the long factors or the short ones by it, for all requests."""
+    """Return a text model's RoPE parameters as JSON; empty for a model without RoPE.
+
+    Includes ``max_model_len`` for LongRoPE: vLLM chooses the long or the short factors by it, for all requests.
+    """
     rope: dict[str, Any] = {name: text[name] for name in _SETTINGS if text.get(name)}
     if not rope:
         return ""

@@ -1,4 +1,4 @@
-"""The scheduler's half: what of a prompt is stored, what is to be loaded and stored, and when blocks may go."""
+"""Scheduler side of the vLLM connector: prefix lookups, load and store jobs, block lifetime."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from kvsidecar.kv_transfer.session import Session
 
 log = logging.getLogger("vllm.kvsidecar")
 
-# What is in the arena is found in less than this; what has to come from disk is asked for again in a later step. All
-# lookups of a step together are waited for so long.
+# All lookups of a step together may block the scheduler for this long. Chunks in the arena are found in less; a lookup
+# that has to read from disk is asked again in a later step.
 _MAX_LOOKUP_SECONDS = 0.003
-# A request that found no blocks gives its leases back after this time and looks again.
+# A request that gets no blocks releases its leases after this time, and looks up again later.
 _MAX_LEASE_SECONDS, _SWEEP_SECONDS = 5.0, 1.0
 _THREADS = 4
-# Finished requests may keep so much of all blocks until they are stored; live ones need the rest.
+# Finished requests may retain this share of all blocks until they are stored; running ones need the rest.
 _MAX_RETAINED_SHARE = 1 / 4
-# Ends after which what was computed is right.
+# Finish states after which the computed blocks are valid.
 _VALID_FINISHES = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED")
 
 
 @dataclass
 class _RankLookup:
-    """One tensor-parallel rank's namespace."""
+    """Connection and lookup for one tensor-parallel rank's namespace."""
 
     connection: DaemonConnection
     lookup: PrefixLookup
@@ -54,7 +54,7 @@ class _RankLookup:
 
 @dataclass
 class _PendingLookup:
-    """What is stored of a prompt for every rank, when it is known."""
+    """An asynchronous lookup of one prompt for all ranks."""
 
     answer: Future[tuple[PrefixMatch, ...] | None]
     answered_at: float = math.inf  # by the monotonic clock
@@ -64,7 +64,7 @@ class _PendingLookup:
 
     @property
     def found(self) -> tuple[PrefixMatch, ...] | None:
-        """Of one that is answered; None when nothing was found, nor can be."""
+        """Result of a completed lookup; None when it failed or was cancelled."""
         return None if self.answer.cancelled() or self.answer.exception() else self.answer.result()
 
     def _on_answer(self, answer: Future[tuple[PrefixMatch, ...] | None]) -> None:
@@ -75,24 +75,24 @@ class _PendingLookup:
 
 @dataclass
 class _TrackedRequest:
-    """A request. ``salt`` is None for one that is not cached."""
+    """A request's state. ``salt`` is None when the request is not cached."""
 
     request: Any
     salt: bytes | None
     lookup: _PendingLookup | None = None
-    local_tokens: int = 0  # that vLLM had when it asked
-    num_loading_tokens: int = 0  # how many tokens are there when what is being loaded is; 0 when nothing is
-    loaded: bool = False  # or tried in vain; not again before it is preempted
-    known: tuple[tuple[int, bytes], ...] = ()  # stored already, by rank
+    local_tokens: int = 0  # computed tokens that vLLM had at the lookup
+    num_loading_tokens: int = 0  # tokens in the blocks after the running load; 0 without one
+    loaded: bool = False  # or failed; not tried again before a preemption
+    known: tuple[tuple[int, bytes], ...] = ()  # stored prefix by rank
     prompt_queued: bool = False
-    num_queued_tokens: int = 0  # tokens that workers were told to store
+    num_queued_tokens: int = 0  # tokens in store jobs
     began_at: float = 0.0
     computed_from: int = 0
     timed: bool = False
 
 
 class SchedulerConnector:
-    """Never blocks for longer than a few milliseconds: the scheduler's loop is every request's."""
+    """Scheduler-side connector; never blocks the scheduler's loop for more than a few milliseconds."""
 
     def __init__(
         self,
@@ -104,9 +104,11 @@ class SchedulerConnector:
         stores: bool = True,
         shares: bool = True,
     ) -> None:
-        """``blocks`` is how many the engine has, each of ``block_tokens``. An engine that only produces for others
-        loads nothing, one that only consumes stores nothing; one that ``shares`` gives a request the blocks that were
-        loaded for another."""
+        """``blocks`` is the number of the engine's blocks, each of ``block_tokens``.
+
+        A pure producer does not load (``loads=False``), a pure consumer does not store (``stores=False``). ``shares``
+        says that the engine has prefix caching: a request gets the blocks that were loaded for another one.
+        """
         self._settings, self._block = settings, block_tokens
         self._loads, self._stores, self._shares = loads, stores, shares
         self._max_retained_blocks = int(blocks * _MAX_RETAINED_SHARE)
@@ -120,7 +122,7 @@ class SchedulerConnector:
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-lookup")
 
     def set_worker_handshakes(self, workers: Mapping[int, WorkerHandshake]) -> None:
-        """The workers have said what their chunks look like."""
+        """Connect to the daemon for each rank, with the namespace from the worker's handshake."""
         for _, handshake in sorted(workers.items()):
             described = NamespaceDescriptor.FromString(handshake.descriptor)
             name = f"vllm-scheduler-{described.tensor_parallel_rank}"
@@ -131,8 +133,10 @@ class SchedulerConnector:
             )
 
     def reset_cache(self) -> None:
-        """What was stored may not be used any more: vLLM says so when its weights were changed in place. From here on
-        this process alone knows what it stores, since nobody can say what its weights are."""
+        """Stop using stored chunks: vLLM calls this after its weights were changed in place.
+
+        From here on the process stores under a random salt of its own, since the new weights have no known identity.
+        """
         self._generation = os.urandom(16)
         for tracked in self._requests.values():
             tracked.salt = None
@@ -144,7 +148,7 @@ class SchedulerConnector:
         for rank in self._ranks:
             rank.connection.close()
 
-    # ---- looking up -----------------------------------------------------------------------------------------
+    # ---- lookups --------------------------------------------------------------------------------------------
 
     def tracked_request(self, request: Any) -> _TrackedRequest:
         found = self._requests.get(request.request_id)
@@ -160,7 +164,7 @@ class SchedulerConnector:
         return found
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        """How many tokens behind ``local_tokens`` can be loaded, or None when that is not known yet."""
+        """Return the number of loadable tokens after ``local_tokens``; None while the lookup runs."""
         tracked = self.tracked_request(request)
         tracked.local_tokens = local_tokens
         if tracked.loaded or tracked.num_loading_tokens:
@@ -176,7 +180,7 @@ class SchedulerConnector:
         if not lookup.answer.done():
             if all(session is not None and session.leases_valid for session in self._sessions()):
                 return None, False
-            self._release_lookup(tracked)  # the daemon hangs or is gone: its answer is not waited for
+            self._release_lookup(tracked)  # the daemon hangs or is gone: do not wait for its answer
             tracked.loaded = True
             return 0, False
         found = lookup.found
@@ -184,13 +188,15 @@ class SchedulerConnector:
             return 0, False
         tracked.known = tuple(one.full_chunks for one in found)
         tokens = min(one.tokens for one in found) // self._block * self._block - local_tokens
-        if tokens < self._settings.least_tokens:
+        if tokens < self._settings.min_load_tokens:
             return 0, False
         return (None, False) if self._is_being_loaded(tracked, tokens) else (tokens, True)
 
     def _is_being_loaded(self, tracked: _TrackedRequest, tokens: int) -> bool:
-        """Whether half of what a request would load is being loaded for another one: soon vLLM has it itself, once
-        instead of for each, and is asked again."""
+        """Return whether another request already loads at least half of the tokens that this one would load.
+
+        The request waits then: vLLM gets these blocks once instead of twice, and asks again.
+        """
         ids, half = tracked.request.all_token_ids, tracked.local_tokens + (tokens + 1) // 2
         return self._shares and any(
             other.num_loading_tokens >= half
@@ -200,7 +206,7 @@ class SchedulerConnector:
         )
 
     def _look_up(self, tracked: _TrackedRequest) -> _PendingLookup | None:
-        """Asks for all ranks, on a thread. None when nothing can be there."""
+        """Start a lookup for all ranks on a thread. Returns None when nothing can be stored."""
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
         if salt is None or most < self._block or not self._ranks or not self._loads:
@@ -209,7 +215,7 @@ class SchedulerConnector:
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
                 return None
-            # Others may have read what the summary knows nothing of.
+            # The index summary does not cover the remote tier, where other nodes store.
             if not session.remote and not session.may_contain(
                 keys.tenant_root(rank.connection.namespace, salt), tokens
             ):
@@ -241,7 +247,7 @@ class SchedulerConnector:
         return tuple(found)
 
     def _release_lookup(self, tracked: _TrackedRequest) -> None:
-        """Gives a lookup's leases back, now or when it is answered."""
+        """Release a lookup's leases, now or when it completes."""
         lookup, tracked.lookup = tracked.lookup, None
         if lookup is not None:
             lookup.answer.add_done_callback(lambda _: self._release_matches(lookup.found or ()))
@@ -251,7 +257,7 @@ class SchedulerConnector:
             rank.lookup.release(one)
 
     def _sweep(self) -> None:
-        """Lets go of what was found and has not been used for long, at most once in a while."""
+        """Release leases that were not used for long; looks once per ``_SWEEP_SECONDS``."""
         now = time.monotonic()
         if now - self._swept_at < _SWEEP_SECONDS:
             return
@@ -261,10 +267,10 @@ class SchedulerConnector:
             if lookup is not None and not tracked.num_loading_tokens and now - lookup.answered_at > _MAX_LEASE_SECONDS:
                 self._release_lookup(tracked)
 
-    # ---- ordering -------------------------------------------------------------------------------------------
+    # ---- load and store jobs --------------------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """Blocks are there for what was matched; may come again, without external tokens, when it has been loaded."""
+        """Queue the load for allocated blocks. vLLM calls again, without external tokens, after the load."""
         tracked = self.tracked_request(request)
         if not external_tokens:
             if not tracked.num_loading_tokens:
@@ -286,7 +292,7 @@ class SchedulerConnector:
         )
 
     def build_connector_meta(self, output: Any) -> StepJobs:
-        """This step's work for the workers."""
+        """Return this step's jobs for the workers."""
         self._lookup_seconds_left = _MAX_LOOKUP_SECONDS
         self._sweep()
         for name in output.preempted_req_ids or ():
@@ -314,7 +320,7 @@ class SchedulerConnector:
         return step
 
     def request_finished(self, request: Any, blocks: list[int]) -> bool:
-        """A request has ended; whether its blocks must stay until the workers say otherwise."""
+        """Queue the final store; return whether the blocks must stay until the workers have read them."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -323,12 +329,12 @@ class SchedulerConnector:
             return False
         self._release_lookup(tracked)
         if request.status.name in _VALID_FINISHES:
-            # The last token was sampled and never computed.
+            # The last token was sampled but not computed.
             computed = min(request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
             self._queue_store(tracked, computed, blocks)
         if not tracked.num_queued_tokens:
             return False
-        # One alone may be larger than the share: a long prompt is worth the most.
+        # A single request may exceed the share: a long prompt is the most valuable.
         if self._retained_blocks and sum(self._retained_blocks.values()) + len(blocks) > self._max_retained_blocks:
             self._drop_stores(request.request_id)
             return False
@@ -337,18 +343,17 @@ class SchedulerConnector:
         return True
 
     def finished_sending(self, names: Iterable[str]) -> None:
-        """Blocks of these finished requests are not read any more."""
+        """Forget finished requests whose blocks the workers no longer read."""
         for name in names:
             self._retained_blocks.pop(name, None)
 
     def _drop_stores(self, name: str) -> None:
-        """What workers have not read yet of a finished request is not stored: they store more slowly than is computed,
-        and the blocks are needed."""
+        """Drop a finished request's pending stores: stores lag behind computation, and the blocks are needed."""
         self._step.stores[:] = [store for store in self._step.stores if store.request != name]
         self._step.dropped.add(name)
 
     def _queue_store(self, tracked: _TrackedRequest, tokens: int, blocks: list[int]) -> None:
-        """Orders that the whole blocks of so many tokens be stored, unless they are."""
+        """Queue a store of the complete blocks of ``tokens``, unless they are stored or queued already."""
         request = tracked.request
         tokens = min(tokens, cacheable_tokens(request)) // self._block * self._block
         known = tracked.known or ((0, b""),) * len(self._ranks)
@@ -370,7 +375,7 @@ class SchedulerConnector:
         )
 
     def finished_recving(self, names: Iterable[str]) -> None:
-        """Workers have loaded, or failed to load, what they were told."""
+        """Record completed loads, successful or not."""
         for name in names:
             tracked = self._requests.get(name)
             if tracked is None:

@@ -1,4 +1,4 @@
-"""What the scheduler's half tells the workers' halves, and what they tell it when they start."""
+"""Messages between scheduler and worker connectors: load and store jobs, handshakes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Copy ``tokens[first:]`` into the blocks. Blocks are vLLM's, in the order of the tokens."""
+    """A load: copy the chunks of ``tokens[first:]`` into vLLM's ``blocks``, which are in token order."""
 
     request: str
     tokens: list[int]
@@ -18,9 +18,9 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class StoreJob:
-    """Store ``tokens``, of which some are stored already: per rank, how many and the last chunk's prefix hash.
+    """A store of ``tokens``. ``known`` is the stored prefix per rank: its tokens and the last chunk's prefix hash.
 
-    ``computed`` of them were computed since ``began``, a time of the monotonic clock.
+    ``computed`` of the tokens were computed since ``began``, a time of the monotonic clock.
     """
 
     request: str
@@ -34,9 +34,12 @@ class StoreJob:
 
 @dataclass(frozen=True)
 class StepJobs:
-    """One step's work. ``ending`` are finished requests whose blocks the workers may still be reading: each says when
-    it does not. ``preempted`` are those whose blocks are somebody else's from this step on; so are those of the
-    ``dropped``, which have finished while too many blocks waited to be stored."""
+    """One step's jobs for the workers.
+
+    ``ending`` are finished requests whose blocks the workers may still read; each worker reports when it is done.
+    ``preempted`` requests lose their blocks with this step; so do the ``dropped`` ones, which finished while too many
+    blocks waited to be stored.
+    """
 
     loads: list[LoadJob] = field(default_factory=list)
     stores: list[StoreJob] = field(default_factory=list)

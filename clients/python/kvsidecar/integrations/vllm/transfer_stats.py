@@ -1,4 +1,4 @@
-"""What the workers' halves did, between two looks."""
+"""Transfer statistics of a worker: tokens loaded, chunks stored, failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COUNTERS = {
 
 
 class TransferStats:
-    """Sums by the names of ``COUNTERS``. Any thread may add."""
+    """Sums by the names of ``COUNTERS``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._sums = threading.Lock(), Counter[str]()
@@ -27,7 +27,7 @@ class TransferStats:
             self._sums.update(counts)
 
     def take(self) -> dict[str, float]:
-        """What was counted since it was taken last, without zeros."""
+        """Return and reset the sums; zeros are left out."""
         with self._lock:
             sums, self._sums = self._sums, Counter[str]()
         return {name: value for name, value in sums.items() if value}

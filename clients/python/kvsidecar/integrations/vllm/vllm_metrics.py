@@ -1,4 +1,4 @@
-"""The workers' tally in vLLM's log and at its ``/metrics``."""
+"""Transfer statistics in vLLM's log and at its ``/metrics``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsidecar.integrations.vllm.transfer_stats import COUNTERS
 
 
 class ConnectorStats(KVConnectorStats):
-    """Sums of an interval, by the names of ``COUNTERS``."""
+    """Sums over an interval, by the names of ``COUNTERS``."""
 
     def reset(self) -> None:
         self.data: dict[str, Any] = {}
@@ -28,7 +28,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 class ConnectorMetrics(KVConnectorPromMetrics):
-    """``vllm:kvsidecar_*_total`` for each engine."""
+    """Prometheus counters ``vllm:kvsidecar_*_total`` of each engine."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,4 +1,4 @@
-"""A worker's half: copies between vLLM's blocks and the daemon's memory, on two threads of its own."""
+"""Worker side of the vLLM connector: copies blocks to and from the daemon on two threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from kvkernels.cpu.thread_pool import spread
+from kvkernels.cpu.thread_pool import clear_thread_affinity
 
 from kvsidecar import keys
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
@@ -33,7 +33,7 @@ _END_SECONDS = 5.0
 
 
 class _ActiveStore:
-    """A store under way."""
+    """A store in progress."""
 
     def __init__(self, job: StoreJob, event: Any) -> None:
         self.job, self.event = job, event
@@ -43,20 +43,20 @@ class _ActiveStore:
 
     @contextlib.contextmanager
     def read_guard(self) -> Iterator[None]:
-        """While blocks are read. Raises Cancelled."""
+        """Hold the lock while blocks are read. Raises StoreCancelled."""
         with self._reading:
             if self.cancelled:
                 raise StoreCancelled
             yield
 
     def cancel(self) -> None:
-        """Waits until no block is read, and none will be."""
+        """Stop the store; return when it no longer reads blocks."""
         with self._reading:
             self.cancelled = True
 
 
 class WorkerConnector:
-    """``block_tokens`` is the length of a block in the scheduler's numbers."""
+    """Loads and stores for one rank; ``block_tokens`` is the block length that the scheduler counts in."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class WorkerConnector:
         self._reader = ChunkReader(copier, g, settings.timeout)
         chunk_tokens = BlockChunking.of_blocks(settings.chunk_tokens, block_tokens).chunk_tokens
         self._writer = ChunkWriter(BlockCopier(cache), g, chunk_tokens, settings.timeout)
-        self._loads = ThreadPoolExecutor(1, "kvsidecar-load", spread)
-        self._stores = ThreadPoolExecutor(1, "kvsidecar-store", spread)
+        self._loads = ThreadPoolExecutor(1, "kvsidecar-load", clear_thread_affinity)
+        self._stores = ThreadPoolExecutor(1, "kvsidecar-store", clear_thread_affinity)
         self._loading: dict[str, Future[set[int]]] = {}
         self._storing: dict[str, list[tuple[_ActiveStore, Future[None]]]] = defaultdict(list)
         self._finished_requests: set[str] = set()
@@ -91,7 +91,7 @@ class WorkerConnector:
         return WorkerHandshake(self._connection.descriptor.SerializeToString())
 
     def close(self) -> None:
-        """Stores what is queued, for a few seconds."""
+        """Finish queued stores, for a few seconds, and disconnect."""
         deadline = time.monotonic() + _END_SECONDS
         for jobs in self._storing.values():
             for job, future in jobs:
@@ -102,10 +102,10 @@ class WorkerConnector:
         self._stores.shutdown(cancel_futures=True)
         self._connection.close()
 
-    # ---- a step ---------------------------------------------------------------------------------------------
+    # ---- vLLM's calls in a step -----------------------------------------------------------------------------
 
     def handle_preemptions(self, step: StepJobs) -> None:
-        """Blocks of these requests are somebody else's now: what was read of them is kept, no more is read."""
+        """Stop reading the blocks of preempted and dropped requests; chunks that were stored stay."""
         self.stats.add(dropped_stores=len(step.dropped))
         for name in step.preempted | step.dropped:
             for job, _ in self._storing.pop(name, ()):
@@ -116,7 +116,7 @@ class WorkerConnector:
             self._loading[job.request] = self._loads.submit(self._load, job)
 
     def start_store_kv(self, step: StepJobs) -> None:
-        """Begins what is to be stored. What this step computes is there behind what is enqueued now."""
+        """Queue the step's stores. On CUDA they wait for an event behind the step's enqueued work."""
         self._finished_requests |= step.ending
         if not step.stores:
             return
@@ -130,7 +130,7 @@ class WorkerConnector:
             self._storing[order.request].append((job, self._stores.submit(self._store, job)))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose blocks are not read any more, and requests whose loads have ended, well or not."""
+        """Return the requests whose blocks are no longer read, and those whose loads ended, successful or not."""
         received = {name for name, future in self._loading.items() if future.done()}
         for name in received:
             self._failed |= self._loading.pop(name).result()
@@ -145,14 +145,14 @@ class WorkerConnector:
         return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that hold nothing although a load was to fill them; told once."""
+        """Return, once, the blocks that failed loads left unfilled."""
         failed, self._failed = self._failed, set()
         return failed
 
-    # ---- on threads -----------------------------------------------------------------------------------------
+    # ---- on the transfer threads ----------------------------------------------------------------------------
 
     def _load(self, job: LoadJob) -> set[int]:
-        """Returns the blocks that could not be filled."""
+        """Load a prefix; return the blocks that could not be filled."""
         slots = slots_of(job.blocks, self._block)
         there, began = job.first, time.perf_counter()
         with self._guard("loading") as session:
@@ -185,7 +185,7 @@ class WorkerConnector:
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:
-        """The session, if there is one; whatever fails with it is said, and costs a miss."""
+        """Yield the session, if there is one; a failure with it is logged and counts as a miss."""
         session = self._connection.session
         try:
             yield session

@@ -1,4 +1,4 @@
-"""A worker's start: which layout its cache has, whether that is so, and the link to the daemon."""
+"""Starts a worker's connector: KV layout, layout self-test, connection to the daemon."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ _ATTACH_SECONDS = 1.0
 
 
 def start_worker(settings: ConnectorSettings, config: Any, caches: Any, tensors: dict[str, Tensor]) -> WorkerConnector:
-    """Raises ConfigurationError when the cache's layout is not known, or is not what it is known as."""
+    """Create a rank's worker connector.
+
+    Raises ConfigurationError when the cache's layout is unknown, or fails the self-test.
+    """
     group = caches.kv_cache_groups[0]
     spec, names = group.kv_cache_spec, group.layer_names
     layers = get_layers_from_vllm_config(config, Attention, names)
@@ -40,7 +43,7 @@ def start_worker(settings: ConnectorSettings, config: Any, caches: Any, tensors:
     shared = settings.share_across_machines
     numerics = torch_numerics(first.device, config.model_config.dtype, shared)
     if shared:
-        log.warning("share_across_machines is on: engines share whatever computed chunks; a hit may change answers")
+        log.warning("share_across_machines is on: chunks of other machines are used; a hit may change answers")
     connection = DaemonConnection(
         settings.address,
         f"vllm-{rank}",
@@ -53,7 +56,7 @@ def start_worker(settings: ConnectorSettings, config: Any, caches: Any, tensors:
 
 
 def _backend(layers: dict[str, Any], names: list[str]) -> str:
-    """The attention backend that all layers have, with the CPU kernels' instruction set."""
+    """Return the attention backend of all layers, with the CPU kernels' instruction set."""
     found = set()
     for name in names:
         backend = layers[name].get_attn_backend().get_name()
@@ -65,7 +68,7 @@ def _backend(layers: dict[str, Any], names: list[str]) -> str:
 
 
 def _write(layer: Any, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Writes as the engine does: ``keys`` and ``values [tokens, kv_heads, head_dim]`` to a layer's slots."""
+    """Write ``keys`` and ``values [tokens, kv_heads, head_dim]`` to a layer's slots, through the engine's own code."""
     update = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         raise ConfigurationError(

@@ -1,0 +1,59 @@
+"""Checkpointed results of an interrupted run, from which the next run resumes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import report
+
+Job = tuple[str, int]  # task, prompt number
+
+
+class CheckpointedResults:
+    """JSON lines file, one line ``[job, {arm: fields}]`` per prompt; the first line identifies the run.
+
+    Without a path it stores nothing.
+    """
+
+    def __init__(self, path: Path | None, options: argparse.Namespace) -> None:
+        self._path = path
+        # A run with another number of prompts reuses the stored results.
+        ignored = ("out", "processes", "threads", "quick", "n", "n_exact")
+        self._run = {k: v for k, v in sorted(vars(options).items()) if k not in ignored}
+
+    def read(self) -> Iterator[tuple[Job, dict[str, dict[str, Any]]]]:
+        """Yield the stored results; none if the file belongs to another run."""
+        if self._path is None or not self._path.exists():
+            return
+        with self._path.open(encoding="utf-8") as file:
+            if json.loads(file.readline() or "null") != self._run:
+                report.console.print(f"[dim]{self._path} belongs to other settings and is rewritten[/dim]")
+                return
+            for line in file:
+                if not line.endswith("\n"):  # truncated line
+                    return
+                (name, number), arms = json.loads(line)
+                yield (name, number), arms
+
+    def write(self, found: list[tuple[Job, dict[str, dict[str, Any]]]]) -> None:
+        """Rewrite the file, since it may end in half a line."""
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(self._run) + "\n", encoding="utf-8")
+            for job, arms in found:
+                self.add(job, arms)
+
+    def add(self, job: Job, arms: dict[str, dict[str, Any]]) -> None:
+        """Append one result."""
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps([job, arms]) + "\n")
+
+    def forget(self) -> None:
+        """Delete the file."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)

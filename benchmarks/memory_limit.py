@@ -1,0 +1,78 @@
+"""Memory limit of a process: a control group, created directly or by systemd."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+_TOP = Path("/sys/fs/cgroup")
+
+
+class MemoryLimitUnavailable(RuntimeError):
+    """No memory limit can be set on this machine."""
+
+
+class MemoryLimit:
+    """Limit in bytes for the processes that ``launch`` starts.
+
+    A context manager. Raises MemoryLimitUnavailable.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes, self._name = limit_bytes, f"kvsidecar-{uuid.uuid4().hex[:8]}"
+        self._folder: Path | None = None
+        self.kind = ""
+
+    def __enter__(self) -> MemoryLimit:
+        for kind, top, limit in (
+            ("cgroup v1", _TOP / "memory", "memory.limit_in_bytes"),
+            ("cgroup v2", _TOP, "memory.max"),
+        ):
+            folder = top / self._name
+            try:
+                if not (top / "memory.stat").exists() and not (top / "cgroup.controllers").exists():
+                    continue
+                folder.mkdir()
+                (folder / limit).write_text(str(self.limit_bytes))
+            except OSError:
+                if folder.is_dir():
+                    folder.rmdir()
+                continue
+            self.kind, self._folder = kind, folder
+            return self
+        if shutil.which("systemd-run") and Path("/run/systemd/system").is_dir():
+            self.kind = "systemd-run"
+            return self
+        raise MemoryLimitUnavailable("no control group can be made here: run as root, or where systemd runs")
+
+    def __exit__(self, *_: object) -> None:
+        if self._folder is not None:
+            self._folder.rmdir()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory, cached files included; 0 if unknown."""
+        for name in ("memory.max_usage_in_bytes", "memory.peak"):
+            if self._folder is not None and (self._folder / name).exists():
+                return int((self._folder / name).read_text())
+        return 0
+
+    def launch(self, command: list[str], environment: dict[str, str], log: int) -> subprocess.Popen[bytes]:
+        """Run ``python -m`` with these arguments under the limit, from its first byte on."""
+        run = [sys.executable, "-m", *command]
+        if self._folder is None:
+            limit = ["-p", f"MemoryMax={self.limit_bytes}", "-p", "MemorySwapMax=0"]
+            run = ["systemd-run", "--scope", "--quiet", "--unit", self._name, *limit, *run]
+            return subprocess.Popen(run, stdout=log, stderr=log, env=environment, stdin=subprocess.DEVNULL)
+        with (self._folder / "cgroup.procs").open("wb", buffering=0) as members:
+            return subprocess.Popen(
+                run,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=lambda: members.write(b"0"),
+            )

@@ -1,0 +1,82 @@
+"""Requests to the remote tier, their results, and lookups in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import Geometry
+
+from cache_daemon.remote.tombstones import DeletionWriter
+from cache_daemon.store.lookup import FetchHints
+
+
+@dataclass(frozen=True)
+class FetchRequest:
+    """A prompt of a tenant and how it is fetched.
+
+    ``ids`` are uint32 little-endian token ids. Fetched chunks expire at ``expires_at``, on the store's clock.
+    """
+
+    root: bytes
+    tenant: bytes
+    geometry: Geometry
+    ids: bytes
+    hints: FetchHints
+    expires_at: float = inf
+
+    def accepts(self, header: ChunkHeader) -> bool:
+        """Return True for a chunk of the tenant with the model's geometry."""
+        return header.tenant == self.tenant and Geometry.of(header) == self.geometry
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    """Tokens added to the prefix, and the seconds that it took, in vain or not."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class InflightLookup:
+    """A lookup of a tenant's chunks in the backend.
+
+    ``invalidated`` is set as soon as some of them are deleted. ``keys`` are the chunks found, None until the answer.
+    """
+
+    root: bytes
+    invalidated: bool = False
+    keys: frozenset[bytes] | None = None
+
+
+class InflightLookups:
+    """Lookups in flight, which deletions invalidate. Runs on the event loop."""
+
+    def __init__(self, deletions: DeletionWriter) -> None:
+        self._deletions = deletions
+        self._lookups: set[InflightLookup] = set()
+
+    def is_deleting(self, root: bytes) -> bool:
+        """Return True while the tenant must not be looked up, see ``DeletionWriter.is_deleting``."""
+        return self._deletions.is_deleting(root)
+
+    @contextmanager
+    def track(self, root: bytes) -> Iterator[InflightLookup]:
+        """Register a lookup for the length of a block."""
+        lookup = InflightLookup(root, self.is_deleting(root))
+        self._lookups.add(lookup)
+        try:
+            yield lookup
+        finally:
+            self._lookups.remove(lookup)
+
+    def invalidate(self, root: bytes, keys: frozenset[bytes] | None = None) -> None:
+        """Invalidate the lookups of a tenant, with an empty ``root`` of all; with ``keys`` only those that found one
+        of these chunks, or have no answer yet."""
+        for lookup in self._lookups:
+            if root in (b"", lookup.root) and (keys is None or lookup.keys is None or keys & lookup.keys):
+                lookup.invalidated = True

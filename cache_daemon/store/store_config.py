@@ -1,0 +1,21 @@
+"""Settings of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+from cache_daemon.eviction.eviction_policy import EvictionPolicy
+from cache_daemon.store.tier_manager import Clock
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Settings of a store. ``clock`` gives Unix seconds that never go back; ``span(name)`` traces work on threads."""
+
+    new_policy: Callable[[], EvictionPolicy]
+    durable_budget_bytes: int = 0
+    staging_bytes: int = 64 << 20
+    clock: Callable[[], float] = field(default_factory=Clock)
+    span: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()

@@ -1,0 +1,72 @@
+"""Periodic upkeep of a store: retries, memory trimming, recency, lease expiry and the TTL sweep."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import structlog
+
+from cache_daemon.store.bulk_ops import BulkOps
+from cache_daemon.store.counters import Counters
+from cache_daemon.store.persistence import Persistence
+from cache_daemon.store.sessions import SessionTable
+from cache_daemon.store.ttl import TtlIndex
+
+_TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
+
+log = structlog.get_logger("cache_daemon")
+
+
+class Upkeep:
+    """A task that ticks once a second from ``start`` to ``stop``. ``persistence`` is None without a durable tier."""
+
+    def __init__(
+        self,
+        sessions: SessionTable,
+        bulk: BulkOps,
+        counters: Counters,
+        ttl: TtlIndex,
+        persistence: Persistence | None,
+    ) -> None:
+        self._sessions, self._bulk, self._counters = sessions, bulk, counters
+        self._ttl, self._persistence = ttl, persistence
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Start the task."""
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """Cancel the task and wait for its end."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        tick = 0
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            tick += 1
+            try:
+                await self._tick(tick)
+            except Exception:
+                log.exception("upkeep failed, going on")
+
+    async def _tick(self, tick: int) -> None:
+        for session in self._sessions:
+            if session.staging is not None:
+                session.staging.trim()
+        if self._persistence is not None:
+            self._persistence.retry()
+            if tick % _RECENCY_TICKS == 0:
+                self._persistence.write_recency()
+                self._ttl.persist_changes()
+        self._sessions.expire_leases()
+        if tick % _SWEEP_TICKS == 0:
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Remove expired chunks."""
+        self._counters.expired_chunks += await self._bulk.expire()

@@ -1,0 +1,58 @@
+"""Watches a bound Unix socket's path, and binds it again after a deletion."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Self
+
+from kvsidecar.errors import ConfigurationError
+from kvsidecar.process.runtime_dir import ensure_private_dir
+
+_LOOK_SECONDS = 1.0
+
+
+class SocketWatcher:
+    """Watcher of a bound socket's path.
+
+    While the context is open, calls ``bind_again`` within about a second after the path was deleted; for a private
+    socket it first creates the private folder again. Leaves a path alone that another process has bound. Runs on the
+    event loop; logs failures and tries again.
+    """
+
+    def __init__(self, path: Path, bind_again: Callable[[], Awaitable[None]], private: bool = True) -> None:
+        self._path, self._bind_again, self._private = path, bind_again, private
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._watch = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+
+    async def _keep(self) -> None:
+        import structlog  # lazy: clients import this module, and do not log
+
+        log, said = structlog.get_logger("kvsidecar"), ""
+        name = str(self._path)
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            if self._path.exists():
+                continue
+            try:
+                if self._private:
+                    ensure_private_dir(self._path.parent)
+                await self._bind_again()
+            except (ConfigurationError, OSError, RuntimeError) as error:
+                if str(error) != said:
+                    log.error("the socket was deleted and cannot be made again", socket=name, error=str(error))
+                said = str(error)
+            else:
+                log.warning("the socket was deleted, listening there again", socket=name)
+                said = ""

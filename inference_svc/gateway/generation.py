@@ -1,0 +1,229 @@
+"""Runs generation requests: picks a worker, retries on another, merges choices.
+
+A request with several prompts or ``n`` choices becomes one ``GenerateRequest`` per choice. ``Generator`` merges their
+streams into one stream of ``ChoiceChunk``, in order of arrival. Runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import grpc
+from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.requests import REST_OF_CONTEXT, add_calls
+
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.gateway_metrics import GatewayMetrics
+from inference_svc.gateway.http_tracing import FIRST_TOKEN, GENERATE_STREAM, current_span
+from inference_svc.gateway.worker_router import Worker, WorkerRouter, is_retryable
+from inference_svc.gateway.worker_wait import WorkerWait
+
+
+@dataclass(frozen=True)
+class ChoiceChunk:
+    """One message of a worker's stream, and the number of the choice that it belongs to."""
+
+    choice: int
+    part: pb.GenerateStreamResponse
+
+
+@dataclass(eq=False)
+class ChoiceResult:
+    """One choice of an answer, accumulated from its chunks."""
+
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    calls: list[pb.ToolCall] = field(default_factory=list)
+    first: pb.GenerateStreamResponse | None = None
+    last: pb.GenerateStreamResponse = field(default_factory=pb.GenerateStreamResponse)
+
+    def add(self, part: pb.GenerateStreamResponse) -> None:
+        self.texts.append(part.text)
+        self.logprobs.extend(part.logprobs)
+        add_calls(self.calls, part.tool_calls)
+        if self.first is None:
+            self.first = part
+        self.last = part
+
+
+class Generator:
+    """Runs the requests of one gateway on its workers."""
+
+    def __init__(self, config: GatewayConfig, router: WorkerRouter, metrics: GatewayMetrics, wait: WorkerWait) -> None:
+        self._config, self._router, self._metrics, self._wait = config, router, metrics, wait
+
+    def set_defaults(self, requests: list[pb.GenerateRequest], model: str) -> None:
+        """Set the model, and the gateway's ``max_tokens`` where a request does not name one."""
+        for request in requests:
+            request.model = model
+            if request.max_tokens == REST_OF_CONTEXT and self._config.default_max_tokens:
+                request.max_tokens = max(self._config.default_max_tokens, request.min_tokens)
+
+    async def run(
+        self, requests: list[pb.GenerateRequest], whole: bool, wait_seconds: float | None
+    ) -> AsyncIterator[ChoiceChunk]:
+        """Yield the chunks of all choices as they arrive.
+
+        With ``whole``, a choice's chunks are held back until the choice is complete, so that a retry stays invisible.
+        ``wait_seconds`` is the client's limit for waiting for a worker. Closing the iterator cancels all choices.
+        Raises KVSidecarError.
+        """
+        span = current_span()
+        span.phase("prepare", span.began, time.perf_counter())
+        if len(requests) == 1:
+            async for part in self._run_choice(requests[0], whole, wait_seconds):
+                yield ChoiceChunk(0, part)
+            return
+        queue: asyncio.Queue[ChoiceChunk | BaseException | None] = asyncio.Queue()
+
+        async def pump(choice: int, request: pb.GenerateRequest) -> None:
+            try:
+                async for part in self._run_choice(request, whole, wait_seconds):
+                    queue.put_nowait(ChoiceChunk(choice, part))
+                queue.put_nowait(None)
+            except Exception as error:  # handed to the reader: the other choices must not wait for this one
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
+        try:
+            num_running = len(tasks)
+            while num_running:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    num_running -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _run_choice(
+        self, request: pb.GenerateRequest, whole: bool, wait_seconds: float | None
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """Yield one choice's messages, from the first worker that completes it.
+
+        A worker that goes away before anything was yielded is replaced by another one, or by its own successor. A
+        request that kills workers kills at most as many as there are, or two.
+        """
+        tried: list[str] = []
+        timer, max_tries = self._metrics.answer(), max(2, len(self._router.workers))
+        while True:
+            excluded = set(tried) if len(tried) < len(self._router.workers) else set()
+            worker = await self._wait.pick(request, excluded, wait_seconds)
+            tried.append(worker.target)
+            buffered: list[pb.GenerateStreamResponse] = []
+            try:
+                async for part in self._call(worker, request):
+                    if not timer.started:
+                        current_span().event(FIRST_TOKEN)
+                    timer.add(worker.model.model_id, part)
+                    if whole:
+                        buffered.append(part)
+                    else:
+                        yield part
+                for part in buffered:
+                    yield part
+                return
+            except KVSidecarError as error:
+                if not is_retryable(error):
+                    raise
+                worker.down(str(error))
+                if timer.started and not whole:
+                    raise Unavailable("the worker broke off its answer; send the request again") from error
+                if len(tried) == max_tries:
+                    raise Unavailable(
+                        f"{max_tries} workers went away while they had this request; try again"
+                    ) from error
+                self._metrics.retries.inc()
+
+    async def _call(self, worker: Worker, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
+        worker.in_flight += 1
+        with current_span().call(GENERATE_STREAM) as span:
+            call = worker.client.stub.GenerateStream(
+                pb.GenerateStreamRequest(request=request),
+                timeout=self._config.request_seconds,
+                metadata=span.metadata(),
+            )
+            try:
+                async for part in call:
+                    yield part
+            except grpc.RpcError as error:
+                raise worker.error_of(error) from error
+            finally:
+                call.cancel()
+                worker.in_flight -= 1
+
+
+async def first_chunk(chunks: AsyncIterator[ChoiceChunk]) -> ChoiceChunk:
+    """Wait for the first chunk, so that a refused request still gets its status code."""
+    return await anext(chunks)
+
+
+async def prepend(first: ChoiceChunk, others: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
+    yield first
+    async for chunk in others:
+        yield chunk
+
+
+async def with_grammar_option(option: str, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
+    """Pass the chunks on; an error about the grammar names the request's ``option`` that set it."""
+    try:
+        async for chunk in chunks:
+            yield chunk
+    except KVSidecarError as error:
+        if error.param == "grammar":
+            error.param = option
+        raise
+
+
+# ---- prompt log probabilities that choices share -------------------------------------------------------------------
+
+
+def request_logprobs_once(requests: list[pb.GenerateRequest], num_choices: int) -> bool:
+    """Request prompt log probabilities from the first choice of each prompt only.
+
+    The ``num_choices`` requests of a prompt follow each other. Returns False when there was nothing to share.
+    """
+    if num_choices == 1 or not requests[0].HasField("prompt_logprobs"):
+        return False
+    for i, request in enumerate(requests):
+        if i % num_choices:
+            request.ClearField("prompt_logprobs")
+    return True
+
+
+async def share_prompt_logprobs(chunks: AsyncIterator[ChoiceChunk], num_choices: int) -> AsyncIterator[ChoiceChunk]:
+    """Copy a prompt's log probabilities into the first chunk of each of its choices.
+
+    Chunks of the other choices wait for the choice that has them.
+    """
+    found: dict[int, pb.GenerateStreamResponse] = {}  # by the prompt's number
+    waiting: dict[int, list[ChoiceChunk]] = {}
+    begun: set[int] = set()
+
+    def completed(chunk: ChoiceChunk) -> ChoiceChunk:
+        if chunk.choice not in begun:
+            begun.add(chunk.choice)
+            chunk.part.prompt_logprobs.extend(found[chunk.choice // num_choices].prompt_logprobs)
+        return chunk
+
+    async for chunk in chunks:
+        prompt, other = divmod(chunk.choice, num_choices)
+        if other and prompt not in found:
+            waiting.setdefault(prompt, []).append(chunk)
+            continue
+        if other:
+            yield completed(chunk)
+            continue
+        if prompt not in found:
+            # A copy: the writer of the answer may change the chunk.
+            found[prompt] = pb.GenerateStreamResponse(prompt_logprobs=chunk.part.prompt_logprobs)
+        yield chunk
+        for late in waiting.pop(prompt, ()):
+            yield completed(late)

@@ -1,0 +1,246 @@
+// Float32 GEMM over weights stored in 16 bits or as codes of 4 or 8 bits, for any number of rows.
+//
+// Weights are stored in 16 bits if those are exact, or as codes, and are widened in registers; few rows run at memory
+// bandwidth. Order of operations: one sum per block of inputs with fused multiply-adds, one input after the other; then
+// the sum of the blocks; then the bias. So a row's bits depend neither on other rows, nor on threads, nor on the
+// instruction set.
+//
+// Memory layout, 32 outputs at a time: [outputs / 32, inputs, 32], zero-padded after the last output. Codes come in
+// groups of 32 inputs, two 4-bit inputs per byte, followed by a scale and a base of each output as halves: a weight is
+// code * scale + base, rounded once.
+#include "int8_dot.h"
+#include "jobs.h"
+#include "thread_pool.h"
+
+using namespace kvk;
+
+namespace {
+
+constexpr int OUTPUTS = 32;
+constexpr int64_t BLOCK = 128;  // inputs; a widened strip and a few rows of this length fit into the L1 cache
+constexpr int64_t TILE = 192;   // rows per work item
+constexpr int64_t MAX_STREAMED_ROWS = 96;     // up to this many rows, weights are streamed; above, rows are transposed
+// Rows, and vectors of outputs, whose sums fit into registers.
+#if defined(__AVX512F__)
+constexpr int MAX_ROWS = 12, VECTORS = 2;
+#elif defined(__AVX2__)
+constexpr int MAX_ROWS = 6, VECTORS = 2;
+#else
+constexpr int MAX_ROWS = 6, VECTORS = 4;
+#endif
+
+int64_t smaller_of(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Accessors of input rows: row-major, and transposed with MAX_ROWS rows interleaved.
+struct RowMajorRows {
+  static constexpr bool FROM_MEMORY = true;
+  const float* x;
+  int64_t inputs;
+  KVK_INLINE float at(int row, int64_t input) const { return x[row * inputs + input]; }
+  RowMajorRows from(int64_t row) const { return {x + row * inputs, inputs}; }
+};
+struct TransposedRows {
+  static constexpr bool FROM_MEMORY = false;
+  const float* x;
+  KVK_INLINE float at(int row, int64_t input) const { return x[input * MAX_ROWS + row]; }
+  TransposedRows from(int64_t row) const { return {x + row}; }
+};
+
+// Readers of the weights of neighbouring outputs: `work(i, weights)` for each input, VECTORS vectors of outputs.
+template <class W> struct Plain {
+  static constexpr bool WIDENS_FAST = true;  // widening is repeated for further rows and overlaps with memory reads
+  static constexpr int64_t STRIDE = OUTPUTS * sizeof(W);  // bytes per input
+  const char* at;
+  static Plain of(const void* weight, int64_t strip, int64_t inputs, int64_t input) {
+    return {(const char*)weight + (strip * inputs + input) * STRIDE};
+  }
+  Plain from(int output) const { return {at + output * sizeof(W)}; }
+  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Work work) const {
+    const char* line = at;
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < inputs; i++, line += STRIDE) {
+      if constexpr (AHEAD)
+        for (int64_t byte = 0; byte < STRIDE; byte += 64) KVK_PREFETCH(line + byte);
+      Floats w[VECTORS];
+#pragma GCC unroll 16
+      for (int n = 0; n < VECTORS; n++) w[n] = widened((const W*)line + n * LANES);
+      work(i, w);
+    }
+  }
+};
+
+template <int BITS> struct Coded {
+  static constexpr bool WIDENS_FAST = false;
+  static constexpr int GROUP = 32;
+  static constexpr int64_t CODES = GROUP * OUTPUTS * BITS / 8, BYTES = CODES + 2 * OUTPUTS * sizeof(half);
+  const uint8_t* at;
+  int output = 0;
+  static Coded of(const void* weight, int64_t strip, int64_t inputs, int64_t input) {
+    return {(const uint8_t*)weight + (strip * inputs + input) / GROUP * BYTES};
+  }
+  Coded from(int first) const { return {at, first}; }
+  template <bool AHEAD, class Work> KVK_INLINE void each(int64_t inputs, Work work) const {
+    const uint8_t* group = at;
+    for (int64_t first = 0; first < inputs; first += GROUP, group += BYTES) {
+      Floats scale[VECTORS], base[VECTORS];
+      for (int n = 0; n < VECTORS; n++) {
+        const half* from = (const half*)(group + CODES) + output + n * LANES;
+        scale[n] = widened(from), base[n] = widened(from + OUTPUTS);
+      }
+      const uint8_t* line = group + output;
+      for (int i = 0; i < GROUP; i += 8 / BITS, line += OUTPUTS) {
+        if constexpr (AHEAD) KVK_PREFETCH(line);
+        Words codes[VECTORS];
+        for (int n = 0; n < VECTORS; n++) codes[n] = extended(load<Bytes>(line + n * LANES));
+        Floats w[VECTORS];
+        for (int n = 0; n < VECTORS; n++) w[n] = decoded(codes[n] & (BITS == 4 ? 15 : 255), scale[n], base[n]);
+        work(first + i, w);
+        if constexpr (BITS == 8) continue;
+        for (int n = 0; n < VECTORS; n++) w[n] = decoded(codes[n] >> 4, scale[n], base[n]);
+        work(first + i + 1, w);
+      }
+    }
+  }
+  static KVK_INLINE Floats decoded(Words code, Floats scale, Floats base) {
+    return fma(__builtin_convertvector(code, Floats), scale, base);
+  }
+};
+
+// Adds the sums of one block of inputs to those of the blocks before. `y` is the first row's first output.
+template <int ROWS, class Rows, class Weights>
+void multiply(const F32GemmJob& job, Rows rows, Weights weights, int64_t inputs, int64_t column, int64_t block,
+              float* y) {
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROWS; r++)
+    for (int n = 0; n < VECTORS; n++) sums[r][n] = Floats{};
+  weights.template each<Rows::FROM_MEMORY>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; r++) {
+      const Floats number = splat(rows.at(r, i));
+#pragma GCC unroll 16
+      for (int n = 0; n < VECTORS; n++) sums[r][n] = fma(w[n], number, sums[r][n]);
+    }
+  });
+  const bool first = block == 0, last = block + BLOCK >= job.inputs;
+  for (int n = 0; n < VECTORS; n++, column += LANES) {
+    const int64_t count = job.outputs - column;
+    if (count <= 0) return;
+    const Floats bias = last && job.bias ? widened(job.bias + column, count) : Floats{};
+    for (int r = 0; r < ROWS; r++) {
+      float* to = y + r * job.outputs + n * LANES;
+      Floats total = sums[r][n];
+      if (!first) total = widened(to, count) + total;
+      if (last && job.bias) total += bias;
+      narrow(to, total, count);
+    }
+  }
+}
+
+// Multiplies a strip's block by rows, as many at a time as registers hold sums of. 8 + 8 rows are faster than 12 + 4,
+// because the few sums of 4 rows are bound by latency.
+template <class Rows, class Weights>
+void multiply_rows(const F32GemmJob& job, Rows rows, int64_t count, Weights weights, int64_t strip, int64_t block,
+                   float* y) {
+  const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
+  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES) {
+    const int64_t column = strip * OUTPUTS + part;
+    int64_t row = 0;
+    const auto some = [&](auto number) __attribute__((always_inline)) {
+      constexpr int ROWS = decltype(number)::count;
+      while (count - row >= ROWS && (ROWS < MAX_ROWS || count - row != ROWS + ROWS / 3)) {
+        multiply<ROWS>(job, rows.from(row), weights.from(part), inputs, column, block, y + row * job.outputs + column);
+        row += ROWS;
+      }
+    };
+    some(Constant<MAX_ROWS>());
+    if constexpr (MAX_ROWS > 8) some(Constant<8>());
+    some(Constant<4>()), some(Constant<2>()), some(Constant<1>());
+  }
+}
+
+// Transposes inputs of up to MAX_ROWS rows to [inputs, MAX_ROWS]. Writes up to LANES values past the end.
+void transpose_rows(const float* from, int64_t line, int64_t rows, int64_t inputs, float* to) {
+  int64_t i = 0;
+  if constexpr (MAX_ROWS <= LANES)
+    for (; i + LANES <= inputs; i += LANES) {
+      Words lines[LANES];
+#pragma GCC unroll 16
+      for (int r = 0; r < LANES; r++) lines[r] = r < rows ? load<Words>(from + r * line + i) : Words{};
+      transpose(lines);
+#pragma GCC unroll 16
+      for (int j = 0; j < LANES; j++) store(to + (i + j) * MAX_ROWS, lines[j]);  // the next store overwrites the excess
+    }
+  for (; i < inputs; i++)
+    for (int64_t r = 0; r < rows; r++) to[i * MAX_ROWS + r] = from[r * line + i];
+}
+
+template <class Weights> void widen(Weights weights, int64_t inputs, float* wide) {
+  for (int part = 0; part < OUTPUTS; part += VECTORS * LANES)
+    weights.from(part).template each<true>(inputs, [&](int64_t i, const Floats(&w)[VECTORS]) {
+      for (int n = 0; n < VECTORS; n++) store(wide + i * OUTPUTS + part + n * LANES, w[n]);
+    });
+}
+
+// Many rows: transposed for sequential access, and each weight is widened once.
+template <class Weights>
+void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+  alignas(64) float transposed[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
+  for (int64_t block = 0; block < job.inputs; block += BLOCK) {
+    const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
+    for (int64_t row = first; row < end; row += MAX_ROWS)
+      transpose_rows(job.x + row * job.inputs + block, job.inputs, smaller_of(MAX_ROWS, end - row), inputs,
+                transposed + (row - first) * BLOCK);
+    for (int64_t s = strip; s < last; s++) {
+      widen(Weights::of(job.weight, s, job.inputs, block), inputs, wide);
+      for (int64_t row = first; row < end; row += MAX_ROWS)
+        multiply_rows(job, TransposedRows{transposed + (row - first) * BLOCK}, smaller_of(MAX_ROWS, end - row),
+                      Plain<float>{(const char*)wide}, s, block, job.y + row * job.outputs);
+    }
+  }
+}
+
+// Few rows, row-major.
+template <class Weights>
+void multiply_few_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
+  alignas(64) float wide[BLOCK * OUTPUTS];
+  for (int64_t s = strip; s < last; s++)
+    for (int64_t block = 0; block < job.inputs; block += BLOCK) {
+      const auto multiply_by = [&](auto weights) {
+        multiply_rows(job, RowMajorRows{job.x + first * job.inputs + block, job.inputs}, end - first, weights, s, block,
+                      job.y + first * job.outputs);
+      };
+      const Weights weights = Weights::of(job.weight, s, job.inputs, block);
+      if (Weights::WIDENS_FAST || end - first <= MAX_ROWS) multiply_by(weights);
+      else {
+        widen(weights, smaller_of(BLOCK, job.inputs - block), wide);
+        multiply_by(Plain<float>{(const char*)wide});
+      }
+    }
+}
+
+template <class Weights> void run(F32GemmJob& job) {
+  const int64_t tiles = (job.rows + TILE - 1) / TILE, strips = (job.outputs + OUTPUTS - 1) / OUTPUTS;
+  for (int64_t unit; (unit = claim_next(&job.next_item)) < tiles * job.parts;) {
+    const int64_t tile = unit % tiles, part = unit / tiles;
+    const int64_t first = tile * TILE, end = smaller_of(first + TILE, job.rows);
+    const int64_t strip = strips * part / job.parts, last = strips * (part + 1) / job.parts;
+    if (end - first > MAX_STREAMED_ROWS) multiply_many_rows<Weights>(job, first, end, strip, last);
+    else multiply_few_rows<Weights>(job, first, end, strip, last);
+  }
+}
+
+}  // namespace
+
+KVK_JOB(f32_gemm, F32GemmJob)
+
+// Called by every thread of the team.
+KVK_EXPORT void kvk_f32_gemm(F32GemmJob* job) {
+  switch (job->storage) {
+    case STORED_BF16: return run<Plain<bf16>>(*job);
+    case STORED_HALF: return run<Plain<half>>(*job);
+    case STORED_CODED4: return run<Coded<4>>(*job);
+    case STORED_CODED8: return run<Coded<8>>(*job);
+    default: return run<Plain<float>>(*job);
+  }
+}

@@ -1,0 +1,108 @@
+"""Training rows of the demo model: copies, look-up tasks, language."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from training import bpe, relocated_documents, tasks
+
+IGNORED = -100
+FACTS, FILLER = 6, 24  # full tasks: at most 12 documents, filler words in each
+
+
+@dataclass
+class TrainingRow:
+    """Token ids, kind, and targets {index: token to predict}; without targets, the token ids themselves."""
+
+    tokens: list[int]
+    kind: str
+    learned: dict[int, int] | None
+
+
+class RowGenerator:
+    """Generator of training rows; one instance per step, seeded by it."""
+
+    def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int, task_share: float = 0.6) -> None:
+        self.tokenizer, self.stream, self.rng = tokenizer, stream, random.Random(seed)
+        self.task_share = task_share
+        self.ids = {w: tokenizer.token_to_id(w) for w in bpe.SPECIAL_TOKENS}
+        # Copying is learned on few tokens: with the whole vocabulary each embedding is seen too rarely.
+        words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS + tasks.FILLERS
+        self.alphabet = sorted({tokenizer.encode(" " + word).ids[0] for word in words})
+
+    def copy(self, span: int) -> TrainingRow:
+        """Return a row of random tokens in which a random span recurs."""
+        rng = self.rng
+        n = rng.randint(max(4, span // 3), span)
+        row = [rng.choice(self.alphabet) for _ in range(3 * n)]
+        length, start = rng.randint(max(3, n // 2), n), rng.randint(0, n)
+        target = min(start + length + rng.randint(0, n // 2), 3 * n - 2)
+        learned = {}
+        for i in range(length):
+            if target + i < len(row):
+                row[target + i] = row[start + i]
+                if i:
+                    learned[target + i] = row[target + i]
+        return TrainingRow(row, "copy", learned)
+
+    def task(self, name: str, facts: int, filler: int, implied: bool = False) -> TrainingRow:
+        """Return a look-up sample.
+
+        With ``implied``, the word that a document implies is learned as well, at the place where it is known; the word
+        itself is not in the row. A control must be answered by the question alone. Few statements can be compared while
+        they are read; so half of the rows of ``latest`` have many about one or two names, and only their positions
+        decide which is the last.
+        """
+        sample = tasks.TASKS[name](self.rng, facts, filler)
+        if implied and name == "latest" and self.rng.random() < 0.5:
+            sample = tasks.latest(self.rng, self.rng.randint(6, 16), min(filler, 8), names=self.rng.randint(1, 2))
+        row, learned = [self.ids["<|bos|>"]], {}
+        for document in sample.documents:
+            row += [self.ids["<|doc|>"], *self._encode(f" {document.before}{document.fact}")]
+            if implied and document.implied:
+                learned[len(row)] = self._encode(" " + document.implied)[0]
+            row += self._encode("." + document.after)
+        for question, answer in zip(sample.questions, sample.answers, strict=True):
+            row += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
+            learned[len(row) - 1] = row[-1]
+        return TrainingRow(row, name, learned)
+
+    def latest_in_parts(self) -> relocated_documents.DocumentRow:
+        """Return statements about a few names, to be read in another order than their positions."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            sample = tasks.latest(rng, rng.randint(2, FACTS), FILLER)
+        else:
+            sample = tasks.latest(rng, rng.randint(6, 16), 8, names=rng.randint(1, 2))
+        documents = [[self.ids["<|doc|>"], *self._encode(f" {document.text}")] for document in sample.documents]
+        tail, learned = [], []
+        for question, answer in zip(sample.questions, sample.answers, strict=True):
+            tail += [self.ids["<|ask|>"], *self._encode(" " + question), *self._encode(" " + answer)]
+            learned.append(len(tail) - 1)
+        return relocated_documents.DocumentRow([[self.ids["<|bos|>"]], *documents], tail, learned)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text).ids)
+
+    def language(self, length: int) -> TrainingRow:
+        start = self.rng.randrange(len(self.stream) - length)
+        return TrainingRow([int(t) for t in self.stream[start : start + length]], "language", None)
+
+
+def batch(rows: list[TrainingRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad rows to ``(input_ids, labels)``, both ``[rows, longest]``."""
+    longest = max(len(r.tokens) for r in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    labels = torch.full((len(rows), longest), IGNORED)
+    for i, row in enumerate(rows):
+        ids[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        if row.learned is None:
+            labels[i, 1 : len(row.tokens)] = ids[i, 1 : len(row.tokens)]
+        else:
+            labels[i, list(row.learned)] = torch.tensor(list(row.learned.values()))
+    return ids, labels
