@@ -158,7 +158,7 @@ class FusedLayers:
         keys and values that it writes to the pool."""
         self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
 
-    def linear_form(self, i: int) -> tuple[object, ...]:
+    def form_of(self, i: int) -> tuple[object, ...]:
         """Describes how layer ``i`` is computed; equal for layers that differ in their weights only."""
         layer = self._layers[i]
         return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 
-from inference_svc.engine import engine_core
+from inference_svc.engine import batch_sampler
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.gateway.worker_router import is_retryable
@@ -125,14 +125,14 @@ def test_who_waits_is_told_even_where_pages_cannot_be_cleared(engine: Engine, mo
 def test_a_drawing_that_raises_for_the_batch_is_done_for_each_alone(
     engine: Engine, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = engine_core.draw
+    real = batch_sampler.sample
 
     def short_of_memory(logits: torch.Tensor, samplers: list[SamplingState]) -> list[SampleResult]:
         if len(samplers) > 1:
             raise torch.OutOfMemoryError("rows times the vocabulary")
         return real(logits, samplers)
 
-    monkeypatch.setattr(engine_core, "sample", short_of_memory)
+    monkeypatch.setattr(batch_sampler, "sample", short_of_memory)
     assert [r.tokens() for r in others(engine)] == want
 
 
@@ -177,7 +177,8 @@ def test_a_load_that_raises_fails_its_sequence_and_leaves_no_page(
     engine: Engine, cache: Refusing, want: list[list[int]]
 ) -> None:
     bad = Request(prompt(80, 100), 5)
-    bad.sequence.request.id = cache.load_fails = "unlucky"
+    cache.load_fails = "unlucky"
+    bad.sequence.request = replace(bad.sequence.request, id=cache.load_fails)
     engine.submit(bad.sequence)
     beside = others(engine)
     assert "the load was planted" in str(failure(bad))
@@ -188,8 +189,8 @@ def test_a_load_that_raises_fails_its_sequence_and_leaves_no_page(
 
 def test_a_save_or_a_probe_that_raises_fails_nobody(engine: Engine, cache: Refusing) -> None:
     request = Request(prompt(90, 40), 5)
-    request.sequence.request.id = cache.save_fails = cache.probe_fails = "unsaved"
-    request.sequence.request = replace(request.sequence.request, cache=CacheParams(read=False))
+    cache.save_fails = cache.probe_fails = "unsaved"
+    request.sequence.request = replace(request.sequence.request, id="unsaved", cache=CacheParams(read=False))
     engine.submit(request.sequence)
     assert len(request.tokens()) == 5
     idle(engine)

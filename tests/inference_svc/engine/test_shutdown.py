@@ -232,7 +232,7 @@ def test_the_embedded_engine_raises_when_it_has_stopped() -> None:
     with Embedded.from_pretrained("demo", cache=None, threads=1, pool_bytes=64 << 20) as engine:
         stream = engine.stream("hello", max_tokens=3000, ignore_eos=True)
         next(stream)
-        engine._runtime.engine._core.count_free = broken  # type: ignore[method-assign]
+        engine._runtime.engine._core.count_free_pages = broken  # type: ignore[method-assign]
         with pytest.raises(Unavailable, match="the engine has stopped"):
             list(stream)
         for call in (engine.generate, engine.warm):

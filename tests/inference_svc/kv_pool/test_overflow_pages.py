@@ -144,15 +144,15 @@ def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_onl
 
 
 def test_whose_pages_are_the_overflows_gives_none_to_others() -> None:
-    apart = SchedulerEntry(arrived=0.0, missing=1, room=9, pages=0, apart=True)
+    apart = SchedulerEntry(arrived_at=0.0, num_uncomputed=1, free_slots=9, exclusive_pages=0, in_overflow=True)
     old, young = (
-        SchedulerEntry(arrived=1.0, missing=1, room=0, pages=4),
-        SchedulerEntry(arrived=2.0, missing=1, room=0, pages=4),
+        SchedulerEntry(arrived_at=1.0, num_uncomputed=1, free_slots=0, exclusive_pages=4),
+        SchedulerEntry(arrived_at=2.0, num_uncomputed=1, free_slots=0, exclusive_pages=4),
     )
     for order in ([apart, old, young], [old, apart, young], [old, young, apart]):
         step = plan_step(order, 64, 0, 32)
         assert [order[i] for i in step.preempted] == [young]
-        assert sorted(order[i].arrived for i, _ in step.rows) == sorted([apart.arrived, old.arrived])
+        assert sorted(order[i].arrived_at for i, _ in step.rows) == sorted([apart.arrived_at, old.arrived])
     assert plan_step([apart, old], 64, 0, 32).preempted == (), "it waits for those that are being stored"
 
 

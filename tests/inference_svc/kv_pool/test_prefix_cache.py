@@ -144,7 +144,8 @@ def test_the_longest_known_prefix_goes_first_but_nobody_waits_for_ever() -> None
     unknown_ids = prompt(61, 300)
     engine.submit(blocker.sequence)
     unknown = queued("unknown", unknown_ids)
-    unknown.sequence.request.arrived_at -= 10
+    waiting_since = unknown.sequence.request.arrived_at - 10
+    unknown.sequence.request = replace(unknown.sequence.request, arrived_at=waiting_since)
     hit = queued("known", [*known, 8])
     for request in (unknown, hit):
         request.tokens()

@@ -125,7 +125,7 @@ def test_a_source_that_goes_to_make_room_is_not_gone_on_from() -> None:
     assert table is not None
     ids, begun = prompt(19, 319), 2 * WINDOW_STEP + WINDOW - 1
     pool.release_prefix(table, 2 * WINDOW_STEP)
-    residents.keep(CachedSequence(np.asarray(ids, np.uint32), table, CacheScope(), StoredPrefix()))
+    residents.insert(CachedSequence(np.asarray(ids, np.uint32), table, CacheScope(), StoredPrefix()))
     assert pool.covers_window(table, begun)
     others = pool.allocate(12 * PAGE_TOKENS)
     request = Request(ids[:begun] + prompt(20, 40), 1)
@@ -160,7 +160,7 @@ def test_while_parts_are_stored_nobody_is_preempted(answers: Windowed) -> None:
     slow.wait()
     while engine.engine._core.busy:  # until all that is free is taken
         requests[0].ended.wait(0.001)
-    assert engine.engine._core.window_releaser.pages > 0
+    assert engine.engine._core.window_releaser.pending_pages > 0
     engine.engine.check_integrity()
     slow.go_on()
     assert [r.tokens() for r in requests] == want

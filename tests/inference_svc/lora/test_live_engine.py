@@ -43,7 +43,7 @@ def failure(request: Request) -> str:
 def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> None:
     engine = engine_of(2048, tmp_path, max_num_seqs=4)
     slow = Slow()
-    engine._core._cache = slow
+    engine._core._connector = slow
     reached, go_on, stack = threading.Event(), threading.Event(), ExitStack()
     try:
         loading = ask(engine, "a", prompt(3, 40), 8, keep=True)

@@ -68,7 +68,7 @@ def logits(decoder: Decoder, model: LoadedModel, kernels: Emulated | None) -> to
 @pytest.mark.parametrize("name", CONFIGS)
 def test_both_attentions_give_the_same_logits(emulated: Emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU's fused layers have an attention of their own; what runs here is what a CUDA device runs.
-    monkeypatch.setattr("inference_svc.model_runner.fused_layer_weights.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     model = loaded(name)
     decoder = Decoder(model)
     ours, torch_s = logits(decoder, model, emulated), logits(decoder, model, None)
@@ -81,7 +81,7 @@ def test_what_a_window_has_left_is_not_read(
     emulated: Emulated, pages: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece the first token would lie before the pool; in several its place is nowhere."""
-    monkeypatch.setattr("inference_svc.model_runner.fused_layer_weights.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     model = loaded("MistralForCausalLM")
     decoder, ids = Decoder(model), torch.randint(0, 300, (201,), generator=torch.Generator().manual_seed(2)).tolist()
 
@@ -92,7 +92,7 @@ def test_what_a_window_has_left_is_not_read(
         return made
 
     whole, part = pool(), pool()
-    table, left = whole.allocate(256), BlockTable([(UNMAPPED, 4), *pages], since=128)
+    table, left = whole.allocate(256), BlockTable([(UNMAPPED, 4), *pages], first_valid_token=128)
     assert table is not None
     decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids[:200], 0, table, True)], whole, model.device))
     for mine, theirs in ((whole.keys, part.keys), (whole.values, part.values)):

@@ -70,7 +70,7 @@ def emulated() -> Emulated:
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr("inference_svc.model_runner.fused_layer_weights.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     return loaded(getattr(request, "param", "Qwen3ForCausalLM"))
 
 

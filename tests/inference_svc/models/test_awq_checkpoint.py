@@ -116,7 +116,7 @@ def test_a_cpu_keeps_the_4_bits(folders: tuple[Path, Path]) -> None:
 def test_layers_of_4_bits_give_the_same(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CUDA device has them; the operator runs by its reference here."""
     monkeypatch.setattr("inference_svc.models.loader.has_cuda_kernels", lambda device, dtype: True)
-    monkeypatch.setattr("inference_svc.model_runner.fused_layer_weights.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     quantized, dense = folders
     loaded = load(str(quantized), device="cpu", dtype="float32")
     layers = [m for m in loaded.model.modules() if isinstance(m, awq_models.AwqLinear)]

@@ -290,9 +290,9 @@ def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
         return prompter.build(asked, lambda _: None, 0.0)
 
     assert (read(40).tokens, read(40).request.max_tokens) == (ids[-40:], 30)
-    assert read(40).cache.marks.segment_ends == (20,)
+    assert read(40).request.cache.marks.segment_ends == (20,)
     assert read(0).tokens == ids[-70:], "with room for the answer"
-    assert read(0).cache.marks.segment_ends == (20, 50)
+    assert read(0).request.cache.marks.segment_ends == (20, 50)
     with pytest.raises(PromptTooLong, match="the prompt is too long: it has 500 tokens"):
         read(1000)
 
@@ -317,13 +317,13 @@ def test_who_asks_for_the_rest_of_the_context_gets_that_and_no_more() -> None:
         return prompter.build(to_request([7] * tokens, max_tokens=REST_OF_CONTEXT, **options), lambda _: None, 0.0)
 
     assert [read(tokens).request.max_tokens for tokens in (1, 200, 299)] == [299, 100, 1]
-    assert read(100, min_tokens=200).max_tokens == 200
+    assert read(100, min_tokens=200).request.max_tokens == 200
     with pytest.raises(InvalidRequest, match="min_tokens is 201, and the answer can have at most 200"):
         read(100, min_tokens=201)
     for cut in ({"truncate_prompt_tokens": 0}, {"truncate": "middle"}):
         long, short = read(500, **cut), read(20, **cut)
-        assert (len(long.tokens), long.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
-        assert (len(short.tokens), short.max_tokens) == (20, 280), "what is not cut leaves more"
+        assert (len(long.tokens), long.request.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
+        assert (len(short.tokens), short.request.max_tokens) == (20, 280), "what is not cut leaves more"
 
 
 def test_a_text_far_too_long_is_not_read_for_its_end() -> None:
@@ -343,7 +343,7 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
 
     both = read(truncate="middle")
     assert (both.tokens, both.request.max_tokens) == (ids[:35] + ids[-35:], 30), "with room for the answer"
-    assert both.cache.marks.segment_ends == (10, 50)
+    assert both.request.cache.marks.segment_ends == (10, 50)
     assert read(truncate="middle", truncate_prompt_tokens=5).tokens == ids[:2] + ids[-3:]
     assert read(truncate="middle", truncate_prompt_tokens=1).tokens == ids[-1:]
     assert read(truncate="left").tokens == ids[-70:]

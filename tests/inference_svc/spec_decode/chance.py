@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from inference_svc.engine.batch_sampler import BatchSampler
 from inference_svc.engine.engine_core import EngineCore, EngineServices
 from inference_svc.engine.engine_events import RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
@@ -58,14 +59,15 @@ def loop_of(
     model: Any,
     proposers: Mapping[SpeculationMode, Proposer] | None = None,
     costs: StepCostModel | None = None,
-    kind: Any = EngineCore,
+    kind: type[BatchSampler] = BatchSampler,
     branches: int = 1,
 ) -> EngineCore:
     """The engine's loop over a table, to be stepped by hand."""
     pool = KVPool(1, 1, 16, 8192, torch.float32, torch.device("cpu"))
     guessing = Speculator(proposers or {SpeculationMode.NGRAM: NgramProposer()}, costs or free_rows(), 8, branches)
     services = EngineServices(model, pool, NullKVConnector(), None, guessing, EngineStats())
-    loop: EngineCore = kind(services, EngineLimits(), 4096, lambda event: None)
+    loop = EngineCore(services, EngineLimits(), 4096, lambda event: None)
+    loop._sampler = kind(guessing, loop._planner.branch_tables, 4096, loop._finish, loop._sampling_failed)
     return loop
 
 
@@ -88,7 +90,7 @@ def answers(loop: EngineCore, sequences: Iterable[Sequence]) -> list[list[int]]:
         loop.handle(RequestSubmitted(one))
     while loop.busy:
         loop.step()
-    return [one.tokens[one.prompt_tokens :] for one in asked]
+    return [one.tokens[one.request.num_prompt_tokens :] for one in asked]
 
 
 def prompt(seed: int, tokens: int = 40) -> list[int]:

@@ -55,7 +55,7 @@ def test_a_copy_guesses_in_the_pages_that_the_sequence_has() -> None:
     """Growing would take a page that another sequence needs for its next token."""
     own = pool(2)
     one = sequence([1] * (PAGE_TOKENS - 3), 64, SpeculationMode.DRAFT)
-    one.table, one.computed = own.allocate(PAGE_TOKENS), PAGE_TOKENS - 4
+    one.kv.table, one.kv.num_computed = own.allocate(PAGE_TOKENS), PAGE_TOKENS - 4
     before = own.free_pages
     draft = DraftModelProposer(
         cast(Any, Table(torch.zeros(VOCABULARY, VOCABULARY))), own, VOCABULARY, 256, 512, copy=True
@@ -63,7 +63,7 @@ def test_a_copy_guesses_in_the_pages_that_the_sequence_has() -> None:
     assert len(draft.propose([DraftRequest(one, MOST)])[0].tokens) == 3
     assert own.free_pages == before
     one.tokens += [1, 1, 1]
-    one.computed = len(one.tokens) - 1
+    one.kv.num_computed = len(one.tokens) - 1
     assert draft.propose([DraftRequest(one, MOST)])[0].tokens == ()
 
 
@@ -77,7 +77,7 @@ def test_a_copy_that_computes_nan_leaves_none_in_the_models_pages() -> None:
 
     own = pool(2)
     one = sequence([1] * 10, 64, SpeculationMode.DRAFT)
-    one.table, one.computed = own.allocate(PAGE_TOKENS), 9
+    one.kv.table, one.kv.num_computed = own.allocate(PAGE_TOKENS), 9
     model = Spoiling(torch.zeros(VOCABULARY, VOCABULARY))
     draft = DraftModelProposer(cast(Any, model), own, VOCABULARY, 256, 512, copy=True)
     assert len(draft.propose([DraftRequest(one, MOST)])[0].tokens) == 2

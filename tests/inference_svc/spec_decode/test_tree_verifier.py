@@ -66,7 +66,7 @@ def read(decoder: Decoder, pool: KVPool, ids: list[int], pieces: bool) -> Sequen
     """A sequence of which all but the last token is computed; with ``pieces`` its pages lie apart."""
     reading, table = sequence(ids, 50), pool.allocate(PAGE_TOKENS)
     assert table is not None
-    reading.table, reading.computed = table, len(ids) - 1
+    reading.kv.table, reading.kv.num_computed = table, len(ids) - 1
     for end in range(PAGE_TOKENS, len(ids) + 2 * PAGE_TOKENS, PAGE_TOKENS):
         between = pool.allocate(1) if pieces else None
         assert pool.grow(table, end)
@@ -82,8 +82,8 @@ def verify(
     """The logits of the last token's row, and of those of the tree."""
     first, *_ = tree.paths()
     tokens = [reading.tokens[-1], *(tree.tokens[i] for i in first)]
-    assert reading.table is not None
-    span = forward_batch.SequenceSlice(tokens, len(reading.tokens) - 1, reading.table, True, num_drafted=len(first))
+    assert reading.kv.table is not None
+    span = forward_batch.SequenceSlice(tokens, len(reading.tokens) - 1, reading.kv.table, True, num_drafted=len(first))
     span = replace(span, branches=forks.fork(reading, tree))
     return span, decoder(forward_batch.build_batch([span], pool, pool.keys.device))
 
@@ -125,22 +125,22 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
                 if branch is not None:
                     forks.commit_row(reading, branch, at)
             assert torch.equal(got[way], want)
-            assert reading.table is not None
-            assert chain.table is not None
+            assert reading.kv.table is not None
+            assert chain.kv.table is not None
             end = length + len(places)
-            here, there = (torch.from_numpy(t.slots(length - 1, end)) for t in (reading.table, chain.table))
+            here, there = (torch.from_numpy(t.slots(length - 1, end)) for t in (reading.kv.table, chain.table))
             for mine, theirs in ((pool.keys, another.keys), (pool.values, another.values)):
                 assert torch.equal(mine[:, :, here], theirs[:, :, there])
             decoder(forward_batch.build_batch([span], pool, pool.keys.device))  # as it was, for the next one
         forks.free()
-        pool.free(reading.table)
+        pool.free(reading.kv.table)
         pool.check_integrity()
         assert pool.free_pages == pool.pages
 
 
 def test_branches_on_a_gpu_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our CUDA kernels, run by the emulator: the logits of each branch are those of a chain."""
-    monkeypatch.setattr("inference_svc.model_runner.fused_layer_weights.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     loaded, _, _ = build("LlamaForCausalLM", torch.bfloat16, head_dim=64)
     decoder, ids = Decoder(loaded), words(1, 45)
     pool = pool_of(loaded)
@@ -313,7 +313,9 @@ def test_windows_and_contexts_beyond_the_pool_have_branches_too(name: str, tmp_p
     def answer(tokens: int, overflow: tuple[Path, int] | None, want: list[int]) -> tuple[list[int], Windowed]:
         made = windowed(name, tokens, dtype=torch.bfloat16, overflow=overflow)
         guessing = Speculator({SpeculationMode.NGRAM: Knowing(want)}, free_rows(), 8, 3)
-        made.engine.speculator = made.engine._core._speculator = made.engine._core._planner._speculator = guessing
+        core = made.engine._core
+        made.engine.speculator = core._speculator = core._sampler._speculator = guessing
+        core._planner._services = replace(core._planner._services, speculator=guessing)
         request = Asked(ids, 100, SpeculationMode.NGRAM if want else SpeculationMode.OFF)
         made.engine.submit(request.sequence)
         found = request.tokens()
@@ -325,7 +327,7 @@ def test_windows_and_contexts_beyond_the_pool_have_branches_too(name: str, tmp_p
     want, _ = answer(8192, None, [])
     got, made = answer(512 if overflow else 8192, overflow, want)
     assert got == want
-    assert made.engine.stats.overflowed == (1 if overflow else 0)
+    assert made.engine.stats.overflow_admissions == (1 if overflow else 0)
     stats = made.engine.speculator.stats
     assert stats.branched_tokens > 40
     assert stats.accepted_tokens > 80
@@ -346,7 +348,7 @@ def test_200_requests_of_which_a_third_are_cancelled_leave_no_page() -> None:
             loop.handle(RequestSubmitted(one))
         loop.step()
         assert loop._planner.branch_tables.tables == []
-        for one in [s for s in loop.running if id(s) in cancelled and s.generated > 3]:
+        for one in [s for s in loop.running if id(s) in cancelled and s.num_generated > 3]:
             one.cancelled.set()
             loop.handle(CancelRequested(one))
     assert loop._speculator.stats.branches > 100
