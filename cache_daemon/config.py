@@ -1,4 +1,4 @@
-"""The daemon's settings: flags over ``KVSIDECAR_CACHE_*`` over defaults."""
+"""Settings of the daemon: flags over ``KVSIDECAR_CACHE_*`` over defaults."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from cache_daemon.remote.address import parse_remote
 
 
 class DaemonConfig(BaseSettings):
-    """The cache daemon: it holds what workers read, in shared memory and on disk."""
+    """Run the cache daemon: it keeps cached chunks in shared memory and on disk."""
 
     model_config = SettingsConfigDict(env_prefix="KVSIDECAR_CACHE_", extra="forbid", frozen=True)
 
     socket: Path = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
-    """Unix socket of this user's own processes, which may see and do everything; created with mode 0600."""
+    """Unix socket of this user's own processes, which have all rights; created with mode 0600."""
     shared_socket: Path | None = Field(default=None, validate_default=True)
-    """Another Unix socket, for the users of a group, who know only what their salts open; mode 0660."""
+    """Second Unix socket for the users of a group, with access by their salts only; mode 0660."""
     socket_group: str = Field(default="", validate_default=True)
     """The group of --shared-socket; the daemon's own when empty."""
     tenants: Path | None = None
-    """TOML file of tenants: who they are, and what each may have. Read again at SIGHUP."""
+    """TOML file of tenants: identities and limits. Reloaded at SIGHUP."""
     tls_cert: Path | None = None
-    """PEM file of the server's certificate with its chain. It and the next two are read again when they change."""
+    """PEM file of the server's certificate with its chain. Reloaded on change, as are the next two."""
     tls_key: Path | None = None
-    """PEM file of the certificate's key; not for others to read."""
+    """PEM file of the certificate's key, not readable by others."""
     tls_client_ca: Path | None = None
-    """PEM file of the authority whose certificates clients must show (mTLS)."""
+    """PEM file of the CA that must have signed client certificates (mTLS)."""
     tcp_insecure: bool = False
-    """Let everybody on this machine come in at --tcp, without TLS or a name; for loopback addresses only."""
+    """Serve --tcp without TLS and authentication; for loopback addresses only."""
     tcp: str = Field(default="", validate_default=True)
-    """Additional host:port for remote clients, who show a certificate or a token. Off by default."""
+    """Additional host:port for remote clients with a certificate or a token. Off by default."""
     store: Path | None = Field(default_factory=lambda: default_data_dir() / "store")
-    """Folder of the durable store; none keeps nothing on disk."""
+    """Folder of the durable store; none disables it."""
     store_bytes: int = 8 << 30
     """Budget of the durable store, in payload bytes."""
     store_key: SecretStr = Field(default=SecretStr(""), exclude=True)
-    """Key that the durable store is encrypted with, as 64 hex digits. For the environment: command lines are public."""
+    """Encryption key of the durable store, 64 hex digits. Set it in the environment: command lines are public."""
     store_key_file: Path | None = Field(default=None, validate_default=True)
-    """File with the key that the store is encrypted by; or set KVSIDECAR_CACHE_STORE_KEY."""
+    """File with the encryption key of the store; or set KVSIDECAR_CACHE_STORE_KEY."""
     compression: Literal["auto", "none", "zstd"] = "auto"
-    """Lossless compression of what is durable; auto: where it makes reading no slower, on cores that are idle."""
+    """Lossless compression on disk; auto: if reading gets no slower, on idle cores."""
     durability: Literal["strict", "relaxed"] = "relaxed"
     """strict: every group commit is flushed with its meta page. relaxed: a power cut may undo the last group
     commit, never more, and never corrupts. Killing the process loses nothing in either."""
@@ -72,32 +72,32 @@ class DaemonConfig(BaseSettings):
     arena_bytes: int = 1 << 30
     """Size of the host arena."""
     staging_bytes: int = 256 << 20
-    """Size of the memory that each session writes into before the daemon copies what it commits."""
+    """Staging memory of each session, which the daemon copies from at commit."""
     eviction: Literal["gittins", "lru"] = "gittins"
     """Policy that chooses what goes when room is needed; gittins learns when text is read again."""
     gpu_arena: int = 0
-    """Size of an arena in GPU memory that takes the place of the host arena; 0 for none. Needs cuda-bindings."""
+    """Size of an arena in GPU memory that replaces the host arena; 0 for none. Needs cuda-bindings."""
     gpu_device: int = Field(default=0, ge=0)
-    """The GPU to put it on."""
+    """Device number of the GPU arena."""
     gpu_memory: Literal["cuda", "host"] = "cuda"
-    """host: the same exchange of descriptors with host memory behind it, for trying it out without a GPU."""
+    """host: backs the GPU arena with host memory, for tests without a GPU."""
     heartbeat_ms: int = Field(default=2000, ge=50, le=60_000)
     """A session ends after three missed heartbeats, and never before 2 seconds."""
     metrics_port: int = Field(default=0, ge=0, le=65535)
     """Port of the Prometheus endpoint; 0 for none."""
     metrics_host: str = "127.0.0.1"
-    """Address of the Prometheus endpoint. It has no texts, salts or tokens, and asks nobody for a name."""
+    """Address of the Prometheus endpoint. Unauthenticated; it exposes no texts, salts or tokens."""
     health_tcp: str = ""
-    """Additional host:port that answers grpc.health.v1.Health and nothing else, plain and for everybody: for probes."""
+    """Additional host:port with grpc.health.v1.Health alone, without TLS and authentication: for probes."""
     otlp_endpoint: str = ""
-    """OpenTelemetry collector (OTLP over gRPC) that gets spans and metrics, such as http://localhost:4317. When empty,
+    """OpenTelemetry collector (OTLP over gRPC) for spans and metrics, such as http://localhost:4317. When empty,
     the standard variables OTEL_EXPORTER_OTLP_... decide; off without those. Needs kvsidecar[otel]."""
     trace: Path | None = None
-    """File to record a trace of the traffic in: anonymous block ids, no tokens. Workers then look every prompt up."""
+    """File for a traffic trace: anonymous block ids, no tokens. Workers then look up every prompt."""
     trace_bytes: int = 64 << 20
-    """Size at which recording the trace ends."""
+    """Maximal size of the trace."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe message to log."""
+    """Minimal severity of log messages."""
 
     @field_validator("arena_bytes", "gpu_arena", "store_bytes", "staging_bytes", "trace_bytes", mode="before")
     @classmethod
@@ -139,7 +139,7 @@ class DaemonConfig(BaseSettings):
     def _url(cls, value: str) -> str:
         return validate_endpoint(value)
 
-    # A rule about several settings is the last one's, so that the message names a setting and shows no other's value.
+    # A rule about several settings is checked at the last of them, so that the message shows no other setting's value.
 
     @field_validator("shared_socket")
     @classmethod

@@ -1,8 +1,8 @@
-"""``python -m cache_daemon.offline``: verify, export and import on the store of a daemon that does not run.
+"""Offline commands on a store: verify, export and import (``python -m cache_daemon.offline``).
 
-They take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. There is no
-way through a running daemon on purpose: an archive holds chunks of tenants whose salts nobody here knows, and a daemon
-takes chunks only from who names theirs.
+They take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. There is
+deliberately no way through a running daemon: an archive holds chunks of tenants whose salts the caller may not know,
+and a daemon accepts chunks only from callers that name their salt.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cache_daemon.durable.scrub import scrub
 from cache_daemon.remote.address import Credentials, credentials_of
 from cache_daemon.remote.archive_objects import SCHEME, downloaded_archive, upload_on_exit
 
-SOUND, DAMAGED, FAILED = 0, 1, 2
+OK, CORRUPT, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
 _MIN_BUDGET_BYTES = 1 << 20
 
@@ -102,7 +102,7 @@ def verify(
     for problem in found.problems:
         print(f"  {problem}")
     print("what is damaged was removed" if found.repaired else "--repair removes what is damaged")
-    raise typer.Exit(DAMAGED)
+    raise typer.Exit(CORRUPT)
 
 
 @app.command("export")
@@ -182,7 +182,7 @@ def import_(
 def _archive(
     name: str, carried: Carrying, secret_file: Path | None, ca: Path | None, staging: Path | None
 ) -> Iterator[Path]:
-    """The archive as a file of this machine."""
+    """Yield the archive as a local file."""
     if name.startswith(SCHEME):
         secret = os.environ.get(_SECRET_VARIABLE, "")
         with carried(name, lambda: credentials_of(secret, secret_file, ca), staging) as path:
@@ -249,7 +249,7 @@ def _tell(done: str, found: ArchiveSummary, where: str) -> None:
 
 @contextmanager
 def _progress(what: str) -> Iterator[ProgressCallback]:
-    """A bar on stderr, where that is a terminal."""
+    """Show a progress bar on stderr if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -258,7 +258,7 @@ def _progress(what: str) -> Iterator[ProgressCallback]:
 
 
 def main() -> None:
-    """Errors become one line on stderr and exit code 2."""
+    """Run the command line. Errors become one line on stderr and exit code 2."""
     try:
         app(prog_name="kvsidecar cache")
     except KVSidecarError as error:

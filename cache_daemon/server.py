@@ -1,4 +1,4 @@
-"""Starts the daemon: memory, store, doors, signals, graceful end."""
+"""Daemon entry point: assembles memory, store, listeners and signal handling."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from kvsidecar.net.grpc_server import ListenerLimits, hold_socket_lock, serve_li
 from kvsidecar.process.fd_limit import raise_descriptor_limit
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
-from cache_daemon.auth.authenticator import PrincipalResolver
-from cache_daemon.auth.listeners import build_listeners
-from cache_daemon.auth.peer_credentials import is_allowed, peer_credentials
+from cache_daemon.auth.authenticator import PrincipalResolver, is_allowed, peer_credentials
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.encryption import cipher_for, key_from_file, parse_key
@@ -32,11 +30,13 @@ from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.event_loop_monitor import EventLoopMonitor
 from cache_daemon.eviction import POLICIES
 from cache_daemon.gc_freeze import periodic_gc_freeze
+from cache_daemon.listeners import build_listeners
 from cache_daemon.memory.arena import ALIGNMENT, Arena, HostArena
 from cache_daemon.memory.device_memory import CudaMemory, DeviceMemory, HostMemory
 from cache_daemon.memory.fd_server import serve_fds
 from cache_daemon.memory.gpu_arena import GpuArena
 from cache_daemon.memory.shared_memory import SharedMemory
+from cache_daemon.observability.call_metrics import CallMetrics
 from cache_daemon.observability.durable_health import DURABLE, OVERALL, REMOTE, report_health
 from cache_daemon.observability.otel import Telemetry, telemetry
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
@@ -47,9 +47,7 @@ from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_tier import RemoteTier
-from cache_daemon.rpc.cache_service import CacheService
-from cache_daemon.rpc.call_wrapper import CallMetrics
-from cache_daemon.rpc.request_decoder import add_to_server
+from cache_daemon.rpc.cache_service import CacheService, add_to_server
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk_store import ChunkStore
@@ -57,7 +55,7 @@ from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
 
 GRACE_SECONDS = 3.0
-# Not all that was queued is on disk.
+# Some queued writes are not on disk.
 _HUNG_EXIT = 1
 _MAX_MESSAGE_BYTES = 16 << 20
 SERVICE = cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name
@@ -66,7 +64,10 @@ log = structlog.get_logger("cache_daemon")
 
 
 async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None:
-    """Runs the daemon until SIGTERM, SIGINT or ``stop``. Raises ConfigurationError, StoreUnavailable."""
+    """Run the daemon until SIGTERM, SIGINT or ``stop``.
+
+    Raises ConfigurationError, StoreUnavailable.
+    """
     stop = stop or asyncio.Event()
     stop_on_signals(stop)
     raise_descriptor_limit()
@@ -93,8 +94,9 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
                     loop_monitor.max_stall_ms,
                     on_lookup=on_lookup,
                 )
-                otel.observe(StatsSnapshots(shared, asyncio.get_running_loop()))
-                with _metrics(shared, config):
+                snapshots = StatsSnapshots(shared.stats, shared.calls, asyncio.get_running_loop())
+                otel.observe(snapshots)
+                with _metrics(snapshots, config):
                     await _serve(config, tenants, shared, summary, stop)
 
 
@@ -116,7 +118,7 @@ async def _store(
             lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)
         ),
         remote=_remote(config),
-        # Without a summary workers ask for every prompt, which is what a trace is of.
+        # Without a summary workers look up every prompt, which a trace needs.
         bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
     )
     try:
@@ -135,7 +137,7 @@ def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:
 
 
 def _key(config: DaemonConfig) -> bytes | None:
-    """What is stored anywhere is encrypted with; None without."""
+    """Return the encryption key of stored chunks; None without encryption."""
     if config.store_key_file is not None:
         return key_from_file(config.store_key_file)
     if given := config.store_key.get_secret_value():
@@ -144,7 +146,7 @@ def _key(config: DaemonConfig) -> bytes | None:
 
 
 def _remote(config: DaemonConfig) -> RemoteSettings | None:
-    """The remote tier, not connected yet. Raises ConfigurationError."""
+    """Return the remote tier, not connected yet. Raises ConfigurationError."""
     if not config.remote:
         return None
     address = parse_remote(config.remote)
@@ -161,14 +163,14 @@ def _remote(config: DaemonConfig) -> RemoteSettings | None:
 
 
 @contextlib.contextmanager
-def _metrics(shared: ServiceState, config: DaemonConfig) -> Iterator[None]:
+def _metrics(snapshots: StatsSnapshots, config: DaemonConfig) -> Iterator[None]:
     if not config.metrics_port:
         yield
         return
-    # Only then: what it needs takes a while to import, which a daemon that starts again has not.
+    # Imported on demand: the import is slow, and a restart should be fast.
     from cache_daemon.observability.store_collector import serve_metrics
 
-    with serve_metrics(shared, config.metrics_port, config.metrics_host):
+    with serve_metrics(snapshots, config.metrics_port, config.metrics_host):
         yield
 
 
@@ -178,7 +180,7 @@ def _reload(tenants: ReloadableTenantsTable, accounts: TenantAccounts) -> None:
 
 
 def _arena(config: DaemonConfig) -> Arena:
-    """The hot tier's memory; the store closes it."""
+    """Return the arena. The store closes it."""
     if not config.gpu_arena:
         return HostArena(config.arena_bytes)
     memory: DeviceMemory
@@ -200,7 +202,7 @@ async def _serve(
     memory_socket = config.socket.with_name(f"{config.socket.name}.memory").absolute()
 
     def add(server: grpc.aio.Server, principal_of: PrincipalResolver, at: Path | None) -> None:
-        # Only this user's own processes share memory: whoever has the arena can read every tenant's bytes.
+        # Only this user's own processes share memory: the arena exposes every tenant's bytes.
         shares = str(memory_socket) if at == config.socket else ""
         add_to_server(CacheService(shared, principal_of, shares), server)
 
@@ -214,11 +216,11 @@ async def _serve(
             await health.set(name, status)
 
     async with (
-        serve_fds(memory_socket, _Shares(store, summary), 0o600, admits),
+        serve_fds(memory_socket, _SessionFds(store, summary), 0o600, admits),
         serve_listeners(
             SERVICE,
             build_listeners(config, tenants, add),
-            # Attached workers hold their streams: there is nothing to wait for.
+            # Attach streams stay open: waiting for them would be in vain.
             lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
             ListenerLimits(message_bytes=_MAX_MESSAGE_BYTES),
             health,
@@ -242,14 +244,14 @@ async def _serve(
         log.info("stopping")
 
 
-class _Shares:
-    """What the memory sockets give to sessions."""
+class _SessionFds:
+    """Sends file descriptors of arena, staging and index summary to sessions."""
 
     def __init__(self, store: ChunkStore, summary: SharedMemory) -> None:
         self._store, self._summary = store, summary
 
     def arena(self, session_id: bytes, peer: socket.socket) -> None:
-        self._store.staging_of(session_id)  # only sessions that share memory
+        self._store.staging_of(session_id)  # raises for sessions without shared memory
         arena = self._store.arena
         if isinstance(arena, GpuArena):
             arena.memory.send_handle(peer)

@@ -1,4 +1,5 @@
-"""Who may come in at which door, as whom, and what they may use: principals, tenants, TLS, the guard of every call.
+"""Authentication: principals, tenants, tokens, certificates, TLS and the interceptor of every call.
 
-Imports ``kvsidecar`` and the daemon's settings; the store and its service import this, never the other way round.
+Imports ``kvsidecar`` and nothing else of the daemon. The store and the RPC layer import ``principal`` and
+``tenant_limits``.
 """

@@ -1,9 +1,12 @@
-"""Who calls over TLS: by a bearer token or by the client's certificate."""
+"""Authenticates callers by bearer token, client certificate or Unix peer credentials."""
 
 from __future__ import annotations
 
+import socket
+import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 from kvsidecar.errors import Context, Unauthenticated
@@ -20,18 +23,21 @@ log = structlog.get_logger("cache_daemon")
 
 
 class Authenticator:
-    """The resolver of a TLS door.
+    """Principal resolver of a TLS listener.
 
-    A token that was sent decides, and a wrong one is refused whatever certificate came with it. Without a token the
-    certificate decides, by its common name and its DNS and URI alternative names. ``guests``: a certificate that
-    nobody names is a guest's, which is for a door without a tenants file.
+    A token decides when one is sent; a wrong token is refused whatever certificate comes with it. Without a token the
+    certificate decides, by its common name and its DNS and URI alternative names. ``guests`` makes the owner of an
+    unknown certificate a guest, for a listener without a tenants file.
     """
 
     def __init__(self, tenants: Callable[[], TenantsTable], *, guests: bool) -> None:
         self._tenants, self._guests = tenants, guests
 
     def principal_of(self, context: Context) -> Principal:
-        """Asks the tenants as they are now, so that asking again in a long call notices what was revoked."""
+        """Resolve the caller from the current tenants table.
+
+        Called again during a long call, it notices revoked tokens and certificates. Raises Unauthenticated.
+        """
         sent = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
         return self._by_token(sent) if sent else self._by_certificate(context)
 
@@ -59,14 +65,17 @@ class Authenticator:
 
 
 def certificate_names(context: Context) -> list[str]:
-    """Common name, DNS and URI names of the client's verified certificate; empty without one."""
+    """Return common name, DNS and URI names of the verified client certificate, or nothing."""
     found = context.auth_context()
     values = [value for key in ("x509_common_name", "peer_dns", "peer_uri") for value in found.get(key, ())]
     return list(dict.fromkeys(value.decode("utf-8", "replace") for value in values if value))
 
 
 class RefusalLog:
-    """Logs who was refused, at most once a second, with how many there were; never what they sent."""
+    """Rate-limited log of refused callers.
+
+    Logs at most once a second, with the number of refusals since; never credentials.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._next, self._refused = clock, float("-inf"), 0
@@ -78,3 +87,31 @@ class RefusalLog:
             return
         log.warning("a caller was refused", peer=peer, method=method, why=str(error), refused=self._refused)
         self._next, self._refused = now + 1.0, 0
+
+
+_UCRED = struct.Struct("3i")
+
+
+@dataclass(frozen=True)
+class PeerCredentials:
+    """Process, user and group of a Unix socket peer when it connected.
+
+    A peer in a PID namespace that this process cannot see has pid 0.
+    """
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def peer_credentials(connection: socket.socket) -> PeerCredentials:
+    """Read SO_PEERCRED of a connected Unix socket (unix(7)).
+
+    It names the process that connected; another process may hold the descriptor since.
+    """
+    return PeerCredentials(*_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
+
+
+def is_allowed(peer: PeerCredentials, owner: int) -> bool:
+    """Return True when a peer is root or ``owner``."""
+    return peer.uid in (0, owner)

@@ -1,4 +1,4 @@
-"""The guard of a door that others than the owner can reach: no call gets past it unnamed, or waits for ever."""
+"""Auth interceptor: authenticates every call of a shared listener, with timeouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNNAMED = Principal("unnamed")
 
 @dataclass(frozen=True)
 class InterceptorTimeouts:
-    """How long the daemon waits for a client."""
+    """Timeouts and limits for slow clients, in seconds."""
 
     call_seconds: float = 60.0
     """For a whole call of one question and one answer."""
@@ -50,13 +50,19 @@ class InterceptorTimeouts:
 
 
 class _PendingRequests:
-    """Questions of one caller that are on their way. gRPC takes memory for one only while it is awaited."""
+    """Requests of one caller that are still arriving.
+
+    gRPC takes memory for a request only while it is awaited, so their number is limited.
+    """
 
     def __init__(self, timeouts: InterceptorTimeouts) -> None:
         self._timeouts, self._num_pending = timeouts, 0
 
     async def next(self, messages: AsyncIterator[Any]) -> Any:
-        """The first message, or ``_END``. Raises DeadlineExceeded, or LimitExceeded where there are too many."""
+        """Return the first message, or ``_END``.
+
+        Raises DeadlineExceeded, or LimitExceeded when too many requests are arriving.
+        """
         crowded = self._num_pending >= self._timeouts.max_pending
         seconds = self._timeouts.overload_seconds if crowded else self._timeouts.request_seconds
         self._num_pending += not crowded
@@ -77,9 +83,10 @@ class _PendingRequests:
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """Authenticates every method of a server, those of health and reflection too, but for ``UNAUTHENTICATED_METHODS``.
+    """Authenticates every method of a server except ``UNAUTHENTICATED_METHODS``.
 
-    It answers every call as a stream of requests: then nothing of a message is received before its sender is known.
+    Health and reflection are included. It registers every method as request-streaming: gRPC then receives no message
+    before the caller is known.
     """
 
     def __init__(self, principal_of: PrincipalResolver, timeouts: InterceptorTimeouts = InterceptorTimeouts()) -> None:
@@ -109,7 +116,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _AuthenticatedMethod:
-    """One method behind the guard."""
+    """One RPC method behind the interceptor."""
 
     def __init__(
         self,
@@ -145,7 +152,7 @@ class _AuthenticatedMethod:
         try:
             answers = self._behaviour(await self._admit(messages, context), context)
             if hasattr(answers, "__aiter__"):
-                async with aclosing(answers):  # what the method holds is given back now, not when it is collected
+                async with aclosing(answers):  # releases what the method holds now, not at garbage collection
                     async for answer in answers:
                         await self._write(context, answer)
             else:

@@ -1,4 +1,4 @@
-"""Who makes a call, and what that one may do."""
+"""Principals: authenticated callers and their rights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from kvsidecar.errors import PermissionDenied
 
 @dataclass(frozen=True)
 class Principal:
-    """A caller. Compare it with the one that opened a session before that session is used."""
+    """An authenticated caller.
+
+    A session may be used only by a principal equal to the one that opened it.
+    """
 
     name: str
     """For logs and messages; never a secret."""
@@ -19,14 +22,20 @@ class Principal:
     """The salts that it may use; None: any that it can name, the salt itself being the capability."""
 
     def check_salt(self, salt: bytes) -> None:
-        """Raises PermissionDenied, in words that are the same for every salt, unless the caller may use it."""
+        """Raise PermissionDenied unless the caller may use the salt.
+
+        The message is the same for every salt.
+        """
         if not (self.operator or self.tenants is None or salt in self.tenants):
             raise PermissionDenied(
                 f"{self.name} may not use the tenant_salt of this request; use that of a tenant which names {self.name}"
             )
 
     def require_operator(self, action: str) -> None:
-        """Raises PermissionDenied unless the caller is an operator. ``action`` is a verb phrase for the message."""
+        """Raise PermissionDenied unless the caller is an operator.
+
+        ``action`` is a verb phrase for the message.
+        """
         if not self.operator:
             raise PermissionDenied(
                 f"{self.name} may not {action}; ask at the daemon's private socket, or as a tenant with operator = true"

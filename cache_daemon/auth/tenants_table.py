@@ -1,4 +1,7 @@
-"""The tenants file: who is which tenant, and what each may have. ``docs/security.md`` shows one."""
+"""Tenants table: the parsed tenants file, with identities and limits.
+
+``docs/security.md`` shows a file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from kvsidecar.errors import ConfigurationError
 from kvsidecar.tenants_file import find_by_token, parse_token_digest, read_tables, salt_of_table
 
 from cache_daemon.auth.principal import Principal
-from cache_daemon.tenant_limits import Priority, TenantLimits
+from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 
 MAX_SALT_BYTES = 256
 TenantId = Callable[[bytes], bytes]
@@ -28,7 +31,7 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class TenantsTable:
-    """What a tenants file says. Without a file: nobody is named, and nothing is limited."""
+    """Contents of a tenants file; the default has no identities and no limits."""
 
     default: TenantLimits = UNLIMITED
     _by_salt: Mapping[bytes, TenantLimits] = field(default_factory=dict, repr=False)
@@ -37,17 +40,18 @@ class TenantsTable:
     _by_certificate: Mapping[str, Principal] = field(default_factory=dict, repr=False)
 
     def limits_for(self, salt: bytes) -> TenantLimits:
-        """What the tenant of a salt may have."""
+        """Return the limits of the tenant with this salt."""
         return self._by_salt.get(salt, self.default)
 
     def limits_of(self, tenant_id: bytes) -> TenantLimits:
-        """``limits_for`` the salt that has this id."""
+        """Return the limits of the tenant with this id."""
         return self._by_id.get(tenant_id, self.default)
 
     def account_of(self, tenant_id: bytes) -> bytes:
-        """Whose account a tenant's chunks are on: its own id, or ``b""`` for all that no table names together.
+        """Return the account that a tenant's usage counts on.
 
-        Who may take any salt would otherwise take a new quota with every new salt.
+        Tenants of the file have their own id; all others share ``b""``. A caller that may choose any salt would
+        otherwise get a new quota with every salt.
         """
         return tenant_id if tenant_id in self._by_id else b""
 
@@ -60,22 +64,31 @@ class TenantsTable:
         return bool(self._by_certificate)
 
     def by_token(self, token: str) -> Principal | None:
-        """Who has a token. All are compared, in constant time, whichever it is."""
+        """Return the principal of a token. Compares all tokens in constant time."""
         return find_by_token(self._by_token, token.encode("utf-8", "surrogateescape"))
 
     def by_certificate(self, names: Iterable[str]) -> Principal | None:
-        """Who has a certificate with these names; the tenants of all its names that are known."""
+        """Return the principal of a certificate with these names, or None.
+
+        Several known names give the union of their tenants.
+        """
         found = [self._by_certificate[name] for name in dict.fromkeys(names) if name in self._by_certificate]
         return _union(found) if found else None
 
 
 def load(path: Path, tenant_id: TenantId) -> TenantsTable:
-    """Reads a tenants file. Raises ConfigurationError with one sentence, which never holds a salt or a token."""
+    """Read a tenants file.
+
+    Raises ConfigurationError with one sentence that contains neither salts nor tokens.
+    """
     return _TenantsFileParser(str(path), tenant_id).tenants(read_tables(path))
 
 
 class ReloadableTenantsTable:
-    """The tenants as last read; called, it gives them. ``reload`` is for SIGHUP."""
+    """The tenants table as last read; call it to get the table.
+
+    ``reload`` handles SIGHUP.
+    """
 
     def __init__(self, path: Path | None, tenant_id: TenantId) -> None:
         self._path, self._tenant_id = path, tenant_id
@@ -85,7 +98,10 @@ class ReloadableTenantsTable:
         return self._now
 
     def reload(self) -> bool:
-        """Reads the file again. One that cannot be used is logged and changes nothing; then it returns False."""
+        """Read the file again. Returns False, with a log line, when it is unusable.
+
+        The previous table then stays in use.
+        """
         if self._path is None:
             return True
         try:
@@ -113,7 +129,7 @@ _MAX_LIMIT = 1 << 62
 
 
 class _TenantsFileParser:
-    """Checks the tables of one file."""
+    """Validates the tables of one file."""
 
     def __init__(self, file: str, tenant_id: TenantId) -> None:
         self._file, self._tenant_id = file, tenant_id

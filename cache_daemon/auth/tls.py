@@ -1,4 +1,4 @@
-"""The server's side of TLS: its files, checked at the start and read again when they change."""
+"""Server TLS: certificate files, checked at start and reloaded when they change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. With ``client_ca`` every client must show a certificate that it signed (mTLS)."""
+    """Paths of PEM files.
+
+    With ``client_ca`` every client must present a certificate signed by it (mTLS).
+    """
 
     certificate: Path
     key: Path
@@ -25,10 +28,10 @@ class TlsFiles:
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
-    """Credentials that look at the files with every handshake. gRPC speaks TLS 1.2 and 1.3 only.
+    """Return credentials that check the files at every handshake.
 
-    Files that changed and cannot be used, or not yet, are logged and change nothing. Raises ConfigurationError, with
-    one sentence that names the file, when they cannot be used now.
+    gRPC speaks TLS 1.2 and 1.3 only. Changed files that cannot be used yet are logged and ignored. Raises
+    ConfigurationError, with one sentence that names the file, when they cannot be used now.
     """
     reading = _Reading(files)
     return grpc.dynamic_ssl_server_credentials(
@@ -45,7 +48,10 @@ class _Reading:
         self.first = _read(files)
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """What the files hold now if that is new. gRPC calls this on a thread of its own, one call at a time."""
+        """Return the new file contents, or None when nothing changed.
+
+        gRPC calls this on its own thread, one call at a time.
+        """
         try:
             now = self._signature()
             if now == self._seen:

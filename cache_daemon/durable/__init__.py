@@ -1,5 +1,5 @@
-"""The durable tier: chunks that outlive the daemon. May import ``kvsidecar`` and nothing else of the daemon.
+"""Durable tier: chunks on disk that outlive the daemon, in LMDB.
 
-``tier`` is the interface, ``lmdb_tier`` the implementation.
-``writer`` is the thread that writes; ``scrub`` and ``archive`` work on stores that no daemon holds.
+``durable_tier`` is the interface, ``lmdb_tier`` the implementation, ``group_commit_writer`` the writer thread;
+``scrub`` and ``archive`` work on offline stores. Imports ``kvsidecar`` and nothing else of the daemon.
 """

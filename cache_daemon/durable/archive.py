@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 import xxhash
 from google.protobuf.message import DecodeError
@@ -37,10 +37,23 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS, MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 
-from cache_daemon.durable import expiry_note
-from cache_daemon.durable.durable_tier import DurableTier, Put, PutOutcome, ReadJob, ReadResult, WriteGroup
-from cache_daemon.durable.header_check import hashes_match, is_valid_duration, layout_payload_bytes
+from cache_daemon.durable.durable_tier import (
+    ArchivableTier,
+    DurableTier,
+    Put,
+    PutOutcome,
+    ReadJob,
+    ReadResult,
+    WriteGroup,
+)
 from cache_daemon.durable.lineage import Lineage
+from cache_daemon.durable.record_format import (
+    expiries_of,
+    hashes_match,
+    is_valid_duration,
+    layout_payload_bytes,
+    merge_expiries,
+)
 
 _BEGIN = b"KVSIDECAR-ARCHIVE\0" + struct.pack("<H", 2)
 _CHUNK = struct.Struct("<IQQQ")
@@ -49,36 +62,17 @@ _UNTIL = struct.Struct("<Q")
 _DIGEST = struct.Struct("<Q")
 _MAX_HEADER_BYTES = 64 << 10
 _GROUP_BYTES = 32 << 20
-# Nobody may ask for longer.
+# Maximal TTL of a request.
 _MAX_TTL_MS = MAX_TTL_SECONDS * 1000
 Progress = Callable[[int, int], None]
 
 
-class Exporting(Protocol):
-    """A tier whose headers can be read one by one, such as ``LmdbTier`` after ``load``."""
-
-    def stored_keys(self) -> list[bytes]: ...
-
-    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
-
-    def read(self, jobs: list[ReadJob]) -> list[ReadResult]: ...
-
-    def notes(self) -> dict[bytes, bytes]: ...
-
-
-class Importing(DurableTier, Protocol):
-    """A tier that says what it has, such as ``LmdbTier`` after ``load``."""
-
-    def stored_keys(self) -> list[bytes]: ...
-
-    def first_of(self, root: bytes) -> bytes | None: ...
-
-    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
-
-
 @dataclass(frozen=True)
 class ArchiveSummary:
-    """``skipped`` are chunks that could not be read, or whose time was over, or whose parent was not there."""
+    """Result of an export or import.
+
+    ``skipped`` counts chunks that were corrupt, expired, or without their parent.
+    """
 
     chunks: int
     payload_bytes: int
@@ -86,18 +80,17 @@ class ArchiveSummary:
 
 
 def export_archive(
-    tier: Exporting,
+    tier: ArchivableTier,
     out: Path,
     roots: frozenset[bytes] | None = None,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
 ) -> ArchiveSummary:
-    """Writes the sound chunks of some roots (None: of all) to ``out``, which is there only when it is complete.
-    ``clock`` tells Unix seconds.
+    """Write the intact chunks of some tenant roots (None: of all) to ``out``.
 
-    Raises OSError.
+    The file appears under its name only when it is complete. ``clock`` returns Unix seconds. Raises OSError.
     """
-    names, ends, now = tier.stored_keys(), expiry_note.ends(tier.notes()), clock() * 1000
+    names, ends, now = tier.stored_keys(), expiries_of(tier.notes()), clock() * 1000
     exported: set[bytes] = set()
     size = skipped = 0
     with _replacing(out) as file:
@@ -132,16 +125,17 @@ def export_archive(
 
 
 def import_archive(
-    tier: Importing,
+    tier: ArchivableTier,
     source: Path,
     max_payload_bytes: int = 1 << 30,
     progress: Progress | None = None,
     clock: Callable[[], float] = time.time,
 ) -> ArchiveSummary:
-    """Stores an archive's chunks. What was stored before an error is found stays: each chunk is checked by itself.
+    """Store an archive's chunks.
 
-    ``progress`` hears bytes read and the file's length, ``clock`` tells Unix seconds. Raises InvalidRequest when the
-    file is no archive, is damaged or holds what may not be stored; OSError, OutOfSpace, TierFailed.
+    Chunks stored before an error is found stay: each chunk is checked on its own. ``progress`` gets bytes read and the
+    file's length, ``clock`` returns Unix seconds. Raises InvalidRequest when the file is no archive, is corrupt or
+    holds chunks that may not be stored; OSError, OutOfSpace, TierFailed.
     """
     total = source.stat().st_size
     stored = size = skipped = 0
@@ -159,13 +153,13 @@ def import_archive(
             ends.append((header.prefix_hash, min(end, now + _MAX_TTL_MS)))
             group_bytes += len(payload)
             if group_bytes >= _GROUP_BYTES:
-                outcomes = _store(tier, group, expiry_note.merge_expiries(ends, known, tier.notes()))
+                outcomes = _store(tier, group, merge_expiries(ends, known, tier.notes()))
                 stored, skipped = stored + outcomes[0], skipped + outcomes[1]
                 group, ends, group_bytes = [], [], 0
             size += len(payload)
             if progress is not None:
                 progress(file.tell(), total)
-        outcomes = _store(tier, group, expiry_note.merge_expiries(ends, known, tier.notes()))
+        outcomes = _store(tier, group, merge_expiries(ends, known, tier.notes()))
     return ArchiveSummary(stored + outcomes[0], size, skipped + outcomes[1])
 
 
@@ -176,7 +170,7 @@ def _store(tier: DurableTier, group: list[Put], notes: dict[bytes, bytes | None]
 
 
 class _Writing:
-    """Writes what the digest at the end covers."""
+    """Writes bytes and includes them in the digest."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest = file, xxhash.xxh3_64()
@@ -204,7 +198,7 @@ def _checksum(end: int, header: bytes, payload: bytes | bytearray) -> int:
 
 
 class _Reading:
-    """Reads exactly, never more than the file holds. Raises InvalidRequest."""
+    """Reads exact lengths, never beyond the file. Raises InvalidRequest."""
 
     def __init__(self, file: BinaryIO, total: int) -> None:
         self._file, self._left, self._digest = file, total, xxhash.xxh3_64()
@@ -254,7 +248,7 @@ def _read_chunks(
 
 
 def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
-    """A header that says the truth about its hashes and its payload. Raises InvalidRequest."""
+    """Decode a header and verify its hashes and payload. Raises InvalidRequest."""
     try:
         header = ChunkHeader.FromString(raw)
     except DecodeError as error:
@@ -292,8 +286,10 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its name when it is complete and on disk. Until then it has a name that nobody else draws:
-    exporters in two containers have the same process ids."""
+    """Yield a file that takes its name when it is complete and on disk.
+
+    Its temporary name is random: exporters in two containers have the same process ids.
+    """
     _remove_leftovers(path)
     temporary, file = _drawn(path)
     try:
@@ -307,21 +303,22 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def _drawn(path: Path) -> tuple[Path, BinaryIO]:
-    """A new file beside ``path`` for its owner alone, as the store is. It is locked for as long as it is open, where
-    the file system knows locks."""
+    """Create a private, locked file beside ``path``.
+
+    The lock, where the file system has locks, tells a live export from a leftover.
+    """
     while True:
         temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
         file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if temporary.exists():  # nobody took it for a leftover before it was locked
+        if temporary.exists():  # not removed as a leftover before it was locked
             return temporary, file
         file.close()
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Removes what exporters to ``path`` have left that died: nobody holds a lock on it. What cannot be looked at
-    stays."""
+    """Remove files of dead exporters to ``path``: those without a lock. Inaccessible ones stay."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         with contextlib.suppress(OSError), left.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

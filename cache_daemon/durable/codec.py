@@ -1,13 +1,13 @@
-"""Lossless compression of payloads: the bytes of each element apart, zstd over those that are not noise.
+"""Lossless payload codec: byte planes of the elements, zstd on those that are not noise.
 
 Of a trained model's keys and values, sign and mantissa are noise and exponents hold about three bits. So the bytes of
 all elements are split into planes (little-endian: the last plane holds the exponents), and a plane is compressed when
 that saves at least a twentieth of it. Matches shorter than seven bytes are chance in such data: leaving them out makes
 zstd both smaller and faster. Blocks of 256 KiB keep the planes in the processor's cache.
 
-Packed: ``uint8 element bytes, 7 zero bytes``, then per block ``uint32 length`` of each plane (little-endian; a plane
-as long as the block's elements is stored as it is) and the planes. The last block may be shorter; bytes behind its
-last whole element follow as they are. All heavy parts run without the GIL.
+Format: ``uint8 element bytes, 7 zero bytes``, then per block ``uint32 length`` of each plane (little-endian; a plane as
+long as the block's elements is stored raw) and the planes. The last block may be shorter; bytes behind its last whole
+element follow raw. All heavy parts run without the GIL.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BLOCK_BYTES = 256 << 10
 _HEADER_BYTES = 8
 _MAX_RATIO = 0.95
 _SAMPLE_BYTES = 64 << 10
-# Looking which bytes of the elements are noise takes as long as compressing a small payload. It is a property of the
-# model, so it is looked at in one payload of this many.
+# Sampling for noisy planes takes as long as compressing a small payload. Noise is a property of the model, so one
+# payload of this many is sampled.
 _SAMPLE_EVERY = 16
 _MAX_ROOTS = 256
 _local = threading.local()
@@ -58,27 +58,29 @@ def _decompressor() -> Any:
 
 
 def element_bytes(header: ChunkHeader) -> int:
-    """Bytes of the elements that most of a chunk's payload consists of."""
+    """Return the element size of a chunk's payload in bytes."""
     if header.bits != 16:
         return 1
     return 4 if header.dtype == DATA_TYPE_FLOAT32 else 2
 
 
 class PlaneCompressor:
-    """Packs payloads, and remembers which planes of a root's are worth compressing. Safe from several threads: at worst
-    two look."""
+    """Compresses payloads and caches the compressible planes of each root.
+
+    Thread-safe: at worst two threads sample the same payload.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[bytes, int], tuple[frozenset[int], int]] = {}
 
     def compress(self, header: ChunkHeader, payload: memoryview) -> bytes | None:
-        """The packed payload, or None when packing does not pay."""
+        """Return the compressed payload, or None when compression does not pay off."""
         element = element_bytes(header)
         return compress(payload, element, self._planes(header.root, payload, element))
 
     def _planes(self, root: bytes, payload: memoryview, element: int) -> frozenset[int]:
         planes, uses = self._known.get((root, element), (frozenset(), 0))
-        if not planes or uses == 0:  # noise may be this payload's alone
+        if not planes or uses == 0:  # a payload of noise says nothing about the next one
             planes = compressible_planes(payload, element)
             if len(self._known) >= _MAX_ROOTS:
                 self._known.clear()
@@ -87,7 +89,10 @@ class PlaneCompressor:
 
 
 def compress(payload: memoryview, element: int, planes: frozenset[int] | None = None) -> bytes | None:
-    """The packed payload, or None when packing does not pay. ``planes`` are those to compress; None looks for them."""
+    """Return the compressed payload, or None when compression does not pay off.
+
+    ``planes`` are those to compress; None samples the payload for them.
+    """
     raw = np.frombuffer(payload, np.uint8)
     planes = compressible_planes(payload, element) if planes is None else planes
     if not planes:
@@ -109,7 +114,10 @@ def compress(payload: memoryview, element: int, planes: frozenset[int] | None = 
 
 
 def compressible_planes(payload: memoryview, element: int) -> frozenset[int]:
-    """The planes whose sample shrinks. The sample is from the middle: a payload may begin and end with special rows."""
+    """Return the planes whose sample shrinks.
+
+    The sample is from the middle: a payload may begin and end with special rows.
+    """
     raw = np.frombuffer(payload, np.uint8)
     whole = len(raw) // element * element
     begin = max(0, (whole - _SAMPLE_BYTES * element) // 2) // element * element
@@ -122,7 +130,7 @@ def compressible_planes(payload: memoryview, element: int) -> frozenset[int]:
 
 
 def decompress(packed: memoryview, target: memoryview) -> None:
-    """Fills ``target`` with what was packed. Raises ValueError when it is damaged or of another length."""
+    """Fill ``target`` with the raw payload. Raises ValueError for a corrupt one or another length."""
     source, out = np.frombuffer(packed, np.uint8), np.frombuffer(target, np.uint8)
     element = int(source[0]) if len(source) >= _HEADER_BYTES else 0
     if element not in (1, 2, 4):

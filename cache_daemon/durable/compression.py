@@ -1,10 +1,10 @@
-"""Whether this store compresses payloads, and doing it.
+"""Payload compression: decides whether it pays off on this machine, and applies it.
 
-``auto`` compresses where that makes cold hits no slower. That depends on the disk and on the processor, so it is
-measured once in a process's life, on the writer's thread, when the store holds enough to read: the disk with O_DIRECT,
-unpacking on chunks that are just being written. Reading r of the bytes and unpacking must not take longer than reading
-all of them. Until then payloads are stored raw; every payload says how it was stored. And it packs with cores that
-nobody else computes on: what comes while an engine has them all is stored raw.
+``auto`` compresses where that makes cold hits no slower. That depends on disk and processor, so it is calibrated once
+in a process's life, on the writer's thread, when the store holds enough to read: the disk with O_DIRECT, decompression
+on chunks that are being written. Reading r of the bytes and decompressing must not take longer than reading all of
+them. Until then payloads are stored raw; every payload records how it was stored. ``auto`` also uses only idle cores:
+while an engine uses all of them, payloads are stored raw.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import mmap
 import os
 import random
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ import structlog
 
 from cache_daemon.durable import codec
 from cache_daemon.durable.durable_tier import PAGE_BYTES, Put
-from cache_daemon.durable.idle_cores import IdleCoreCounter
 from cache_daemon.durable.payload_reader import THREADS, StoredEntry
 
 log = structlog.get_logger("cache_daemon")
@@ -32,13 +31,13 @@ MIN_CALIBRATION_BYTES = 16 << 20
 _SAMPLE_BYTES = 8 << 20
 _THREADS = 2
 _TRIALS = 3
-# Of a machine with one core, half of it.
+# Idle cores that compression needs; half a core on a machine with one.
 _SPARE_CORES = min(1.0, (os.cpu_count() or 1) / 2)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Speeds in bytes per second of raw payload, and packed bytes per raw byte."""
+    """Speeds in bytes per second of raw payload, and compressed bytes per raw byte."""
 
     disk: float
     unpack: float
@@ -50,7 +49,7 @@ class Calibration:
 
 
 class PayloadCompressor:
-    """``active`` None means that it is not yet decided."""
+    """Compresses payloads of a store. ``active`` is None until it is calibrated."""
 
     def __init__(self, mode: Compression, spare: IdleCoreCounter | None = None) -> None:
         self.active: bool | None = {"auto": None, "none": False, "zstd": True}[mode]
@@ -60,20 +59,20 @@ class PayloadCompressor:
         self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
 
     def compress(self, puts: Sequence[Put]) -> list[bytes | None]:
-        """The packed payload of each put, None where it is to be stored raw."""
+        """Return the compressed payload of each put; None for those to store raw."""
         if not puts or not self.active or (self._spare is not None and self._spare.count() < _SPARE_CORES):
             return [None] * len(puts)
         return list(self._pool.map(self._packed, puts))
 
     def calibrate(self, data: Path, entries: Collection[StoredEntry], puts: Sequence[Put]) -> None:
-        """Measures, when ``puts`` are worth measuring. Raises nothing."""
+        """Measure once, if ``puts`` are a usable sample. Raises nothing."""
         sample = [put for put in puts if put.header.bits == 16]
         if self.active is not None or not sample:
             return
         self._tries -= 1
         try:
             measured = self._measure(data, entries, sample)
-        except OSError:  # a file system without O_DIRECT is in memory, where nothing is gained
+        except OSError:  # a file system without O_DIRECT is in memory: compression gains nothing
             self.active = False
             return
         if measured is None:
@@ -89,7 +88,10 @@ class PayloadCompressor:
         )
 
     def _measure(self, data: Path, entries: Collection[StoredEntry], puts: Sequence[Put]) -> Calibration | None:
-        """None when nothing of the sample can be packed: it says nothing about other models."""
+        """Measure speeds and ratio; None when nothing of the sample is compressible.
+
+        Such a sample says nothing about other models.
+        """
         raw = packed = 0
         parts: list[tuple[bytes, int]] = []
         for put in puts:
@@ -104,7 +106,7 @@ class PayloadCompressor:
             return None
         targets = [bytearray(size) for _, size in parts]
         took = []
-        for _ in range(_TRIALS):  # the processor's speed is that of the trial that nothing else disturbed
+        for _ in range(_TRIALS):  # the fastest trial is the one that nothing else disturbed
             began = time.perf_counter()
             list(self._pool.map(_unpacked, [small for small, _ in parts], targets))
             took.append(time.perf_counter() - began)
@@ -123,7 +125,10 @@ def _unpacked(small: bytes, target: bytearray) -> None:
 
 
 def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
-    """Bytes per second of reading payloads from the disk itself, as many at once as reads do. Raises OSError."""
+    """Read payloads past the page cache; return bytes per second. Raises OSError.
+
+    It reads as many at once as the payload reader does.
+    """
     handle = os.open(data, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         chosen: list[StoredEntry] = []
@@ -143,3 +148,55 @@ def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
         return max(1, total) / (time.perf_counter() - began)
     finally:
         os.close(handle)
+
+
+# Shorter intervals have too few kernel ticks; longer ones are out of date.
+_MIN_INTERVAL_SECONDS, _MAX_INTERVAL_SECONDS = 0.05, 1.0
+_STAT = Path("/proc/stat")
+_TICKS = os.sysconf("SC_CLK_TCK")
+_IDLE, _WAITING = 4, 5  # fields of proc_stat(5): idle, and idle while the disk works
+
+
+@dataclass(frozen=True)
+class CpuSample:
+    """Wall clock, idle time of all cores, and CPU time of this process; in seconds."""
+
+    at: float
+    idle: float
+    own: float
+
+
+def cpu_sample() -> CpuSample:
+    """Sample /proc/stat. Raises OSError, IndexError or ValueError where the kernel lacks it."""
+    fields = _STAT.read_text().split("\n", 1)[0].split()
+    return CpuSample(time.monotonic(), (int(fields[_IDLE]) + int(fields[_WAITING])) / _TICKS, time.process_time())
+
+
+class IdleCoreCounter:
+    """Counts idle cores from the previous interval. For one thread."""
+
+    def __init__(self, look: Callable[[], CpuSample] = cpu_sample, wait: Callable[[float], None] = time.sleep) -> None:
+        self._look, self._wait = look, wait
+        self._last: CpuSample | None = None
+        self._spare = 0.0
+
+    def count(self) -> float:
+        """Return the number of cores that are idle or used by this process.
+
+        All cores where the kernel does not say. Takes up to 50 ms after more than a second without a call.
+        """
+        try:
+            return self._count()
+        except (OSError, IndexError, ValueError):
+            return float(os.cpu_count() or 1)
+
+    def _count(self) -> float:
+        last, current = self._last, self._look()
+        if last is None or current.at - last.at > _MAX_INTERVAL_SECONDS:
+            self._wait(_MIN_INTERVAL_SECONDS)
+            last, current = current, self._look()
+        elif current.at - last.at < _MIN_INTERVAL_SECONDS:
+            return self._spare
+        self._last = current
+        self._spare = (current.idle - last.idle + current.own - last.own) / (current.at - last.at)
+        return self._spare

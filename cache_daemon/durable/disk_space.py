@@ -1,4 +1,4 @@
-"""How large the data file may become, and room on the disk that is kept for removals."""
+"""Disk space: the size limit of the data file, and the reserve for removals."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from cache_daemon.durable.durable_tier import PAGE_BYTES, OutOfSpace
 from cache_daemon.durable.lmdb_file import LmdbCorruption, MetaPage, PageFile
 from cache_daemon.durable.page_walk import PageWalk
 
-# What a disk says that has no room: it is full, or a quota or a limit is reached.
+# Errors of a full disk, an exhausted quota, or a file size limit.
 DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _MIN_FILE_BYTES = 1 << 20
 _MIN_RESERVE_BYTES = 32 * PAGE_BYTES
-_DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # some removals one by one; they free more than they take
-PROBE_BYTES = 64 * PAGE_BYTES  # a disk that refuses so much beside a group is full
-_TREE_PAGES = 16  # what a group needs beside its payloads; more than its path to the root
+_DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # enough for some removals one by one, which free more than they take
+PROBE_BYTES = 64 * PAGE_BYTES  # a disk that refuses this much in addition to a group is full
+_TREE_PAGES = 16  # tree pages of a group; more than its path to the root
 
 
 class DiskSpace:
-    """``most_bytes`` is the file's limit; ``reserve_bytes`` of it are for removals only."""
+    """Space limits of a data file.
+
+    ``max_bytes`` is the file's limit; ``reserve_bytes`` of it are for removals only.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         most = max(_MIN_FILE_BYTES, budget_bytes * 3 // 2)
@@ -31,14 +34,14 @@ class DiskSpace:
         self.reserve_bytes = max(_MIN_RESERVE_BYTES, self.max_bytes // 64 // PAGE_BYTES * PAGE_BYTES)
 
     def map_bytes(self, needed_bytes: int) -> int:
-        """The map for chunks: a file that is too large already stays as it is until it is compacted."""
+        """Return the map size for chunks. A file that is already too large stays so until compaction."""
         return max(self.max_bytes - self.reserve_bytes, needed_bytes)
 
     def reserve(self, data: Path, file: PageFile, meta: MetaPage, size_bytes: int, map_bytes: int) -> None:
-        """Makes the disk promise room for a group of chunks, and for removals after it. Raises OutOfSpace, OSError.
+        """Allocate disk space for a group of chunks and for removals after it.
 
-        The file is made longer than LMDB has filled it: what is allocated cannot be refused later. On a full disk a
-        group may still use pages that are free in the file, if enough are left.
+        The file is made longer than LMDB has filled it: allocated space cannot be refused later. On a full disk a group
+        may still use pages that are free in the file, if enough are left. Raises OutOfSpace, OSError.
         """
         reserve = min(self.reserve_bytes, _DISK_RESERVE_BYTES)
         wanted = min(meta.needed_bytes + size_bytes + _TREE_PAGES * PAGE_BYTES + reserve, map_bytes)
@@ -63,8 +66,10 @@ class DiskSpace:
 
 
 def is_full(folder: Path, wanted_bytes: int) -> bool:
-    """Whether the file system of a folder refuses a file of that size. Where it cannot be asked so, whether it has less
-    free."""
+    """Return True when the file system refuses a file of that size.
+
+    Where allocation is not supported, compares with the free space.
+    """
     probe = folder / "probe"
     try:
         probe.touch(0o600)
@@ -79,7 +84,10 @@ def is_full(folder: Path, wanted_bytes: int) -> bool:
 
 
 def allocate(data: Path, begin: int, end: int) -> None:
-    """Allocates a range of the file on disk, lengthening it. Raises OSError; where it is not known, does nothing."""
+    """Allocate a range of the file on disk, extending it.
+
+    Raises OSError; does nothing where the file system cannot allocate.
+    """
     handle = os.open(data, os.O_RDWR | os.O_CLOEXEC)
     try:
         os.posix_fallocate(handle, begin, end - begin)

@@ -1,7 +1,7 @@
-"""What a durable tier is: the values that go in and out, the errors, and the promises every implementation keeps.
+"""Durable tier interface: values, errors, and the guarantees of every implementation.
 
-- Nothing wrong is ever read: a payload is SOUND only when its length and its XXH3-64 are those of the chunk.
-- A store is closed under parents after every ``apply``: whoever finds a chunk finds its whole prefix.
+- Nothing wrong is ever read: a payload is OK only when its length and its XXH3-64 are those of the chunk.
+- A store is closed under parents after every ``apply``: a stored chunk's whole prefix is stored.
 - ``apply`` happens as a whole or not at all, whatever dies in between.
 """
 
@@ -18,20 +18,20 @@ PAGE_BYTES = 4096
 
 
 class OutOfSpace(Exception):
-    """The map or the disk is full. Nothing was changed; removals are still possible."""
+    """The map or the disk is full. Nothing changed; removals are still possible."""
 
 
 class TierFailed(Exception):
-    """The disk failed, or the store has to be opened again. Nothing was changed; trying again later may work."""
+    """The disk failed, or the store must be reopened. Nothing changed; a retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Put:
     """One chunk to store.
 
-    ``header`` is complete: hashes, tokens, ``payload_bytes`` and the checksum of the raw payload. ``payload`` are the
-    raw bytes, readable until ``apply`` returns. ``replaces`` are the prefix hashes that this chunk supersedes: they go
-    in the same transaction, and only if the chunk is stored.
+    ``header`` is complete: hashes, tokens, ``payload_bytes`` and the checksum of the raw payload. ``payload`` holds the
+    raw bytes, readable until ``apply`` returns. ``replaces`` are the prefix hashes that this chunk supersedes: they are
+    removed in the same transaction, and only if the chunk is stored.
     """
 
     header: ChunkHeader
@@ -43,9 +43,9 @@ class Put:
 class WriteGroup:
     """One transaction: removals, then chunks in order, then notes, then recency.
 
-    Whatever is removed takes its descendants along, unless they find a parent again in the same group.
-    ``notes`` are small values by name; None deletes. ``used`` are ticks of last use by prefix hash; those of chunks
-    that are not stored are ignored.
+    A removed chunk takes its descendants along, unless the same group stores a parent for them again. ``notes`` are
+    small values by name; None deletes. ``used`` are ticks of last use by prefix hash; those of missing chunks are
+    ignored.
     """
 
     remove: tuple[bytes, ...] = ()
@@ -55,7 +55,7 @@ class WriteGroup:
 
 
 class PutOutcome(Enum):
-    """What became of a chunk that was to be stored."""
+    """Result of storing one chunk."""
 
     STORED = "stored"
     PARENT_MISSING = "parent_missing"
@@ -68,14 +68,17 @@ class PutOutcome(Enum):
 
 @dataclass(frozen=True)
 class PutResult:
-    """``stored_bytes`` is what the chunk costs of the budget; 0 unless it was stored."""
+    """Outcome of a put, with its cost.
+
+    ``stored_bytes`` is what the chunk costs of the budget; 0 unless it was stored.
+    """
 
     outcome: PutOutcome
     stored_bytes: int = 0
 
 
 class Loaded(NamedTuple):
-    """A chunk found at start. ``last_use`` is the tick last given by ``used``, 0 when there was none."""
+    """A chunk found at start. ``last_use`` is its last tick of ``used``, or 0."""
 
     header: ChunkHeader
     last_use: int
@@ -84,7 +87,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class ReadJob:
-    """A payload to read: ``target`` has exactly its length, ``checksum`` is that of its header."""
+    """A payload to read: ``target`` has its length, ``checksum`` is that of its header."""
 
     prefix_hash: bytes
     target: memoryview
@@ -92,7 +95,7 @@ class ReadJob:
 
 
 class ReadResult(Enum):
-    """What became of a read. ``target`` holds the payload only when SOUND, and anything otherwise."""
+    """Result of a read. ``target`` holds the payload only when OK."""
 
     OK = "ok"
     MISSING = "missing"
@@ -103,7 +106,7 @@ class ReadResult(Enum):
 
 @dataclass(frozen=True)
 class Usage:
-    """``live_bytes`` is the sum of the entries' ``stored_bytes``; ``file_bytes`` what the file takes."""
+    """Space in use: file size, sum of the entries' ``stored_bytes``, and number of entries."""
 
     file_bytes: int
     live_bytes: int
@@ -112,7 +115,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load`` dropped: entries whose bytes are damaged, and entries without their ancestors."""
+    """What ``load`` dropped: corrupt entries, and entries without their ancestors."""
 
     corrupt: int = 0
     orphaned: int = 0
@@ -120,39 +123,63 @@ class LoadReport:
 
 
 class DurableTier(Protocol):
-    """See the module. ``load`` comes first, once. ``apply`` and ``compact`` may block for long and are called from one
-    thread at a time; ``read`` from any number of threads."""
+    """A store of chunks that outlives the process. The module states its guarantees.
+
+    Call ``load`` first, once. ``apply`` and ``compact`` may block for long and are called from one thread at a time;
+    ``read`` from any number of threads.
+    """
 
     def load(self) -> Iterable[Loaded]:
-        """All chunks whose header is sound and whose ancestors are all there: parents before children, the longest
-        unused first otherwise. The rest is removed from the store and counted in ``load_report``."""
+        """Return all chunks with an intact header and all ancestors.
+
+        Parents come before children, otherwise the longest unused first. The rest is removed from the store and counted
+        in ``load_report``.
+        """
         ...
 
     @property
     def load_report(self) -> LoadReport: ...
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
-        """Reads several payloads at once, without the GIL. Never raises for one job's sake."""
+        """Read several payloads at once, without the GIL. Never raises for a single job."""
         ...
 
     def apply(self, group: WriteGroup) -> list[PutResult]:
-        """Writes a group atomically; one result per put: STORED, PARENT_MISSING or DAMAGED. Raises OutOfSpace and
-        TierFailed."""
+        """Write a group atomically; return one result per put.
+
+        Outcomes are STORED, PARENT_MISSING or CORRUPT. Raises OutOfSpace and TierFailed.
+        """
         ...
 
     def notes(self) -> dict[bytes, bytes]:
-        """All notes that are sound."""
+        """Return all intact notes."""
         ...
 
     def usage(self) -> Usage: ...
 
     def compact(self) -> None:
-        """Gives the disk back what no chunk uses. Raises OutOfSpace, TierFailed."""
+        """Return unused space to the disk. Raises OutOfSpace, TierFailed."""
         ...
 
     def close(self) -> None: ...
 
 
+class ArchivableTier(DurableTier, Protocol):
+    """A durable tier with header lookup after ``load``, as archives need it."""
+
+    def stored_keys(self) -> list[bytes]:
+        """Return the prefix hashes of all chunks, parents before children."""
+        ...
+
+    def first_of(self, root: bytes) -> bytes | None:
+        """Return the prefix hash of a first chunk of a tenant root; None when there is none."""
+        ...
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None:
+        """Return a stored chunk's header; None when it is missing or corrupt. Raises OSError."""
+        ...
+
+
 def whole_pages(size_bytes: int) -> int:
-    """Bytes on disk of a value that has pages of its own: a header of 16 bytes, then the value."""
+    """Return the disk bytes of a value on pages of its own, with a header of 16 bytes."""
     return -(-(16 + size_bytes) // PAGE_BYTES) * PAGE_BYTES

@@ -23,29 +23,32 @@ _NONCE_BYTES, _TAG_BYTES, _SALT_BYTES = 12, 16, 16
 
 
 class DecryptError(Exception):
-    """The value was not sealed with this key for this place."""
+    """The value was not encrypted with this key for this place."""
 
 
 class Cipher(Protocol):
-    """How values are protected. ``place`` is the database's name and the value's key."""
+    """Protection of stored values.
+
+    ``place`` (database name and key) is authenticated with the value.
+    """
 
     overhead: int
 
     def encrypt(self, place: bytes, plain: bytes | memoryview) -> bytes | memoryview: ...
 
     def decrypt(self, place: bytes, encrypted: memoryview, target: memoryview) -> None:
-        """Fills ``target``, ``overhead`` bytes shorter than ``sealed``. Raises DecryptError."""
+        """Fill ``target``, ``overhead`` bytes shorter than ``encrypted``. Raises DecryptError."""
         ...
 
     def new_key_check(self) -> bytes:
-        """A new record that ``knows`` accepts, for the store to remember its key by."""
+        """Return a new record for the store that ``matches`` accepts with this key."""
         ...
 
     def matches(self, check: bytes) -> bool: ...
 
 
 class NullCipher:
-    """Values as they are."""
+    """No encryption: values stay as they are."""
 
     overhead = 0
 
@@ -63,7 +66,10 @@ class NullCipher:
 
 
 class AesGcmCipher:
-    """AES-256-GCM. Raises ConfigurationError for a key of another length, or without the package ``cryptography``."""
+    """AES-256-GCM.
+
+    Raises ConfigurationError for a key of another length, or without the package ``cryptography``.
+    """
 
     overhead = _NONCE_BYTES + _TAG_BYTES
 
@@ -106,14 +112,15 @@ class AesGcmCipher:
 
 
 def cipher_for(key: bytes | None) -> Cipher:
-    """The seal for a key. Raises ConfigurationError."""
+    """Return the cipher for a key; None is no encryption. Raises ConfigurationError."""
     return NullCipher() if key is None else AesGcmCipher(key)
 
 
 def parse_key(text: bytes, source: str) -> bytes:
-    """32 raw bytes, or 64 hexadecimal digits. Raises ConfigurationError.
+    """Parse 32 raw bytes, or 64 hexadecimal digits. Raises ConfigurationError.
 
-    32 characters are no raw key: they are 32 of the digits, or a password, and have fewer than 256 random bits."""
+    32 printable characters are no raw key: they are half of the digits, or a password, with fewer than 256 random bits.
+    """
     if len(text) == KEY_BYTES and not all(byte in _PRINTABLE for byte in text):
         return text
     try:
@@ -129,7 +136,7 @@ def parse_key(text: bytes, source: str) -> bytes:
 
 
 def key_from_file(path: Path) -> bytes:
-    """Reads a key that only its owner may read. Raises ConfigurationError."""
+    """Read a key file that only its owner may read. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             mode: Any = os.fstat(file.fileno()).st_mode
@@ -141,6 +148,6 @@ def key_from_file(path: Path) -> bytes:
 
 
 def key_from_environment(name: str) -> bytes | None:
-    """The key in an environment variable as hex digits; None when it is not set. Raises ConfigurationError."""
+    """Return the key of an environment variable (hex digits), or None. Raises ConfigurationError."""
     text = os.environ.get(name)
     return None if text is None else parse_key(text.encode(), f"the environment variable {name}")

@@ -1,10 +1,10 @@
-"""The one thread that writes to the durable tier, many chunks to a transaction.
+"""Group commit writer: the thread that writes many chunks per transaction.
 
-Order is kept: what was asked for later wins. Removals and notes are never given up: what failed is tried again, with
-growing pauses, before anything newer. Chunks are: their owner hears what became of them, and decides.
+Order is kept: a later call wins. Removals and notes are retried until they succeed, with growing backoff, before
+anything newer. Chunks are not: their owner gets the outcome and decides.
 
-A removal is in the next transaction, before chunks that wait: none of those has its name. Notes are never on disk
-before a removal that was asked for earlier.
+A removal is in the next transaction, before queued chunks, none of which has its name. Notes never reach the disk
+before a removal that was requested earlier.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _STORED, _FAILED, _CANCELLED = (PutResult(o) for o in (PutOutcome.STORED, PutOut
 _GROUP_BYTES = 32 << 20
 _GROUP_ITEMS = 256
 _GROUP_REMOVALS = 4096
-# A transaction that takes longer will not end soon: the disk hangs.
+# A transaction that takes longer counts as a hung disk.
 HUNG_SECONDS = 10.0
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 0.1, 5.0
 
@@ -53,7 +53,7 @@ class _Put:
 
 @dataclass
 class _PendingMetadata:
-    """What costs next to nothing and is kept until it is applied."""
+    """Removals, notes and recency that are kept until they are applied."""
 
     remove: dict[bytes, None] = field(default_factory=dict)
     notes: dict[bytes, bytes | None] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class _PendingMetadata:
 
 
 class GroupCommitWriter:
-    """All methods are called on the event loop, and so is every ``done``.
+    """Writes to a durable tier on its own thread.
 
-    Raises nothing of the tier's: a failure is an outcome, and ``failing`` while it lasts.
+    All methods and every ``done`` run on the event loop. A failure of the tier is an outcome, and ``failing``.
     """
 
     def __init__(self, tier: DurableTier, loop: asyncio.AbstractEventLoop) -> None:
@@ -84,8 +84,8 @@ class GroupCommitWriter:
         self._wake = threading.Condition()
         self._stop_at: float | None = None
         self._failing: tuple[str, float] | None = None
-        self._began: float | None = None  # when the transaction that is under way did
-        self.transactions = 0  # that succeeded
+        self._began: float | None = None  # start of the running transaction
+        self.transactions = 0  # successful ones
         self._backoff_seconds = 0.0
         self._outcomes: list[tuple[Done, PutResult]] = []
         self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
@@ -97,10 +97,10 @@ class GroupCommitWriter:
         self, header: ChunkHeader, payload: Callable[[], memoryview], replaces: Iterable[bytes],
         last_use: Callable[[], int], done: Done,
     ) -> None:  # fmt: skip
-        """Stores a chunk with the tick of its last use, and removes what it replaces, in one transaction.
+        """Store a chunk with its last use and remove what it replaces, in one transaction.
 
-        ``payload`` and ``last_use`` are called on the writer's thread; the view that the first returns is released
-        there. What it shows must stay as it is until ``done``. With CANCELLED, what it was to replace is still stored.
+        ``payload`` and ``last_use`` are called on the writer's thread, which releases the view. Its bytes must not
+        change until ``done``. After CANCELLED, the chunks that it was to replace are still stored.
         """
         item = _Put(header, payload, tuple(replaces), last_use, done)
         with self._wake:
@@ -109,7 +109,7 @@ class GroupCommitWriter:
             self._wake.notify()
 
     def remove(self, keys: Iterable[bytes]) -> None:
-        """Removes chunks, whatever happens. A chunk of that name that is not yet being written never will be."""
+        """Remove chunks. A queued chunk of that name is cancelled."""
         with self._wake:
             for key in keys:
                 for item in self._puts.pop(key, ()):
@@ -119,8 +119,10 @@ class GroupCommitWriter:
             self._wake.notify()
 
     def flush(self, done: Done) -> None:
-        """``done`` hears STORED when all removals and notes up to now are on disk, or FAILED when they have to be tried
-        again. That takes no longer than the transaction that is under way and the next one."""
+        """Call ``done`` with STORED once all earlier removals and notes are on disk, or FAILED.
+
+        Takes no longer than the running transaction and the next one.
+        """
         with self._wake:
             if self._removals or self._next or self._unflushed:
                 self._next.waiting.append(done)
@@ -129,7 +131,7 @@ class GroupCommitWriter:
                 self._loop.call_soon(done, _STORED)
 
     def note(self, name: bytes, value: bytes | None, done: Done | None = None) -> None:
-        """Keeps a small value, or removes it. ``done`` hears STORED, or FAILED when it has to be tried again."""
+        """Store a small value; None removes it. ``done`` gets STORED, or FAILED if retried."""
         with self._wake:
             self._next.notes[name] = value
             if done is not None:
@@ -137,19 +139,19 @@ class GroupCommitWriter:
             self._wake.notify()
 
     def used(self, ticks: Mapping[bytes, int]) -> None:
-        """Keeps when chunks were last used."""
+        """Store when chunks were last used."""
         with self._wake:
             self._next.used.update(ticks)
             self._wake.notify()
 
     @property
     def pending(self) -> int:
-        """Chunks that are queued or being written."""
+        """Number of chunks that are queued or being written."""
         with self._wake:
             return sum(map(len, self._puts.values())) + len(self._unanswered)
 
     def fail_queued(self) -> int:
-        """Fails all queued chunks, but none that is being written. Returns how many."""
+        """Fail all queued chunks, but none that is being written. Returns their number."""
         with self._wake:
             items = [item for item in self._queue if not item.cancelled]
             self._queue.clear()
@@ -161,7 +163,7 @@ class GroupCommitWriter:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Why the last transaction failed or does not end, and since when (monotonic); None when it succeeded."""
+        """Reason and start (monotonic) of the current failure; None when writes succeed."""
         began = self._began
         if began is not None and self.hung:
             return f"the disk hangs: a write has taken more than {HUNG_SECONDS:g} s", began
@@ -174,7 +176,7 @@ class GroupCommitWriter:
         return began is not None and time.monotonic() - began > HUNG_SECONDS
 
     def stop(self, timeout: float) -> bool:
-        """Writes what is queued, then ends the thread; False when that took too long. Blocks."""
+        """Write what is queued, then end the thread; False on timeout. Blocks."""
         with self._wake:
             self._stop_at = time.monotonic() + timeout
             self._wake.notify()
@@ -182,7 +184,6 @@ class GroupCommitWriter:
         return not self._thread.is_alive() and not (self._unflushed or self._queue or self._removals)
 
     # ---- on the writer's thread ----------------------------------------------------------------------------
-
     def _run(self) -> None:
         while True:
             items = self._take()
@@ -190,7 +191,7 @@ class GroupCommitWriter:
                 return
             try:
                 self._write(items)
-            except Exception as error:  # the thread outlives whatever is wrong with a group
+            except Exception as error:  # one bad group must not end the thread
                 self._note_failure(error)
                 self._after_metadata_failed()
                 self._answer(list(self._unanswered), _FAILED)
@@ -198,7 +199,7 @@ class GroupCommitWriter:
             self._deliver()
 
     def _take(self) -> list[_Put] | None:
-        """The next group's chunks; its removals and notes join those that are owed. None at the end."""
+        """Take the next group's chunks, and add its removals and notes; None at the end."""
         with self._wake:
             while not self._has_work():
                 if self._stop_at is not None:
@@ -213,7 +214,7 @@ class GroupCommitWriter:
             items: list[_Put] = []
             self._unanswered = {}
             if self._removals:
-                return items  # nothing overtakes them
+                return items  # removals come first
             size = count = 0
             while self._queue and count < _GROUP_ITEMS and size < _GROUP_BYTES:
                 item = self._queue.popleft()
@@ -240,7 +241,7 @@ class GroupCommitWriter:
             was_stopping = self._stop_at is not None
             self._wake.wait(left)
             if self._stop_at is not None and not was_stopping:
-                return  # one more try at once
+                return  # one immediate retry
 
     def _forget(self, item: _Put) -> None:
         waiting = self._puts.get(item.header.prefix_hash, [])
@@ -269,7 +270,7 @@ class GroupCommitWriter:
         return ready
 
     def _write_ready(self, ready: list[tuple[_Put, Put]]) -> None:
-        """The whole group; or, when that fails, its small parts alone and then its chunks in ever smaller groups."""
+        """Write the group; if that fails, metadata first and then ever smaller groups."""
         try:
             self._apply(ready)
         except Exception as error:
@@ -283,8 +284,7 @@ class GroupCommitWriter:
             self._write_parts(ready, error)
 
     def _write_metadata(self, *, in_halves: bool = True) -> bool:
-        """Removals, notes and recency without chunks; ``in_halves`` where there is no room for the removals at once.
-        False when they are still owed."""
+        """Write removals, notes and recency alone, removals in parts if space is short."""
         try:
             self._apply([])
             return True
@@ -296,7 +296,7 @@ class GroupCommitWriter:
         return False
 
     def _remove_in_halves(self, names: list[bytes]) -> bool:
-        """Small transactions need little room. False when not even one removal succeeds."""
+        """Remove in ever smaller transactions; False when not even one removal succeeds."""
         if not names:
             return True
         try:
@@ -318,11 +318,10 @@ class GroupCommitWriter:
         self._backoff_seconds = min(_MAX_BACKOFF_SECONDS, self._backoff_seconds * 2 or _MIN_BACKOFF_SECONDS)
 
     def _write_parts(self, ready: list[tuple[_Put, Put]], error: Exception) -> None:
-        """Chunks that failed together, in halves, so that one bad chunk is alone in its failure.
+        """Write chunks that failed together in halves, to isolate a bad one.
 
-        A tier that failed gets one more try with the whole group, since it may have opened its file again. It ends with
-        the first chunk for which there is no room: the next would be written out of order, and its owner has to make
-        room first.
+        A tier that failed gets one more try with the whole group, since it may have reopened its file. Stops at the
+        first chunk without space: the next would be written out of order, and its owner has to free space first.
         """
         waiting = [ready] if isinstance(error, TierFailed) else _halves(ready)
         while waiting:
@@ -342,7 +341,7 @@ class GroupCommitWriter:
                     waiting += _halves(part)
 
     def _apply(self, part: Sequence[tuple[_Put, Put]]) -> None:
-        """One transaction with all that is owed. Raises what the tier raises."""
+        """Write chunks and unflushed metadata in one transaction. Raises what the tier raises."""
         if not part and not self._unflushed:
             return
         used = {item.header.prefix_hash: item.last_use() for item, _ in part}
@@ -376,15 +375,15 @@ class GroupCommitWriter:
                     self._outcomes.append((item.done, outcome))
 
     def _deliver(self) -> None:
-        """All outcomes of a group in one call on the loop."""
+        """Deliver all outcomes of a group in one call on the loop."""
         outcomes, self._outcomes = self._outcomes, []
         if outcomes and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: nobody is left to hear
+            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile
                 self._loop.call_soon_threadsafe(_call_all, outcomes)
 
 
 def _halves(ready: list[tuple[_Put, Put]]) -> list[list[tuple[_Put, Put]]]:
-    """Both halves, the second first: the last is taken next."""
+    """Return both halves, the second first: the list is used as a stack."""
     middle = len(ready) // 2
     return [ready[middle:], ready[:middle]] if middle else [ready]
 
@@ -397,5 +396,5 @@ def _call_all(outcomes: Sequence[tuple[Done, PutResult]]) -> None:
     for done, outcome in outcomes:
         try:
             done(outcome)
-        except Exception:  # others are to hear of theirs
-            log.exception("the outcome of a durable write was not taken note of", outcome=outcome.outcome.value)
+        except Exception:  # the other callbacks must still run
+            log.exception("callback of a durable write failed", outcome=outcome.outcome.value)

@@ -1,32 +1,24 @@
-"""Checks that imported chunks fit each other and the store."""
+"""Lineage check of imported chunks against their parents and the store."""
 
 from __future__ import annotations
-
-from typing import Protocol
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import InvalidRequest
 
-
-class Known(Protocol):
-    """A store that can be asked for the geometry of a root."""
-
-    def first_of(self, root: bytes) -> bytes | None: ...
-
-    def header(self, prefix_hash: bytes) -> ChunkHeader | None: ...
+from cache_daemon.durable.durable_tier import ArchivableTier
 
 
 class Lineage:
-    """Ends and geometries of chunks that came, parents before children."""
+    """End positions and geometries of imported chunks, parents before children."""
 
-    def __init__(self, known: Known) -> None:
+    def __init__(self, known: ArchivableTier) -> None:
         self._known = known
-        self._ends: dict[bytes, tuple[bytes, int]] = {}  # of a chunk: its root, and the position behind it
-        self._geometries: dict[bytes, Geometry] = {}  # of a root
+        self._ends: dict[bytes, tuple[bytes, int]] = {}  # chunk -> root, end position
+        self._geometries: dict[bytes, Geometry] = {}  # by root
 
     def check(self, header: ChunkHeader, position: int) -> None:
-        """Takes note of the chunk at a position of the archive. Raises InvalidRequest unless it fits."""
+        """Record the chunk at a position of the archive. Raises InvalidRequest unless it fits."""
         root, end = self._ends.get(header.parent_prefix_hash, (header.root, 0))
         if header.parent_prefix_hash != header.root and header.parent_prefix_hash not in self._ends:
             raise InvalidRequest(f"chunk {position} of the archive comes before its parent")
@@ -42,7 +34,7 @@ class Lineage:
         self._ends[header.prefix_hash] = root, end + len(header.token_ids)
 
     def _geometry_of(self, header: ChunkHeader) -> Geometry:
-        """That of all chunks of a root, which is a namespace's."""
+        """Return the geometry of a root, which is that of its namespace."""
         root = header.root
         if root not in self._geometries:
             first = self._known.first_of(root)

@@ -1,7 +1,8 @@
-"""LMDB as the durable tier uses it: for writing only.
+"""LMDB environment of the durable tier, for writing only.
 
-Reads go past it (``reader``), so there are no LMDB readers, no reader table and no lock file: one process has the
-folder, one thread at a time a transaction. The map is touched where keys are looked up for writing, never for payloads.
+Reads bypass it (``payload_reader``), so there are no LMDB readers, no reader table and no lock file: one process has
+the folder, one thread at a time a transaction. The map is touched where keys are looked up for writing, never for
+payloads.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_file import LmdbCorruption
 from cache_daemon.durable.record_format import DATABASES, FORMAT, META, checked
 
-# LMDB calls a write that the system did not finish so, which a full disk causes, too.
+# LMDB reports a short write as EIO; a full disk causes one, too.
 _SHORT_WRITE = os.strerror(errno.EIO)
 _CORRUPTED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)
 
 
 class ShortWrite(TierFailed):
-    """The system did not write all that it was given: the disk failed, or is full."""
+    """The system wrote fewer bytes than requested: the disk failed, or is full."""
 
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """LMDB's errors as OutOfSpace, ShortWrite, TierFailed or Damage."""
+    """Translate LMDB's errors to OutOfSpace, ShortWrite, TierFailed or LmdbCorruption."""
     try:
         yield
     except (lmdb.MapFullError, lmdb.DiskError) as error:
@@ -47,10 +48,10 @@ def translate_errors() -> Iterator[None]:
 
 
 class LmdbEnvironment:
-    """An LMDB environment with the store's databases. Raises what ``translated`` says."""
+    """An LMDB environment with the store's databases. Raises as ``translate_errors`` says."""
 
     def __init__(self, folder: Path, map_bytes: int, metasync: bool = False, sync: bool = True) -> None:
-        # From py-lmdb 3 on there are two engines; LMDB 1.0 writes another data format.
+        # py-lmdb 3 bundles two LMDB versions; LMDB 1.0 writes another data format.
         options: dict[str, Any] = {"lib_version": 0} if int(lmdb.__version__.split(".")[0]) >= 3 else {}
         with translate_errors():
             self._env: Any = lmdb.open(
@@ -76,20 +77,20 @@ class LmdbEnvironment:
 
     @contextmanager
     def transaction(self) -> Iterator[Transaction]:
-        """A write transaction, committed at the end unless something was raised."""
+        """Open a write transaction, committed at the end unless the body raises."""
         with translate_errors(), self._env.begin(write=True) as txn:
             changing = Transaction(txn, self.databases)
             yield changing
             changing.put(META, b"commit", checked(META, b"commit", txn.id().to_bytes(8, "little")))
 
     def initialise(self, cipher: Cipher) -> None:
-        """Writes what says that this is a store, and whose key it has."""
+        """Write the format version and the check value of the key."""
         with self.transaction() as txn:
             txn.put(META, b"format", checked(META, b"format", FORMAT))
             txn.put(META, b"key", checked(META, b"key", cipher.new_key_check()))
 
     def resize(self, map_bytes: int) -> None:
-        """Never smaller than what is used. There must be no transaction."""
+        """Resize the map, never below what is used. There must be no transaction."""
         with translate_errors():
             self._env.set_mapsize(map_bytes)
         self.map_bytes = map_bytes
@@ -103,7 +104,7 @@ class LmdbEnvironment:
 
 
 class Transaction:
-    """Changes that become visible together."""
+    """Changes of one transaction."""
 
     def __init__(self, txn: Any, databases: dict[bytes, Any]) -> None:
         self._txn, self._databases = txn, databases

@@ -1,9 +1,9 @@
-"""Reads and checks an LMDB file by ``pread``, without LMDB: damaged pages raise here, where LMDB would crash.
+"""LMDB file reader by ``pread``: corrupt pages raise here, where LMDB would crash.
 
-LMDB trusts its file. A flipped page number is an invalid address to it, and a truncated file a SIGBUS. So a store is
-walked (``walk``) before LMDB opens it. Data format 1 (LMDB 0.9.x, 64 bit, little
-endian, pages of 4 KiB), as described by ``mdb.c``: a page has its number, flags and bounds in 16 bytes, then offsets of
-nodes; a large value lies in consecutive overflow pages behind one such header.
+LMDB trusts its file. A flipped page number is an invalid address to it, and a truncated file a SIGBUS. So all pages are
+checked (``page_walk``) before LMDB opens a store. Data format 1 (LMDB 0.9.x, 64 bit, little endian, pages of 4 KiB), as
+described by ``mdb.c``: a page has its number, flags and bounds in 16 bytes, then offsets of nodes; a large value lies
+in consecutive overflow pages behind one such header.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _MAX_KEY_BYTES = 511
 
 
 class LmdbCorruption(Exception):
-    """A page that cannot be what LMDB wrote; the text says which and why."""
+    """A page that LMDB cannot have written; the text says which and why."""
 
 
 @dataclass(frozen=True)
 class Database:
-    """One tree's record."""
+    """Record of one tree."""
 
     flags: int
     depth: int
@@ -52,16 +52,16 @@ class Database:
 
     @classmethod
     def parse(cls, record: bytes) -> Database:
-        """Raises Damage."""
+        """Parse a record. Raises LmdbCorruption."""
         pad, *values = _DATABASE.unpack(record)
-        if pad not in (0, PAGE_BYTES):  # the list of free pages has the page size here
+        if pad not in (0, PAGE_BYTES):  # the free list has the page size here
             raise LmdbCorruption("a database's record has impossible values")
         return cls(*values)
 
 
 @dataclass(frozen=True)
 class MetaPage:
-    """What one of the two meta pages says: the roots as of a transaction."""
+    """Contents of a meta page: the roots as of a transaction."""
 
     free: Database
     main: Database
@@ -70,12 +70,15 @@ class MetaPage:
 
     @property
     def needed_bytes(self) -> int:
-        """The file's length that this transaction relies on."""
+        """Length of the file that this transaction relies on."""
         return (self.last_page + 1) * PAGE_BYTES
 
 
 class Node(NamedTuple):
-    """One key of a leaf. A value within the page is in ``value``; a large one lies at ``offset`` of the file."""
+    """One key of a leaf.
+
+    A value within the page is in ``value``; a large one lies at ``offset`` of the file.
+    """
 
     key: bytes
     size_bytes: int
@@ -85,12 +88,15 @@ class Node(NamedTuple):
 
     @property
     def value_pages(self) -> int:
-        """How many pages a large value has."""
+        """Number of pages of a large value."""
         return -(-(_HEADER_BYTES + self.size_bytes) // PAGE_BYTES)
 
 
 class PageFile:
-    """A data file open for reading. Closed when the last reference goes: a reader may outlive a replacement."""
+    """A data file open for reading.
+
+    Closed with its last reference: a reader may outlive the file's replacement.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -102,7 +108,7 @@ class PageFile:
         return os.fstat(self.handle).st_size
 
     def read_into(self, target: memoryview, offset: int) -> bool:
-        """Fills ``target``; False when the file ends before. Raises OSError. Without the GIL."""
+        """Fill ``target`` without the GIL; False when the file ends before. Raises OSError."""
         done = 0
         while done < len(target):
             got = os.preadv(self.handle, [target[done:]], offset + done)
@@ -112,7 +118,7 @@ class PageFile:
         return True
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Raises Damage when the file ends before, OSError."""
+        """Read bytes. Raises LmdbCorruption when the file ends before, OSError."""
         found = os.pread(self.handle, size_bytes, offset)
         if len(found) == size_bytes:
             return found
@@ -125,11 +131,11 @@ class PageFile:
         return self.read(number * PAGE_BYTES, PAGE_BYTES)
 
     def will_need(self, offset: int, size_bytes: int) -> None:
-        """Tells the kernel to read ahead."""
+        """Ask the kernel to read ahead."""
         os.posix_fadvise(self.handle, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def metas(self) -> list[MetaPage]:
-        """The sound meta pages, newest first. Raises Damage when there is none, OSError."""
+        """Return the intact meta pages, newest first. Raises LmdbCorruption for none, OSError."""
         found: list[MetaPage] = []
         reason = "there is no meta page"
         for number in (0, 1):
@@ -156,15 +162,18 @@ class PageFile:
 
 
 def overflow_pages(file: PageFile, number: int) -> int:
-    """How many pages a large value has that begins at a page; 0 when none does. Raises Damage, OSError."""
+    """Return the number of pages of a large value that begins at a page, or 0.
+
+    Raises LmdbCorruption, OSError.
+    """
     named, _, flags, pages = _OVERFLOW.unpack(file.read(number * PAGE_BYTES, _HEADER_BYTES))
     return pages if named == number and flags & ~_DIRTY == _OVERFLOW_PAGE else 0
 
 
 def check_overflow(file: PageFile, node: Node) -> None:
-    """That the header of a large value's pages is right: LMDB trusts it when the value is removed.
+    """Check the page header of a large value: LMDB trusts it when it removes the value.
 
-    Raises Damage, OSError.
+    Raises LmdbCorruption, OSError.
     """
     number = node.offset // PAGE_BYTES
     if overflow_pages(file, number) != node.value_pages:
@@ -172,7 +181,7 @@ def check_overflow(file: PageFile, node: Node) -> None:
 
 
 def database_of(node: Node) -> Database:
-    """The record of a named database. Raises Damage."""
+    """Parse the record of a named database. Raises LmdbCorruption."""
     if not node.is_database or node.value is None or len(node.value) != _DATABASE.size:
         raise LmdbCorruption(f"{node.key[:16]!r} is no database")
     found = Database.parse(node.value)
@@ -182,7 +191,7 @@ def database_of(node: Node) -> Database:
 
 
 def _places(page: bytes, number: int, flags: int) -> tuple[int, ...]:
-    """Where the nodes of a page begin. Raises Damage."""
+    """Return the offsets of a page's nodes. Raises LmdbCorruption."""
     named, _, found, lower, upper = _HEADER.unpack_from(page)
     if named != number or found & ~_DIRTY != flags:
         raise LmdbCorruption(f"page {number} is not what points to it says")
@@ -195,15 +204,15 @@ def _places(page: bytes, number: int, flags: int) -> tuple[int, ...]:
 
 
 def leaf_nodes(page: bytes, number: int) -> list[Node]:
-    """The entries of a leaf page. Raises Damage."""
+    """Return the entries of a leaf page. Raises LmdbCorruption."""
     return [_leaf_node(page, number, place) for place in _places(page, number, LEAF)]
 
 
 def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
-    """The entries of a damaged leaf page that can be read. They may be wrong: whoever takes them checks them.
+    """Return the readable entries of a corrupt leaf page, which the caller must check.
 
-    One of number and kind must be right. Where the end of the list of nodes is lost, it goes on as long as it leads to
-    nodes in use: behind their beginning lie those that were removed.
+    One of number and kind must be right. Where the end of the list of nodes is lost, it continues as long as it leads
+    to nodes in use: removed ones lie behind their beginning.
     """
     named, _, flags, lower, upper = _HEADER.unpack_from(page)
     if named != number and flags & ~_DIRTY != LEAF:
@@ -232,7 +241,10 @@ def _leaf_node(page: bytes, number: int, place: int) -> Node:
 
 
 def branch_nodes(page: bytes, number: int) -> list[tuple[bytes, int]]:
-    """The ``(least key, page number)`` of a branch page's children. Raises Damage."""
+    """Return the ``(least key, page number)`` of a branch page's children.
+
+    Raises LmdbCorruption.
+    """
     found = []
     for place in _places(page, number, BRANCH):
         low, high, top, key_bytes = _NODE.unpack_from(page, place)
@@ -245,7 +257,10 @@ def branch_nodes(page: bytes, number: int) -> list[tuple[bytes, int]]:
 
 
 class KeyLookup:
-    """Finds entries of one transaction by key. Pages that were read are kept; use it for one group of look-ups."""
+    """Finds entries of one transaction by key.
+
+    Caches the pages that it reads; use it for one group of lookups.
+    """
 
     def __init__(self, file: PageFile, meta: MetaPage) -> None:
         self._file, self._meta = file, meta
@@ -253,7 +268,7 @@ class KeyLookup:
         self._trees: dict[bytes, Database] = {}
 
     def find(self, database: bytes, key: bytes) -> Node | None:
-        """Raises Damage, OSError."""
+        """Return the node of a key, or None. Raises LmdbCorruption, OSError."""
         if database not in self._trees:
             node = self._find(self._meta.main, database)
             if node is None:
@@ -262,7 +277,7 @@ class KeyLookup:
         return self._find(self._trees[database], key)
 
     def value(self, node: Node) -> bytes:
-        """Raises Damage, OSError."""
+        """Return the value of a node. Raises LmdbCorruption, OSError."""
         return node.value if node.value is not None else self._file.read(node.offset, node.size_bytes)
 
     def _page(self, number: int, kind: int) -> tuple[bytes, tuple[int, ...]]:
@@ -277,7 +292,7 @@ class KeyLookup:
             return None
         for _ in range(min(tree.depth, MAX_DEPTH) - 1):
             page, places = self._page(number, BRANCH)
-            # The last child whose least key is not above; the first one's is not written.
+            # The last child whose least key is not above; the least key of the first child is not stored.
             child = max(1, bisect_right(places, key, lo=1, key=lambda place: _key_at(page, place)))
             low, high, top, _ = _NODE.unpack_from(page, places[child - 1])
             number = low | high << 16 | top << 32

@@ -1,10 +1,10 @@
-"""The durable tier on disk: written through LMDB, read past it, checked before it is opened, repaired when it must be.
+"""LMDB tier: the durable tier on disk, with recovery of corrupt files.
 
-What it keeps of each chunk in memory is its entry (``reader.Entry``): place, length, checksum and parent. Headers are
-read once, at ``load``.
+LMDB writes; reads bypass it. A file is checked before LMDB opens it, and repaired if necessary. Per chunk, memory holds
+a ``payload_reader.StoredEntry``: offset, length, checksum and parent. Headers are read once, at ``load``.
 
 The budget is the caller's: the sum of ``stored_bytes`` is to stay below it. The file stays within one and a half times
-the budget (at least 1 MiB): chunks that come and go at random leave it a quarter larger than what lives, and the rest
+the budget (at least 1 MiB): random insertions and removals leave it a quarter larger than its live data, and the rest
 is for removals, which must be possible when nothing else is.
 """
 
@@ -38,7 +38,6 @@ from cache_daemon.durable.encryption import cipher_for
 from cache_daemon.durable.lmdb_env import LmdbEnvironment, ShortWrite
 from cache_daemon.durable.lmdb_file import KeyLookup, LmdbCorruption, Node, PageFile, check_overflow
 from cache_daemon.durable.payload_reader import PayloadReader, StoredEntry
-from cache_daemon.durable.rebuild import rebuild
 from cache_daemon.durable.record_format import (
     HEADERS,
     MINIMUM_VALUE_BYTES,
@@ -47,7 +46,7 @@ from cache_daemon.durable.record_format import (
     decode_record,
     decrypt_header,
 )
-from cache_daemon.durable.recovery import open_data
+from cache_daemon.durable.recovery import open_data, rebuild
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import strict_scan
 from cache_daemon.durable.tier_contents import TierContents, gc_paused, load_order, read_contents
@@ -94,14 +93,17 @@ class LmdbTier:
         self._reader = PayloadReader(lambda prefix_hash: self._entries.get(prefix_hash), self._cipher)
 
     def _open(self) -> TierContents:
-        """Checks, repairs and opens the data file. Raises StoreUnavailable, OSError, OutOfSpace, TierFailed, Damage."""
+        """Check, repair and open the data file.
+
+        Raises StoreUnavailable, OSError, OutOfSpace, TierFailed, LmdbCorruption.
+        """
         with gc_paused():
             return self._open_or_rewrite()
 
     def _open_or_rewrite(self) -> TierContents:
         try:
             return self._open_checked()
-        except LmdbCorruption:  # LMDB knows of something that the survey does not
+        except LmdbCorruption:  # LMDB found corruption that the scan did not
             self._rewrite = True
             return self._open_checked()
 
@@ -153,7 +155,7 @@ class LmdbTier:
         ]
 
     def header(self, prefix_hash: bytes) -> ChunkHeader | None:
-        """A stored chunk's header, read from disk; None when it is missing or damaged. Raises OSError."""
+        """Read a stored chunk's header from disk; None when missing or corrupt. Raises OSError."""
         with self._writing:
             try:
                 finder = KeyLookup(self._file, self._meta)
@@ -165,14 +167,14 @@ class LmdbTier:
                 return None
 
     def stored_keys(self) -> list[bytes]:
-        """The prefix hashes of all chunks, parents before children."""
+        """Return the prefix hashes of all chunks, parents before children."""
         found = [key for key, entry in list(self._entries.items()) if entry.parent not in self._entries]
         for key in found:
             found += self._children.children_of(key)
         return found
 
     def first_of(self, root: bytes) -> bytes | None:
-        """The prefix hash of a chunk that begins prompts of a root; None when there is none."""
+        """Return the prefix hash of a first chunk of a tenant root, or None."""
         return next(iter(self._children.children_of(root)), None)
 
     # ---- read ----------------------------------------------------------------------------------------------
@@ -213,20 +215,20 @@ class LmdbTier:
         return PutResult(PutOutcome.STORED, chunk.record.stored_bytes)
 
     def _ensure_open(self) -> None:
-        """Opens the store again when it failed, or when its file is not as long as it was. Raises TierFailed."""
+        """Reopen the store after a failure, or when its file has shrunk. Raises TierFailed."""
         try:
             if not self._failed and self._folder.data.stat().st_size >= self._meta.needed_bytes:
                 return
             if not self._failed:
                 self._fail()
-            self._open_or_rewrite()  # beside all that goes on, which wants its garbage collected
+            self._open_or_rewrite()  # leaves garbage collection on: the daemon is serving
             log.info("the store is open again", chunks=len(self._entries))
         except (OSError, OutOfSpace, TierFailed, LmdbCorruption, StoreUnavailable) as error:
             self._failed = True
             raise TierFailed(f"the store cannot be opened again: {error}") from error
 
     def _fail(self, rewrite: bool = False) -> None:
-        """Nothing more is written until the store was opened again; ``distrust`` has it rewritten then."""
+        """Refuse writes until the store is reopened; ``rewrite`` rebuilds the file then."""
         if not self._failed:
             self._env.close()
         self._failed, self._rewrite = True, self._rewrite or rewrite
@@ -253,9 +255,9 @@ class LmdbTier:
             raise TierFailed(str(error)) from error
 
     def _use_reserve(self, group: WriteGroup, changes: WriteBatch) -> None:
-        """Removals may use the part of the map that chunks may not.
+        """Apply a group with the part of the map that is reserved for removals.
 
-        Chunks get what the last transaction has freed: LMDB uses it only when another one lies between.
+        Chunks get the space that the last transaction has freed: LMDB uses it only when another one lies between.
         """
         before = self._env.map_bytes
         self._env.resize(before + self._disk_space.reserve_bytes)
@@ -271,7 +273,10 @@ class LmdbTier:
             self._transact(group, changes)
 
     def _check_removals(self, changes: WriteBatch) -> None:
-        """LMDB trusts the header of the pages that it frees. Raises Damage, OSError."""
+        """Check page headers before removals, since LMDB trusts them.
+
+        Raises LmdbCorruption, OSError.
+        """
         finder = KeyLookup(self._file, self._meta)
         gone = (*changes.removed, *(key for key in changes.stored if key in self._entries))
         for key in gone:
@@ -287,7 +292,7 @@ class LmdbTier:
             apply_batch(txn, self._cipher, group, changes)
 
     def _update_memory(self, group: WriteGroup, changes: WriteBatch) -> None:
-        """What is in memory follows what is on disk."""
+        """Update the entries in memory to what is on disk."""
         for key in (*changes.removed, *changes.stored):
             entry = self._entries.pop(key, None)
             if entry is not None:
@@ -347,7 +352,7 @@ class LmdbTier:
             log.info("compacted", before_bytes=before, after_bytes=self._file.size_bytes)
 
     def close(self) -> None:
-        """Flushes and gives the folder back. Idempotent."""
+        """Flush and release the folder. Idempotent."""
         with self._writing:
             if self._closed:
                 return

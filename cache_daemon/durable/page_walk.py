@@ -1,5 +1,8 @@
-"""Walks all trees of a data file: every page that can be reached is visited once, no page is both used and free, keys
-ascend and lie where branch pages lead, and counts are those of the database records."""
+"""Page walk: verifies all trees of a data file.
+
+Every reachable page is visited once, no page is both used and free, keys ascend and lie where branch pages lead, and
+counts are those of the database records.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +34,8 @@ def _lies_between(nodes: list[Node], least: bytes | None, above: bytes | None) -
 class PageWalk:
     """One walk over all trees of one transaction.
 
-    With ``lenient`` a damaged page is noted in ``problems`` and skipped; otherwise Damage is raised.
-    ``used`` has a byte per page: 1 for those that were visited.
+    With ``lenient`` a corrupt page is noted in ``problems`` and skipped; otherwise LmdbCorruption is raised. ``used``
+    has a byte per page: 1 for visited ones.
     """
 
     def __init__(self, file: PageFile, meta: MetaPage, lenient: bool = False) -> None:
@@ -48,7 +51,7 @@ class PageWalk:
         self.problems.append(str(corruption))
 
     def take(self, number: int, count: int = 1) -> None:
-        """Marks pages as used. Raises Damage when they were, or are not in the file."""
+        """Mark pages as used. Raises LmdbCorruption when they already are, or are outside the file."""
         if not 2 <= number <= number + count <= len(self.used):
             raise LmdbCorruption(f"page {number} is not in the file")
         if self.used.find(1, number, number + count) >= 0:
@@ -56,7 +59,10 @@ class PageWalk:
         self.used[number : number + count] = b"\1" * count
 
     def leaves(self, tree: Database, order: Callable[[bytes], object] = bytes) -> Iterator[list[Node]]:
-        """The entries of a tree in the order of their keys, a page's at a time. Raises Damage, OSError."""
+        """Yield the entries of a tree in key order, one page at a time.
+
+        Raises LmdbCorruption, OSError.
+        """
         counts = [0, 0, 0]
         entries = 0
         last: object = None
@@ -74,13 +80,16 @@ class PageWalk:
             self._report(LmdbCorruption("a database's counts are not those of its pages"))
 
     def nodes(self, tree: Database, order: Callable[[bytes], object] = bytes) -> Iterator[Node]:
-        """``leaves``, one entry at a time."""
+        """Yield the entries of ``leaves`` one at a time."""
         return (node for leaf in self.leaves(tree, order) for node in leaf)
 
     def _below(
         self, number: int, depth: int, deepest: int, counts: list[int], least: bytes | None, above: bytes | None
     ) -> Iterator[list[Node]]:
-        """The leaves below a page; their keys lie between what its branch page says. Integer keys are not compared."""
+        """Yield the leaves below a page.
+
+        Their keys lie between those of its branch page. Integer keys are not compared.
+        """
         children: list[tuple[bytes, int]] = []
         try:
             if depth > min(deepest, MAX_DEPTH):
@@ -116,7 +125,7 @@ class PageWalk:
             return readable_leaf_nodes(page, number)
 
     def _with_values(self, nodes: list[Node], counts: list[int]) -> list[Node]:
-        """The nodes whose value is in this page, or in pages that nothing else uses."""
+        """Return the nodes whose value is in this page, or in pages that nothing else uses."""
         kept = []
         for node in nodes:
             if node.value is None:
@@ -129,13 +138,19 @@ class PageWalk:
         return kept
 
     def take_overflow(self, node: Node) -> int:
-        """Marks a large value's pages as used; returns how many. Raises Damage, OSError."""
+        """Mark a large value's pages as used; return their number.
+
+        Raises LmdbCorruption, OSError.
+        """
         count = node.value_pages
         self.take(node.offset // PAGE_BYTES, count)
         return count
 
     def free_pages(self) -> bytearray:
-        """A byte per page: 1 for those that are free. Raises Damage when one is free twice, or used as well."""
+        """Return a byte per page: 1 for free ones.
+
+        Raises LmdbCorruption when a page is free twice, or outside the file.
+        """
         free = bytearray(len(self.used))
         for node in self.nodes(self.meta.free, order=lambda key: int.from_bytes(key, "little")):
             record = node.value if node.value is not None else self.file.read(node.offset, node.size_bytes)
@@ -153,7 +168,7 @@ class PageWalk:
         return free
 
     def check_free(self) -> bytearray:
-        """The free pages, once all trees were walked: none of them is used. Raises Damage."""
+        """Return the free pages after all trees were walked. Raises LmdbCorruption if one is used."""
         free = self.free_pages()
         if int.from_bytes(free, "little") & int.from_bytes(self.used, "little"):
             raise LmdbCorruption("a page is free and used")

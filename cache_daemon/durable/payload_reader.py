@@ -1,9 +1,9 @@
-"""Reads payloads from their places in the data file: several at once, without LMDB, the map or the GIL.
+"""Payload reader: reads and verifies payloads in parallel, without LMDB, the map or the GIL.
 
-Why not through the map: a fault reads one page at a time (51 MB/s), or with readahead too much, and a truncated file is
-a SIGBUS. Here it is a short read. Why no read transaction: what a reader holds on to is its entry. Pages of an entry
-are used again only after it was removed, so bytes that are not the entry's are either damage, or the entry is gone by
-then; looking again says which. Until then the checksum has kept them from being taken for the payload.
+Not through the map: a fault reads one page at a time (51 MB/s), or with readahead too much, and a truncated file is a
+SIGBUS; here it is a short read. Without a read transaction: a reader keeps only its entry. Pages of an entry are used
+again only after its removal, so bytes that are not the entry's mean corruption, or that the entry has gone; a second
+lookup tells which. Until then the checksum has rejected them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _local = threading.local()
 
 
 class StoredEntry(NamedTuple):
-    """A stored chunk: where its payload lies, and what the tier must know of it. ``file`` is the file that has it."""
+    """A stored chunk: location of its payload, and what the tier must know of it.
+
+    ``file`` is the file that holds it.
+    """
 
     file: PageFile
     offset: int
@@ -41,14 +44,17 @@ class StoredEntry(NamedTuple):
 
 
 class PayloadReader:
-    """``find`` gives the present entry of a prefix hash; it is called on any thread."""
+    """Reads payloads with a thread pool.
+
+    ``find`` returns the current entry of a prefix hash; it is called on any thread.
+    """
 
     def __init__(self, find: Callable[[bytes], StoredEntry | None], cipher: Cipher) -> None:
         self._find, self._cipher = find, cipher
         self._pool = ThreadPoolExecutor(THREADS, "durable-read")
 
     def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]:
-        """One result per job. Several jobs run side by side, in the order in which they lie on disk."""
+        """Return one result per job. Several jobs run in parallel, in disk order."""
         entries = [self._find(job.prefix_hash) for job in jobs]
         if len(jobs) == 1:
             return [self._read(jobs[0])]
@@ -80,7 +86,7 @@ class PayloadReader:
         return ReadResult.OK if whole and keys.checksum(job.target) == job.checksum else ReadResult.CORRUPT
 
     def _fill(self, job: ReadJob, entry: StoredEntry) -> bool:
-        """Fills the target; False when lengths do not agree. Raises OSError, ValueError, DecryptError."""
+        """Fill the target; False when lengths differ. Raises OSError, ValueError, DecryptError."""
         overhead = self._cipher.overhead
         is_raw = entry.codec == codec.RAW
         if is_raw and entry.stored_length != len(job.target) + overhead:
@@ -104,7 +110,7 @@ class PayloadReader:
 
 
 def _scratch(name: str, size_bytes: int) -> memoryview:
-    """This thread's memory for intermediate bytes, kept between reads unless it is large."""
+    """Return this thread's scratch memory, kept between reads unless it is large."""
     if size_bytes > _SMALL_SCRATCH_BYTES:
         return memoryview(bytearray(size_bytes))
     kept: mmap.mmap | None = getattr(_local, name, None)

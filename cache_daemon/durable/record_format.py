@@ -1,11 +1,11 @@
-"""How entries look in the store's databases, format 2.
+"""Record format of the store's databases, version 2.
 
 - ``meta``: ``format``, ``key`` (check value of the encryption key) and ``commit`` (number of the last transaction).
 - ``headers``: prefix hash -> ``uint8 2, uint8 codec, uint16 0, uint32 0, uint64 order, uint64 stored length,
-  uint64 XXH3-64 of the stored payload``, the ChunkHeader (sealed), and the checksum.
-- ``payloads``: prefix hash -> the stored payload (packed, then sealed), with zeros up to 2,048 bytes. So every payload
-  has pages of its own, which stay where they are as long as the entry lives.
-- ``notes``: name -> value (sealed), and the checksum.
+  uint64 XXH3-64 of the stored payload``, the ChunkHeader (encrypted), and the checksum.
+- ``payloads``: prefix hash -> the stored payload (compressed, then encrypted), with zeros up to 2,048 bytes. So every
+  payload has pages of its own, which stay where they are as long as the entry lives.
+- ``notes``: name -> value (encrypted), and the checksum. The note of an expiry is Unix milliseconds as ``uint64``.
 - ``recency``: prefix hash -> ``uint64`` tick of last use, and the checksum.
 
 The checksum is the XXH3-64 of database name, key and everything before it; all integers are little-endian.
@@ -13,17 +13,20 @@ The checksum is the XXH3-64 of database name, key and everything before it; all 
 
 from __future__ import annotations
 
+import math
 import struct
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import xxhash
 from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
+from kvsidecar.chunk_layout import layout_of
+from kvsidecar.errors import KVSidecarError
 
 from cache_daemon.durable.durable_tier import whole_pages
 from cache_daemon.durable.encryption import Cipher, DecryptError
-from cache_daemon.durable.header_check import is_valid_duration
 
 FORMAT = b"2"
 META, HEADERS, PAYLOADS, NOTES, RECENCY = b"meta", b"headers", b"payloads", b"notes", b"recency"
@@ -33,7 +36,7 @@ _PREFIX = struct.Struct("<BBHIQQQ")
 _VERSION = 2
 _CHECKSUM_BYTES = 8
 _LARGEST_NODE_BYTES = 2038
-# Nodes of a payload's place and of its last use, 130 bytes in leaves that are two thirds full.
+# Leaf nodes of a payload's location and of its last use: 130 bytes in leaves that are two thirds full.
 _INDEX_BYTES = 195
 
 
@@ -42,7 +45,7 @@ class CorruptRecord(Exception):
 
 
 class Record(NamedTuple):
-    """What is known of a stored chunk without its header's contents."""
+    """A stored chunk without the contents of its header."""
 
     codec: int
     order: int
@@ -52,7 +55,7 @@ class Record(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """What the entry costs on disk."""
+        """Disk space of the entry."""
         header = 8 + keys.HASH_BYTES + _PREFIX.size + len(self.encrypted_header) + _CHECKSUM_BYTES
         # Leaves of keys in random order are two thirds full.
         cost = header * 3 // 2 if header <= _LARGEST_NODE_BYTES else whole_pages(header)
@@ -64,12 +67,12 @@ def _checksum(database: bytes, key: bytes, value: bytes) -> bytes:
 
 
 def checked(database: bytes, key: bytes, value: bytes) -> bytes:
-    """A value with its checksum behind it."""
+    """Return a value followed by its checksum."""
     return value + _checksum(database, key, value)
 
 
 def verified(database: bytes, key: bytes, stored: bytes) -> bytes:
-    """The value without its checksum. Raises CorruptRecord."""
+    """Return the value without its checksum. Raises CorruptRecord."""
     value = stored[:-_CHECKSUM_BYTES]
     if len(stored) < _CHECKSUM_BYTES or stored[-_CHECKSUM_BYTES:] != _checksum(database, key, value):
         raise CorruptRecord(f"{database.decode()} {key[:16].hex()} is damaged")
@@ -84,7 +87,7 @@ def encode_record(key: bytes, record: Record) -> bytes:
 
 
 def decode_record(key: bytes, stored: bytes) -> Record:
-    """Raises CorruptRecord."""
+    """Decode a record. Raises CorruptRecord."""
     value = verified(HEADERS, key, stored)
     if len(value) < _PREFIX.size or len(key) != keys.HASH_BYTES or value[0] != _VERSION:
         raise CorruptRecord(f"headers {key[:16].hex()} is of another version")
@@ -93,7 +96,7 @@ def decode_record(key: bytes, stored: bytes) -> Record:
 
 
 def encrypt_header(cipher: Cipher, header: ChunkHeader) -> bytes:
-    """The header as it is stored, without fields that this version does not know."""
+    """Return the header as stored, without fields that this version does not know."""
     known = ChunkHeader()
     known.CopyFrom(header)
     known.DiscardUnknownFields()
@@ -101,7 +104,7 @@ def encrypt_header(cipher: Cipher, header: ChunkHeader) -> bytes:
 
 
 def decrypt_header(cipher: Cipher, key: bytes, record: Record) -> ChunkHeader:
-    """The header of a record; its hash is that of its parent and tokens. Raises CorruptRecord."""
+    """Decode the header of a record and verify its hash. Raises CorruptRecord."""
     try:
         header = ChunkHeader.FromString(decrypt_value(cipher, HEADERS, key, record.encrypted_header))
     except DecodeError as error:
@@ -114,7 +117,7 @@ def decrypt_header(cipher: Cipher, key: bytes, record: Record) -> ChunkHeader:
 
 
 def decrypt_value(cipher: Cipher, database: bytes, key: bytes, encrypted: bytes) -> bytes:
-    """A small value as it was before it was sealed. Raises CorruptRecord."""
+    """Decrypt a small value. Raises CorruptRecord."""
     if not cipher.overhead:
         return encrypted
     if len(encrypted) < cipher.overhead:
@@ -132,7 +135,7 @@ def encode_note(cipher: Cipher, name: bytes, value: bytes) -> bytes:
 
 
 def decode_note(cipher: Cipher, name: bytes, stored: bytes) -> bytes:
-    """Raises CorruptRecord."""
+    """Decode a note. Raises CorruptRecord."""
     return decrypt_value(cipher, NOTES, name, verified(NOTES, name, stored))
 
 
@@ -141,5 +144,67 @@ def encode_tick(key: bytes, tick: int) -> bytes:
 
 
 def decode_tick(key: bytes, stored: bytes) -> int:
-    """Raises CorruptRecord."""
+    """Decode a tick of last use. Raises CorruptRecord."""
     return int.from_bytes(verified(RECENCY, key, stored), "little")
+
+
+def hashes_match(header: ChunkHeader) -> bool:
+    """Return True when the header's hashes are those of its tokens."""
+    tokens = header.token_ids[:]
+    return (
+        keys.prefix_hash(header.parent_prefix_hash, tokens) == header.prefix_hash
+        and keys.content_hash(header.root, tokens) == header.content_hash
+    )
+
+
+def is_valid_duration(seconds: float) -> bool:
+    """Return True for a possible prefill time: a finite number from 0."""
+    return 0 <= seconds < math.inf
+
+
+def layout_payload_bytes(header: ChunkHeader) -> int:
+    """Return the payload size of a header's layout. Raises ValueError for an impossible one."""
+    try:
+        return layout_of(header).size_bytes
+    except (KVSidecarError, ValueError, KeyError, ArithmeticError) as error:
+        raise ValueError(str(error)) from error
+
+
+EXPIRY_NOTE_PREFIX = b"kept-until:"
+_EXPIRY = struct.Struct("<Q")
+
+
+def encode_expiry(until: float) -> bytes:
+    """Encode a finite expiry in Unix seconds as a note."""
+    return _EXPIRY.pack(int(until * 1000))
+
+
+def decode_expiry(note: bytes) -> float | None:
+    """Return the expiry of a note in Unix seconds; None when it is invalid."""
+    return _EXPIRY.unpack(note)[0] / 1000 if len(note) == _EXPIRY.size else None
+
+
+def expiries_of(notes: Mapping[bytes, bytes]) -> dict[bytes, int]:
+    """Return the expiries of notes in Unix milliseconds, by prefix hash."""
+    return {
+        name.removeprefix(EXPIRY_NOTE_PREFIX): _EXPIRY.unpack(note)[0]
+        for name, note in notes.items()
+        if name.startswith(EXPIRY_NOTE_PREFIX) and len(note) == _EXPIRY.size
+    }
+
+
+def merge_expiries(
+    asked: Iterable[tuple[bytes, int]], stored: frozenset[bytes], notes: Mapping[bytes, bytes]
+) -> dict[bytes, bytes | None]:
+    """Return the notes that change when chunks with these expiries are added.
+
+    Expiries are Unix milliseconds, 0 is never. The longest wins; a chunk in ``stored`` without a note never expires.
+    """
+    known, out = expiries_of(notes), dict[bytes, bytes | None]()
+    for key, end in asked:
+        if not end:
+            if key in known:
+                out[EXPIRY_NOTE_PREFIX + key] = None
+        elif key not in stored or known.get(key, end) < end:
+            out[EXPIRY_NOTE_PREFIX + key] = _EXPIRY.pack(end)
+    return out

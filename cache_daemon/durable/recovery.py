@@ -1,18 +1,43 @@
-"""Opening a store's data file: new, sound, or damaged and repaired. Afterwards LMDB may touch it."""
+"""Recovery: opens a store's data file, and rebuilds it when it is corrupt.
+
+Repair and compaction copy the intact records into a new file, which takes the old one's name in one step when it is
+complete and on disk; a crash at any point loses nothing. Only ``pread`` touches the old file, so corruption in it
+cannot end the process. LMDB opens a file only afterwards.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
 import structlog
+from kvsidecar import keys
+from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PAGE_BYTES, OutOfSpace, TierFailed
 from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_env import LmdbEnvironment
 from cache_daemon.durable.lmdb_file import LmdbCorruption, PageFile, leaf_nodes
-from cache_daemon.durable.rebuild import check_key, other_version, rebuild
-from cache_daemon.durable.record_format import DATABASES, HEADERS, CorruptRecord, decrypt_header, verified
+from cache_daemon.durable.record_format import (
+    DATABASES,
+    HEADERS,
+    MINIMUM_VALUE_BYTES,
+    NOTES,
+    PAYLOADS,
+    RECENCY,
+    CorruptRecord,
+    decode_note,
+    decrypt_header,
+    encode_record,
+    encode_tick,
+    verified,
+)
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import LMDB_MAGIC, StoreScan, UnsupportedVersion, lenient_scan, strict_scan
+from cache_daemon.durable.tier_contents import with_all_ancestors
 
 log = structlog.get_logger("cache_daemon")
 _NEW_MAP_BYTES = 1 << 20
@@ -20,9 +45,9 @@ _SEARCHED_PAGES = 16_384
 
 
 def open_data(folder: StoreDir, cipher: Cipher, rewrite: bool = False) -> StoreScan:
-    """A survey of a data file that is sound. ``distrust`` rewrites it even if its pages look sound.
+    """Return the scan of an intact data file, after repair if necessary.
 
-    Raises StoreUnavailable, OSError.
+    ``rewrite`` rebuilds it even if its pages look intact. Raises StoreUnavailable, OSError.
     """
     if not folder.has_data:
         create(folder, cipher)
@@ -44,7 +69,7 @@ def open_data(folder: StoreDir, cipher: Cipher, rewrite: bool = False) -> StoreS
 
 
 def create(folder: StoreDir, cipher: Cipher) -> None:
-    """An empty store in the place of the data file. Raises StoreUnavailable."""
+    """Create an empty store in place of the data file. Raises StoreUnavailable."""
     try:
         environment = LmdbEnvironment(folder.new_data_folder(), _NEW_MAP_BYTES)
         try:
@@ -60,7 +85,10 @@ def create(folder: StoreDir, cipher: Cipher) -> None:
 
 
 def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> StoreScan:
-    """Saves what is sound. With no room to do so, the damaged file is set aside whole, and the store is empty."""
+    """Rebuild a corrupt file.
+
+    Without space to do so, the corrupt file is set aside whole, and the store is empty.
+    """
     scan = lenient_scan(file)
     if not scan.format and not scan.records and not _looks_like_ours(file):
         raise StoreUnavailable(
@@ -101,7 +129,7 @@ def _opens_any(scan: StoreScan, cipher: Cipher) -> bool:
 
 
 def _looks_like_ours(file: PageFile) -> bool:
-    """Whether a file without any readable tree has a page that LMDB or this program wrote, or is all zeros."""
+    """Return True for a file with a page of LMDB or of this program, or of zeros only."""
     head = file.read(0, min(2 * PAGE_BYTES, file.size_bytes))
     if LMDB_MAGIC in head:
         return True
@@ -122,3 +150,131 @@ def _looks_like_ours(file: PageFile) -> bool:
                 continue
             return True
     return empty
+
+
+_TRANSACTION_BYTES = 32 << 20
+_MAP_SLACK_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class RebuildReport:
+    """Result of a rebuild. ``reasons`` has at most ten problems that were found."""
+
+    chunks: int
+    notes: int
+    lost: Mapping[str, int] = field(default_factory=dict)
+    reasons: tuple[str, ...] = ()
+    kept_as: Path | None = None
+
+
+def payload_is_intact(scan: StoreScan, key: bytes) -> bool:
+    """Return True when a chunk's stored payload matches its checksum. Raises OSError."""
+    record, place = scan.records[key], scan.places.get(key)
+    if place is None or place[1] != max(record.stored_length, MINIMUM_VALUE_BYTES):
+        return False
+    stored = bytearray(record.stored_length)
+    return scan.file.read_into(memoryview(stored), place[0]) and keys.checksum(stored) == record.stored_checksum
+
+
+def readable_headers(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[bytes, ChunkHeader]:
+    """Return the headers that can be decoded, in the order of storing."""
+    found = {}
+    for key, record in sorted(scan.records.items(), key=lambda item: item[1].order):
+        try:
+            found[key] = decrypt_header(cipher, key, record)
+        except CorruptRecord:
+            lost["headers"] += 1
+    return found
+
+
+def rebuild(folder: StoreDir, scan: StoreScan, cipher: Cipher, keep_damaged: bool) -> RebuildReport:
+    """Replace the data file by a new one with the intact records.
+
+    Raises OutOfSpace, TierFailed, OSError.
+    """
+    lost: Counter[str] = Counter()
+    if scan.broken_headers:
+        lost["headers"] += len(scan.broken_headers)
+    headers = readable_headers(scan, cipher, lost)
+    for key in list(headers):
+        if not payload_is_intact(scan, key):
+            lost["payloads"] += 1
+            del headers[key]
+    kept = with_all_ancestors(headers)
+    if len(headers) > len(kept):
+        lost["orphans"] += len(headers) - len(kept)
+    notes = _sound_notes(scan, cipher, lost)
+    _write(folder, scan, cipher, kept, notes)
+    kept_as = folder.keep_damaged() if keep_damaged else None
+    folder.install_rebuilt()
+    return RebuildReport(len(kept), len(notes), dict(lost), tuple(scan.problems[:10]), kept_as)
+
+
+def _sound_notes(scan: StoreScan, cipher: Cipher, lost: Counter[str]) -> dict[bytes, bytes]:
+    notes = {}
+    for name, stored in scan.notes.items():
+        try:
+            decode_note(cipher, name, stored)
+        except CorruptRecord:
+            lost["notes"] += 1
+        else:
+            notes[name] = stored
+    if scan.broken_notes:
+        lost["notes"] += len(scan.broken_notes)
+    return notes
+
+
+def _write(folder: StoreDir, scan: StoreScan, cipher: Cipher, kept: list[bytes], notes: Mapping[bytes, bytes]) -> None:
+    """Write a complete data file to ``rebuild/`` and flush it."""
+    size = sum(scan.records[key].stored_bytes for key in kept) + sum(map(len, notes.values())) * 2
+    environment = LmdbEnvironment(folder.new_data_folder(), size * 5 // 4 + _MAP_SLACK_BYTES, sync=False)
+    try:
+        environment.initialise(cipher)
+        for group in _groups(kept, scan):
+            with environment.transaction() as txn:
+                for key in group:
+                    record = scan.records[key]
+                    stored = scan.file.read(scan.places[key][0], max(record.stored_length, MINIMUM_VALUE_BYTES))
+                    txn.put(HEADERS, key, encode_record(key, record))
+                    txn.put(PAYLOADS, key, stored)
+                    if key in scan.ticks:
+                        txn.put(RECENCY, key, encode_tick(key, scan.ticks[key]))
+        with environment.transaction() as txn:
+            for name, stored in notes.items():
+                txn.put(NOTES, name, stored)
+        environment.sync()
+    finally:
+        environment.close()
+
+
+def _groups(kept: Iterable[bytes], scan: StoreScan) -> Iterable[list[bytes]]:
+    group: list[bytes] = []
+    size = 0
+    for key in kept:
+        group.append(key)
+        size += scan.records[key].stored_bytes
+        if size >= _TRANSACTION_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def check_key(folder: Path, scan: StoreScan, cipher: Cipher) -> None:
+    """Raise StoreUnavailable when the store has another key, or none where one is given."""
+    check = scan.key_check
+    if not check or cipher.matches(check):
+        return
+    if check == b"none":
+        text = "is not encrypted, but a key is given; start without the key, or choose another --store"
+    elif not cipher.overhead:
+        text = "is encrypted; give its key, choose another --store, or remove the folder"
+    else:
+        text = "is encrypted with another key; give that key, choose another --store, or remove the folder"
+    raise StoreUnavailable(f"the store in {folder} {text}")
+
+
+def other_version(folder: Path, error: UnsupportedVersion) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"the store in {folder} {error}, this daemon needs version '2'; remove the folder or choose another --store"
+    )

@@ -1,4 +1,4 @@
-"""Offline verification of a store that no daemon holds: every page, record and payload."""
+"""Scrub: offline verification of every page, record and payload of a store."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvsidecar.errors import StoreUnavailable
 from cache_daemon.durable.durable_tier import OutOfSpace, TierFailed
 from cache_daemon.durable.encryption import cipher_for
 from cache_daemon.durable.lmdb_file import LmdbCorruption, PageFile
-from cache_daemon.durable.rebuild import check_key, other_version, payload_is_intact, rebuild
 from cache_daemon.durable.record_format import CorruptRecord, decrypt_header
+from cache_daemon.durable.recovery import check_key, other_version, payload_is_intact, rebuild
 from cache_daemon.durable.store_dir import StoreDir
 from cache_daemon.durable.store_scan import UnsupportedVersion, lenient_scan, strict_scan
 from cache_daemon.durable.tier_contents import read_contents
@@ -22,7 +22,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ScrubReport:
-    """What a scrub found. ``problems`` are damaged pages; ``repaired`` says that all of it is gone now."""
+    """Result of a scrub.
+
+    ``problems`` are corrupt pages; ``repaired`` says that everything corrupt was removed.
+    """
 
     sound: int
     corrupt: int
@@ -37,10 +40,10 @@ class ScrubReport:
 
 
 def scrub(folder: Path, repair: bool, key: bytes | None = None, progress: Progress | None = None) -> ScrubReport:
-    """Reads everything in a store; with ``repair``, what is not sound is removed, and a damaged file set aside.
+    """Verify a store; with ``repair``, remove corrupt records and set a corrupt file aside.
 
-    ``progress`` hears chunks done and chunks in all. Raises StoreUnavailable when the store is in use, of another
-    version, encrypted with another key, or cannot be read or rewritten; ConfigurationError for an impossible key.
+    ``progress`` gets chunks done and in all. Raises StoreUnavailable when the store is in use, of another version,
+    encrypted with another key, or cannot be read or rewritten; ConfigurationError for an impossible key.
     """
     cipher = cipher_for(key)
     held = StoreDir(folder, create=False)

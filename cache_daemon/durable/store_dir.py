@@ -1,7 +1,7 @@
-"""The folder of a store: its lock, its data file, and how a new data file takes the old one's place.
+"""Store folder: its lock, its data file, and the replacement of the data file.
 
-``data.mdb`` is the store, ``daemon.lock`` says that a daemon has it, ``rebuild/`` is a new data file that is not
-complete, ``data.mdb.damaged-N`` the last one that had to be replaced.
+``data.mdb`` is the store, ``daemon.lock`` is locked by the daemon that has it, ``rebuild/`` holds an incomplete new
+data file, ``data.mdb.damaged-N`` is the last file that had to be replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kvsidecar.errors import StoreUnavailable
 
-# Of a file system that has no hard links, such as exFAT and some network file systems.
+# Errors of a file system without hard links, such as exFAT and some network file systems.
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 _DAMAGED = "data.mdb.damaged-"
 
@@ -45,12 +45,14 @@ class StoreDir:
 
     @property
     def has_data(self) -> bool:
-        """Whether there is a data file with anything in it."""
+        """True when there is a data file that is not empty."""
         return self.data.exists() and self.data.stat().st_size > 0
 
     def keep_damaged(self) -> Path:
-        """A second name for the data file, in the place of an earlier damaged one; a copy, where the file system has no
-        second names. Raises OSError."""
+        """Give the data file a second name, replacing an earlier damaged one.
+
+        Copies it where the file system has no hard links. Raises OSError.
+        """
         earlier, kept = self._damaged()
         try:
             os.link(self.data, kept)
@@ -63,7 +65,7 @@ class StoreDir:
         return kept
 
     def set_aside(self) -> Path:
-        """Renames the data file, in the place of an earlier damaged one. Raises OSError."""
+        """Rename the data file, replacing an earlier damaged one. Raises OSError."""
         earlier, kept = self._damaged()
         os.rename(self.data, kept)
         self._sync()
@@ -72,18 +74,18 @@ class StoreDir:
         return kept
 
     def _damaged(self) -> tuple[list[Path], Path]:
-        """Damaged files that were kept, and a name for the next."""
+        """Return the damaged files that were kept, and a name for the next."""
         earlier = sorted(self.path.glob(f"{_DAMAGED}*"), key=_number)
         return earlier, self.path / f"{_DAMAGED}{_number(earlier[-1]) + 1 if earlier else 1}"
 
     def new_data_folder(self) -> Path:
-        """An empty folder for a new data file. Raises OSError."""
+        """Create an empty folder for a new data file. Raises OSError."""
         shutil.rmtree(self.rebuild, ignore_errors=True)
         self.rebuild.mkdir(mode=0o700)
         return self.rebuild
 
     def install_rebuilt(self) -> None:
-        """The complete file in ``rebuild/`` becomes the data file, in one step. Raises OSError."""
+        """Make the complete file in ``rebuild/`` the data file, in one step. Raises OSError."""
         os.rename(self.rebuild / "data.mdb", self.data)
         self._sync()
         shutil.rmtree(self.rebuild, ignore_errors=True)
@@ -100,7 +102,7 @@ class StoreDir:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """For file systems without hard links. Raises OSError, with nothing left behind."""
+    """Copy a file on a file system without hard links. Raises OSError and leaves nothing behind."""
     try:
         shutil.copyfile(source, target)
         target.chmod(0o600)

@@ -1,23 +1,35 @@
-"""What a data file holds, found by walking its pages: strictly before LMDB may touch it, or leniently to save the rest.
+"""Store scan: finds all records of a data file by walking its pages.
 
-The strict survey raises Damage at the first thing that LMDB did not write. The lenient one goes on: it skips what is
-broken, takes an older transaction when the newest cannot be read, and finds leaves that nothing leads to any more.
-Those are told from stale copies by the list of free pages; where that is damaged too, they are left out, so that
-nothing that was deleted comes back.
+The strict scan runs before LMDB may open the file and raises LmdbCorruption at the first thing that LMDB did not write.
+The lenient one saves the rest: it skips corrupt pages, takes an older transaction when the newest cannot be read, and
+finds leaves and payloads that nothing leads to any more. The list of free pages tells those from stale copies; where it
+is corrupt too, they are left out, so that no deleted record comes back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_daemon.durable.lmdb_file import Database, LmdbCorruption, MetaPage, Node, PageFile, database_of
-from cache_daemon.durable.lost_pages import LostPageSearch
+from kvsidecar import keys
+
+from cache_daemon.durable.durable_tier import PAGE_BYTES
+from cache_daemon.durable.lmdb_file import (
+    Database,
+    LmdbCorruption,
+    MetaPage,
+    Node,
+    PageFile,
+    database_of,
+    overflow_pages,
+    readable_leaf_nodes,
+)
 from cache_daemon.durable.page_walk import PageWalk
 from cache_daemon.durable.record_format import (
     DATABASES,
     FORMAT,
     HEADERS,
     META,
+    MINIMUM_VALUE_BYTES,
     NOTES,
     PAYLOADS,
     RECENCY,
@@ -32,13 +44,16 @@ LMDB_MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
 
 
 class UnsupportedVersion(Exception):
-    """The file is sound but not a store of this version; the text says what it is."""
+    """The file is intact but not a store of this version; the text says what it is."""
 
 
 @dataclass
 class StoreScan:
-    """Everything found. ``places`` are offset and length of stored payloads; ``commit_matches`` says that the meta page
-    is that of the last transaction."""
+    """Everything that a scan found.
+
+    ``places`` are offset and length of stored payloads; ``commit_matches`` says that the meta page is that of the last
+    transaction.
+    """
 
     file: PageFile
     meta: MetaPage | None = None
@@ -55,7 +70,7 @@ class StoreScan:
 
 
 def strict_scan(file: PageFile) -> StoreScan:
-    """Raises Damage, UnsupportedVersion, OSError."""
+    """Scan a file that must be intact. Raises LmdbCorruption, UnsupportedVersion, OSError."""
     metas = _metas(file)
     if len(metas) < 2:
         raise LmdbCorruption("one of the two meta pages is damaged")
@@ -68,7 +83,7 @@ def strict_scan(file: PageFile) -> StoreScan:
 
 
 def lenient_scan(file: PageFile) -> StoreScan:
-    """Raises UnsupportedVersion, OSError."""
+    """Scan a corrupt file for everything readable. Raises UnsupportedVersion, OSError."""
     try:
         metas = _metas(file)
     except LmdbCorruption as corruption:
@@ -99,6 +114,8 @@ def _metas(file: PageFile) -> list[MetaPage]:
 
 
 class StoreScanner:
+    """Walks the trees of one transaction and collects their records."""
+
     def __init__(self, scan: StoreScan, walk: PageWalk) -> None:
         self._found, self.walk, self._file = scan, walk, walk.file
 
@@ -159,7 +176,10 @@ class StoreScanner:
                 found.broken_notes.append(node.key)
 
     def _take_meta(self, node: Node) -> None:
-        """The store's own records. A format that cannot be checked is damage, unless it is format 1's plain digit."""
+        """Record an entry of ``meta``.
+
+        A format record that fails its checksum is corrupt, unless it is format 1's plain digit.
+        """
         stored = self.value(node)
         try:
             value = verified(META, node.key, stored)
@@ -178,3 +198,79 @@ class StoreScanner:
             self._found.commit_matches = int.from_bytes(value, "little") == self.walk.meta.transaction
             if not self._found.commit_matches:
                 self._report(LmdbCorruption("the meta page is not that of the last transaction"))
+
+
+class LostPageSearch:
+    """Search of unreachable pages, after a lenient walk.
+
+    Finds leaves and payloads below a corrupt page. Checksums identify a leaf's records; a header's record identifies
+    its payload by length and checksum. Freed pages are left out, so that no deleted record comes back; where the list
+    of free pages is corrupt, nothing is searched.
+    """
+
+    def __init__(self, scan: StoreScan, scanner: StoreScanner) -> None:
+        self._scan, self._scanner, self._file = scan, scanner, scan.file
+        self._used = scanner.walk.used
+
+    def search(self) -> None:
+        """Search all pages. Raises OSError."""
+        walk = self._scanner.walk
+        try:
+            free = PageWalk(walk.file, walk.meta).free_pages()
+        except LmdbCorruption:
+            return
+        values: list[int] = []
+        number = 2
+        while number < len(self._used):
+            step = 1
+            if not self._used[number] and not free[number]:
+                try:
+                    step = self._search(number, values)
+                except LmdbCorruption:  # the file ends here
+                    break
+            number += step
+        self._match(values)
+
+    def _search(self, number: int, values: list[int]) -> int:
+        """Search one page; return how many pages belong together. Raises LmdbCorruption, OSError."""
+        pages = overflow_pages(self._file, number)
+        if pages:
+            values.append(number)
+            return min(pages, len(self._used))
+        for node in readable_leaf_nodes(self._file.page(number), number):
+            self._take(node)
+        return 1
+
+    def _take(self, node: Node) -> None:
+        """Add a node to the database that its checksum names. ``_match`` finds large values."""
+        scan = self._scan
+        if node.value is None and node.size_bytes > len(self._used) * PAGE_BYTES:
+            return
+        for database, known in ((HEADERS, scan.records), (RECENCY, scan.ticks), (NOTES, scan.notes)):
+            try:
+                verified(database, node.key, self._scanner.value(node))
+            except (CorruptRecord, LmdbCorruption):
+                continue
+            if node.key not in known:
+                self._scanner.take(database, node)
+            return
+
+    def _match(self, values: list[int]) -> None:
+        """Assign values without a key to records without a payload."""
+        scan = self._scan
+        wanted: dict[tuple[int, int], bytes] = {}
+        for key, record in scan.records.items():
+            size = max(record.stored_length, MINIMUM_VALUE_BYTES)
+            if scan.places.get(key, (0, 0))[1] != size:
+                wanted[record.stored_length, record.stored_checksum] = key
+        by_pages: dict[int, set[int]] = {}
+        for length, _ in wanted:
+            by_pages.setdefault(-(-(16 + max(length, MINIMUM_VALUE_BYTES)) // PAGE_BYTES), set()).add(length)
+        for number in values:
+            for length in by_pages.get(overflow_pages(self._file, number), ()):
+                offset, stored = number * PAGE_BYTES + 16, bytearray(length)
+                if not self._file.read_into(memoryview(stored), offset):
+                    continue  # the file was cut off within it
+                found = wanted.get((length, keys.checksum(stored)))
+                if found is not None:
+                    scan.places[found] = (offset, max(length, MINIMUM_VALUE_BYTES))

@@ -1,4 +1,4 @@
-"""What a group of writes comes to: which entries go, which come, so that every chunk keeps its prefix."""
+"""Write batch: the net changes of a write group, so that every chunk keeps its prefix."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class EncodedChunk:
         return self.put.header.parent_prefix_hash
 
     def value(self) -> bytes | memoryview:
-        """The stored payload, long enough to get pages of its own."""
+        """Return the stored payload, padded so that it gets pages of its own."""
         if len(self.stored) >= MINIMUM_VALUE_BYTES:
             return self.stored
         return bytes(self.stored).ljust(MINIMUM_VALUE_BYTES, b"\0")
 
 
 class ChildIndex:
-    """The children of each stored chunk."""
+    """Children of each stored chunk."""
 
     def __init__(self, entries: Mapping[bytes, StoredEntry]) -> None:
         self._children: dict[bytes, set[bytes]] = {}
@@ -73,7 +73,7 @@ class ChildIndex:
 
 
 class WriteBatch:
-    """The sum of a group over the entries that are stored; nothing is written here."""
+    """Net changes of a group to the stored entries; nothing is written here."""
 
     def __init__(self, entries: Mapping[bytes, StoredEntry], children: ChildIndex) -> None:
         self._entries, self._children = entries, children
@@ -81,7 +81,7 @@ class WriteBatch:
         self.stored: dict[bytes, EncodedChunk] = {}
 
     def has(self, key: bytes) -> bool:
-        """Whether a chunk will be stored, as far as the group has gone."""
+        """Return True when a chunk will be stored, after the changes so far."""
         return key in self.stored or (key in self._entries and key not in self.removed)
 
     def remove(self, key: bytes) -> None:
@@ -89,7 +89,7 @@ class WriteBatch:
         self.removed[key] = None
 
     def put(self, packed: EncodedChunk) -> None:
-        """Stores a chunk and removes what it replaces, unless its parent is missing."""
+        """Store a chunk and remove what it replaces, unless its parent is missing."""
         if packed.parent != packed.put.header.root and not self.has(packed.parent):
             return
         for key in packed.put.replaces:
@@ -99,7 +99,7 @@ class WriteBatch:
         self.stored[packed.key] = packed
 
     def remove_orphans(self) -> None:
-        """What was removed takes its descendants along."""
+        """Remove the descendants of removed chunks."""
         waiting = list(self.removed)
         young: dict[bytes, list[bytes]] = {}
         for packed in self.stored.values():
@@ -115,7 +115,7 @@ class WriteBatch:
 def encode_chunks(
     puts: Sequence[Put], compressor: PayloadCompressor, cipher: Cipher, last_order: int
 ) -> list[EncodedChunk | None]:
-    """The chunks as they will be stored; None for those whose payload is not the one that the header describes."""
+    """Encode chunks for storing; None for payloads that do not match their header."""
     sound = [
         len(put.payload) == put.header.payload_bytes and keys.checksum(put.payload) == put.header.checksum
         for put in puts
@@ -135,7 +135,7 @@ def _packed(put: Put, small: bytes | None, cipher: Cipher, order: int) -> Encode
 
 
 def apply_batch(txn: Transaction, cipher: Cipher, group: WriteGroup, changes: WriteBatch) -> None:
-    """The changes, and the group's notes and ticks, as one transaction's writes."""
+    """Write the changes, notes and ticks of a group into a transaction."""
     for key in changes.removed:
         for database in (HEADERS, PAYLOADS, RECENCY):
             txn.delete(database, key)

@@ -1,4 +1,4 @@
-"""What a tier and its policy say to each other."""
+"""Eviction policy interface between a tier and its policy."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Protocol
 
 
 class Entry(Hashable, Protocol):
-    """What a policy may know of a chunk. Equal only to itself: a chunk and its successor of the same key are two."""
+    """A chunk as a policy sees it. Compared by identity: a chunk and its successor differ."""
 
     @property
     def key(self) -> bytes:
-        """The chunk's hash, uniform in its first eight bytes; the same whenever the same prefix comes again."""
+        """Hash of the chunk, uniform in its first eight bytes; the same for the same prefix."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """What the tier gains when the entry goes."""
+        """Bytes that the tier gains by evicting the entry."""
         ...
 
     @property
@@ -24,36 +24,40 @@ class Entry(Hashable, Protocol):
 
     @property
     def start_position(self) -> int:
-        """Tokens before the chunk."""
+        """Number of tokens before the chunk."""
         ...
 
     @property
     def prefill_seconds(self) -> float:
-        """What it took to compute; 0 is unknown."""
+        """Time to compute the chunk; 0 is unknown."""
         ...
 
 
 class EvictionPolicy(Protocol):
-    """Orders the entries of one tier by what they are worth. Not thread-safe, knows no clock and draws no numbers:
-    the same calls give the same answers.
+    """Orders the entries of one tier by their worth.
 
-    Every call but ``victims`` costs O(log n) amortized at most, in entries held. Calls that do not fit (inserting
-    twice, touching what is not in) raise KeyError.
+    Not thread-safe and deterministic: it has no clock and no random numbers. Every call but ``victims`` costs amortized
+    O(log n) in entries held. Calls that do not fit (inserting twice, touching a missing entry) raise KeyError.
     """
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
-        """Whether an entry that is not in is worth more than what would go for it. To be asked of a full tier only,
-        before ``insert``. An entry whose parent is not in is refused, and should be asked about nevertheless: that it
-        was seen is remembered."""
+        """Return True when a new entry is worth more than the victims it would displace.
+
+        Ask for a full tier only, before ``insert``. An entry with a missing parent is refused; ask nevertheless, since
+        the policy remembers that it was seen.
+        """
         ...
 
     def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
-        """The entry came in; parents come before their children. ``parent`` is what it continues, None at the start
-        of a prompt; it is not parked by this. ``uses``: how often the entry was used before, where that is known."""
+        """Add an entry; parents come before their children.
+
+        ``parent`` is the chunk that it continues, None at the start of a prompt; it stays evictable. ``uses`` is the
+        number of earlier uses, where known.
+        """
         ...
 
     def touch(self, entry: Entry) -> None:
-        """The entry was used. Parked ones are touched as well."""
+        """Record a use of the entry, also of an unevictable one."""
         ...
 
     def make_unevictable(self, entry: Entry) -> None:
@@ -61,18 +65,20 @@ class EvictionPolicy(Protocol):
         ...
 
     def make_evictable(self, entry: Entry) -> None:
-        """The entry may be offered again, with its history and the place that this gives it."""
+        """Return the entry to ``victims``, with its history."""
         ...
 
     def remove(self, entry: Entry) -> None:
-        """The entry left the tier, parked or not."""
+        """Remove an entry that left the tier."""
         ...
 
     def victims(self) -> Iterator[Entry]:
-        """All entries that are not parked, each once, worst first. Nothing may change while it is read; the first
-        ones cost O(log n) each, whatever is parked."""
+        """Yield all evictable entries, each once, worst first.
+
+        Nothing may change meanwhile; the first ones cost O(log n) each, however many are unevictable.
+        """
         ...
 
     def __len__(self) -> int:
-        """Entries in the tier, parked ones too."""
+        """Return the number of entries, unevictable ones included."""
         ...

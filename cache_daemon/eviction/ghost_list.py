@@ -1,4 +1,4 @@
-"""A memory of keys that are not in a tier, in 8 bytes each."""
+"""Ghost list: keys of evicted entries, in 8 bytes each."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ MAX_NOTE = _NOTES
 
 
 class GhostList:
-    """Keys with the tick of their last use, from 1 on and under 2^38, and a note of up to ``MAX_NOTE``. Of four that
-    share a bucket the oldest makes room. One look-up in 16,000 finds another key's, which statistics can bear."""
+    """Evicted keys with the tick of their last use and a note.
+
+    Ticks are from 1 and below 2^38, notes up to ``MAX_NOTE``. Of four keys that share a bucket, the oldest is dropped
+    first. One lookup in 16,000 finds another key's entry, which statistics can bear.
+    """
 
     def __init__(self, entries: int) -> None:
-        """Has room for ``entries`` and up to twice as many."""
+        """Create a list for ``entries`` and up to twice as many."""
         self.entries = entries
         self._buckets = 1 << max(0, (entries - 1).bit_length() - 2)
         self._slots = array("Q", bytes(8 * _WAYS * self._buckets))
 
     def put(self, key: bytes, tick: int, note: int) -> tuple[int, int] | None:
-        """Remembers a key; twice, if it is remembered already. Returns ``(tick, note)`` of what made room for it."""
+        """Add a key; twice, if it is present. Returns ``(tick, note)`` of the dropped one."""
         start, tag = self._place(key)
         bucket = self._slots[start : start + _WAYS]
         at = bucket.index(min(bucket))
@@ -31,7 +34,7 @@ class GhostList:
         return _unpack(bucket[at]) if bucket[at] else None
 
     def take(self, key: bytes) -> tuple[int, int] | None:
-        """Forgets a key. Returns its ``(tick, note)``, None if it was not remembered."""
+        """Remove a key. Returns its ``(tick, note)``, or None."""
         start, tag = self._place(key)
         for at in range(start, start + _WAYS):
             value = self._slots[at]
@@ -41,7 +44,7 @@ class GhostList:
         return None
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """The ``(tick, note)`` of all keys."""
+        """Yield the ``(tick, note)`` of all keys."""
         return (_unpack(value) for value in self._slots if value)
 
     def _place(self, key: bytes) -> tuple[int, int]:

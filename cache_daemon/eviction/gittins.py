@@ -1,4 +1,4 @@
-"""The default policy: gives up what promises fewest seconds of prefill per byte and time."""
+"""Gittins policy, the default: evicts what promises least saved prefill per byte and time."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ from cache_daemon.eviction.ghost_list import GhostList
 from cache_daemon.eviction.prefill_cost import PrefillCost
 from cache_daemon.eviction.reuse_stats import AGES, ReuseStats
 
-# For how long an entry is followed after its last use, in the tier or not: at least until so many times the tier's
-# entries came in or were used, or until as many have left as there is memory for (8 bytes each).
+# History length: an entry is followed after its last use, in the tier or as a ghost, for at least this many times the
+# tier's entries in ticks, or until the ghost list overflows (8 bytes each).
 _HISTORY_FACTOR = 8
 _MAX_GHOSTS = 1 << 20
 _SLICES_PER_FIT = 8
-# So that what is done once per slice costs little per use, in a small tier, too.
+# Keeps the work per slice small per use, also in a small tier.
 _MIN_SLICE_TICKS = 64
-# What more of them would tell apart no longer matters.
+# Higher counts are not distinguished.
 _MAX_SEGMENTS, _MAX_USES = 4, 63
 _SEGMENT_KINDS, _USE_KINDS = _MAX_SEGMENTS + 1, _MAX_USES.bit_length() + 1
 _BUCKETS_PER_OCTAVE = 2
-# The slice of all entries that have reached the last age.
+# Slice number of all entries of the last age.
 _OLDEST = -1
 _Rank = tuple[float, int, int, int]
 
 
 @dataclass(slots=True)
 class _History:
-    """What tells entries apart. ``turn``: how many stretches of the prompt before it were used by other requests.
-    ``inner``: a chunk continues it. ``kind``: the three in one number."""
+    """What distinguishes entries.
+
+    ``reused_segments`` counts segments of the prompt before it that other requests used; ``inner``: a chunk continues
+    it; ``kind`` is the three in one number.
+    """
 
     reused_segments: int
     uses: int
@@ -44,7 +47,7 @@ class _History:
         self.kind = (self.inner * _SEGMENT_KINDS + self.reused_segments) * _USE_KINDS + self.uses.bit_length()
 
     def use(self, uses: int = 0) -> None:
-        """It was used once more, ``uses`` times at least."""
+        """Count one more use, of at least ``uses``."""
         if self.uses < _MAX_USES:
             self.uses = min(max(self.uses + 1, uses), _MAX_USES)
             self.__post_init__()
@@ -64,7 +67,7 @@ class _History:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Entries that are worth the same: of one kind, one worth, last used in one slice of time."""
+    """Entries of equal rank: of one kind and cost, last used in one slice of time."""
 
     kind: int
     cost_bucket: int
@@ -78,33 +81,36 @@ class _Held:
     history: _History
     cost_bucket: int
     tick: int
-    group: _Group | None = None  # None while parked
+    group: _Group | None = None  # None while unevictable
 
 
 def _reuse_times() -> ReuseStats:
     kinds = np.arange(2 * _SEGMENT_KINDS * _USE_KINDS)
     uses = kinds % _USE_KINDS
-    # As long as nothing is known: more uses and less age are better.
+    # Prior: more uses and a lower age are better.
     prior = (uses[:, None] + 1) / (8.0 * (np.arange(AGES) + 1))
     pools = [np.zeros_like(kinds), uses, kinds % (_SEGMENT_KINDS * _USE_KINDS), kinds]
     return ReuseStats([p.tolist() for p in pools], prior)
 
 
 class Gittins:
-    """See docs/eviction.md. Time is counted in ticks: a chunk that comes in, is refused or is used is one."""
+    """Gittins index policy (docs/eviction.md).
+
+    Time is counted in ticks: an insertion, a refusal and a use are one each.
+    """
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}
         self._prefill_cost = PrefillCost()
-        self._max_cost_bucket: list[float] = [math.inf, math.inf]  # of entries that nobody used, and of others
+        self._max_cost_bucket: list[float] = [math.inf, math.inf]  # of unused entries, and of used ones
         self._tick = 0
         self._slice, self._slice_ticks = 0, _MIN_SLICE_TICKS
         self._reuse = _reuse_times()
-        self._gittins_index: list[list[float]] | None = None  # until it is asked for
+        self._gittins_index: list[list[float]] | None = None  # computed on demand
         self._groups: dict[tuple[int, int, int], _Group] = {}
-        self._ranked: SortedDict[_Rank, _Group] | None = None  # until somebody is to go
-        self._ghosts = GhostList(_MIN_SLICE_TICKS * AGES)  # as when slices widen
-        # Who came in or was refused last, and whether it is but taken to be an inner one: its child may come next.
+        self._ranked: SortedDict[_Rank, _Group] | None = None  # computed when a victim is needed
+        self._ghosts = GhostList(_MIN_SLICE_TICKS * AGES)  # same size as after _double_slice
+        # The entry inserted or refused last, and whether ``inner`` is only presumed: its child may come next.
         self._newest: tuple[Entry, _Held] | None = None
         self._presumed_inner = False
 
@@ -129,7 +135,7 @@ class Gittins:
         self._add_to_group(entry, held)
 
     def touch(self, entry: Entry) -> None:
-        # Once per chunk of every prompt: what could be calls is written out.
+        # Runs once per chunk of every prompt, so calls are inlined.
         held = self._held[entry]
         if self._newest is not None:
             self._settle_newest()
@@ -177,7 +183,7 @@ class Gittins:
     # ---- histories ------------------------------------------------------------------------------------------
 
     def _observe(self, entry: Entry, parent: Entry | None, uses: int) -> _Held:
-        """What is known of an entry that comes now; from now on it is waited for."""
+        """Return the history of a new entry and start waiting for its next use."""
         if self._newest is not None and self._newest[0] is parent and self._newest[1].history.inner:
             before: _History | None = self._newest[1].history
         else:
@@ -199,13 +205,13 @@ class Gittins:
         return held
 
     def _settle_newest(self) -> None:
-        """No child came: it was the last of its prompt."""
+        """Mark the newest entry as the last of its prompt: no child came."""
         if self._newest is not None and self._presumed_inner:
             self._set_inner(self._newest[0], False)
         self._newest = None
 
     def _set_inner(self, entry: Entry, inner: bool) -> _History | None:
-        """Corrects what is known of an entry, in the tier or not. Returns it."""
+        """Correct ``inner`` of an entry, in the tier or a ghost. Returns its history."""
         held = self._held.get(entry)
         if held is None:
             known = self._ghosts.take(entry.key)
@@ -255,8 +261,10 @@ class Gittins:
         self._ranked = None
 
     def _double_slice(self) -> None:
-        """Makes slices twice as long, and the memory of ghosts as large as is needed then. A tier that still grows
-        has let go of little, so they may be forgotten."""
+        """Double the slice length and resize the ghost list.
+
+        A tier that still grows has evicted little, so its ghosts may be dropped.
+        """
         self._slice_ticks *= 2
         self._slice = self._tick // self._slice_ticks
         self._reuse.double_slice()
@@ -270,7 +278,7 @@ class Gittins:
                 self._add_to_group(entry, held)
 
     def _close_oldest(self) -> None:
-        """Entries that have reached the last age form one group for each kind and worth."""
+        """Merge entries of the last age into one group for each kind and cost."""
         for group in [g for g in self._groups.values() if g.slice != _OLDEST and self._is_oldest(g.slice)]:
             del self._groups[group.kind, group.cost_bucket, group.slice]
             oldest = self._groups.setdefault(
@@ -284,9 +292,9 @@ class Gittins:
         return self._slice - slice_ >= AGES - 1
 
     def _ranked_groups(self) -> SortedDict[_Rank, _Group]:
-        """Who goes first. A tier with room never asks, so it never pays for the answer."""
+        """Return the groups by rank. A tier with free space never asks, so it never pays."""
         if self._ranked is None:
-            if self._prefill_cost.median:  # a claim counts for no more than what others claim allows now
+            if self._prefill_cost.median:  # bounds claims by those of others
                 self._max_cost_bucket = [
                     round(_BUCKETS_PER_OCTAVE * math.log2(self._prefill_cost.clamp(math.inf, used)))
                     for used in (False, True)
@@ -327,7 +335,7 @@ class Gittins:
                 del self._ranked[group.rank]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless groups, ranks and waits are those of the entries held and remembered."""
+        """Raise AssertionError unless groups, ranks and waits match the entries and ghosts."""
         waiting = np.zeros_like(self._reuse.waiting)
         for held in self._held.values():
             waiting[held.history.kind, self._age(held.tick)] += 1

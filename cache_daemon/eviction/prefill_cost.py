@@ -1,4 +1,4 @@
-"""What a byte in a tier saves: seconds of prefill."""
+"""Prefill cost: seconds of prefill that a byte in a tier saves."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from statistics import median_low
 
 from cache_daemon.eviction.eviction_policy import Entry
 
-# No model computes a token slower: whoever claims more is not believed.
+# Upper bound of a credible claim: no model computes a token slower.
 _MAX_TOKEN_SECONDS = 10.0
-# A claim counts at most so many times the median of the entries that came last: of an entry that nobody has used
-# yet less, since with more it would stay whatever comes after it.
+# Bounds of a claim in medians of the latest entries. Lower for unused entries, which would otherwise never be evicted.
 _MAX_RATIO_UNUSED, _MAX_RATIO_USED = 1.0, 8.0
 _WINDOW = 256
 _MEDIAN_EVERY = 32
 
 
 class PrefillCost:
-    """Seconds of prefill that an entry saves per byte.
+    """Seconds of prefill per byte of an entry.
 
-    Where they are unknown they are taken from the tokens and the mean of the entries seen; if all are unknown, a token
-    counts one second. A writer's claim is bounded by what others claim, or one writer could keep a tier for ever.
+    An unknown time is estimated from the tokens and the mean of the entries seen; while all are unknown, a token counts
+    one second. A writer's claim is bounded by the claims of others, or one writer could keep a tier for ever.
     """
 
     def __init__(self) -> None:
@@ -29,10 +28,10 @@ class PrefillCost:
         self._tokens = 0
         self._seen: deque[float] = deque(maxlen=_WINDOW)
         self._since = 0
-        self.median = 0.0  # of what the last entries are worth; 0 while there are few
+        self.median = 0.0  # of the latest entries; 0 while there are few
 
     def cost_per_byte(self, entry: Entry) -> float:
-        """Returns what an entry is worth, above 0. Learns from the entry."""
+        """Return the cost of an entry, above 0, and learn from it."""
         found = self._claimed(entry) / max(entry.size_bytes, 1)
         self._seen.append(found)
         self._since += 1
@@ -41,7 +40,7 @@ class PrefillCost:
         return found
 
     def clamp(self, cost_per_byte: float, used: bool) -> float:
-        """Returns a worth within what the last entries allow."""
+        """Return a cost within the range of the last entries."""
         return (
             min(cost_per_byte, self.median * (_MAX_RATIO_USED if used else _MAX_RATIO_UNUSED))
             if self.median

@@ -1,4 +1,4 @@
-"""Memory that the daemon owns and shares: the arena, staging, the index summary, and the socket that hands them out.
+"""Memory of the daemon: arena, staging, shared memory, and the socket that hands out descriptors.
 
-Imports nothing of the store.
+Imports ``kvsidecar`` and nothing else of the daemon.
 """

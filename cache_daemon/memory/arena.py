@@ -1,4 +1,4 @@
-"""Arenas: memory that the daemon owns and workers read."""
+"""Arenas: memory that the daemon owns and workers map for reading."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from kvsidecar.range_allocator import RangeAllocator
 from cache_daemon.memory.shared_memory import SharedMemory
 
 ALIGNMENT = 4096
-# Pages are made so many bytes ahead of what is used, so that a copy does not wait for the kernel to zero them.
+# Pages are created this far ahead of use, so that a copy does not wait for the kernel to zero them.
 _POPULATE_AHEAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A range of an arena. ``size_bytes`` is the payload's, not the rounded allocation's."""
+    """A range of an arena. ``size_bytes`` is the payload's size, not the rounded allocation."""
 
     offset: int
     size_bytes: int
 
 
 def footprint(size_bytes: int) -> int:
-    """What a payload takes of an arena."""
+    """Return the arena bytes that a payload occupies."""
     return -(-size_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class Arena(Protocol):
-    """Memory with an allocator. Not thread-safe, but for ``read`` and ``write``, which may be used on any thread."""
+    """Memory with an allocator. Only ``read`` and ``write`` are thread-safe."""
 
     size_bytes: int
 
@@ -39,25 +39,25 @@ class Arena(Protocol):
     def used_bytes(self) -> int: ...
 
     def allocate(self, size_bytes: int) -> Slot | None:
-        """Takes a slot, or returns None when no free range is long enough."""
+        """Allocate a slot, or return None when no free range is long enough."""
         ...
 
     def free(self, slot: Slot) -> None: ...
 
     def read(self, slot: Slot) -> memoryview:
-        """The slot's bytes: the memory itself where the daemon can address it, else a copy."""
+        """Return the slot's bytes: the memory itself where the daemon can address it, else a copy."""
         ...
 
     def writable_view(self, slot: Slot) -> memoryview | None:
-        """The slot's memory for writing, where the daemon can address it."""
+        """Return the slot's memory for writing, or None where the daemon cannot address it."""
         ...
 
     def write(self, slot: Slot, data: memoryview) -> None:
-        """Fills a slot. Runs without the GIL."""
+        """Fill a slot, without the GIL."""
         ...
 
     def describe(self) -> ArenaDescriptor:
-        """What a worker needs to map it."""
+        """Return what a worker needs to map the arena."""
         ...
 
     def check_integrity(self) -> None: ...
@@ -66,7 +66,7 @@ class Arena(Protocol):
 
 
 class SlotAllocator:
-    """The allocator that all arenas have."""
+    """Allocator of arena slots, common to all arenas."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
@@ -88,7 +88,7 @@ class SlotAllocator:
 
 
 class MemoryArena(SlotAllocator):
-    """An arena in this process's own memory; the reference implementation, and what tests use."""
+    """Arena in this process's memory: the reference implementation."""
 
     def __init__(self, size_bytes: int, memory: memoryview | None = None) -> None:
         super().__init__(size_bytes)
@@ -111,9 +111,9 @@ class MemoryArena(SlotAllocator):
 
 
 class HostArena(MemoryArena):
-    """An arena in host memory that others can read and nobody else can write.
+    """Arena in shared host memory: other processes can read it, none can write.
 
-    Memory is taken as it is used. Raises ConfigurationError when the system refuses.
+    The kernel adds pages as they are used. Raises ConfigurationError when the system refuses.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -142,7 +142,7 @@ class HostArena(MemoryArena):
         self._shared.close()
 
     def _populate_ahead(self, used: int) -> None:
-        """The allocator hands out low offsets first, so what was never used lies behind what was."""
+        """Create pages beyond ``used``: the allocator hands out low offsets first."""
         if self._populated >= self.size_bytes or used + _POPULATE_AHEAD_BYTES // 2 < self._populated:
             return
         if self._populating is not None and self._populating.is_alive():
@@ -155,5 +155,5 @@ class HostArena(MemoryArena):
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies without the GIL. Both must be of one length."""
+    """Copy bytes of equal length without the GIL."""
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,8 +1,8 @@
-"""Memory of a device that the daemon allocates and workers import.
+"""Device memory that the daemon allocates and workers import.
 
-By a file descriptor, where the device can: the lifetime of such memory is defined when a process dies, since it goes
-with the last process that holds it. A dead worker never pins it beyond its own end, and a dead daemon's is freed when
-the last worker lets go of it. Older devices and drivers have legacy handles, behind which memory goes with the daemon.
+Exported as a file descriptor where the device can: the driver frees such memory with the last process that holds it. So
+a dead worker never pins it, and the memory of a dead daemon is freed when the last worker releases it. Older devices
+and drivers have legacy handles; their memory goes with the daemon.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 class DeviceMemory(Protocol):
-    """One block. ``read`` and ``write`` may be called from any thread."""
+    """One block of device memory. ``read`` and ``write`` may be called from any thread."""
 
     size_bytes: int
     device_uuid: bytes
@@ -36,7 +36,7 @@ class DeviceMemory(Protocol):
     def kind(self) -> ArenaKind.ValueType: ...
 
     def send_handle(self, peer: socket.socket) -> None:
-        """Sends what another process imports the memory by. Raises OSError."""
+        """Send the handle by which another process imports the memory. Raises OSError."""
         ...
 
     def read(self, offset: int, size_bytes: int) -> memoryview: ...
@@ -47,7 +47,7 @@ class DeviceMemory(Protocol):
 
 
 class HostMemory:
-    """The same in host memory, where there is no device: the reference implementation."""
+    """Host memory in place of a device: the reference implementation."""
 
     kind = ARENA_KIND_HOST
     device_uuid = b""
@@ -70,9 +70,9 @@ class HostMemory:
 
 
 class CudaMemory:
-    """Memory of a GPU, shared in the best way that the device has.
+    """GPU memory, shared by descriptor if the device can, else by legacy handle.
 
-    Raises ConfigurationError when there is no cuda-bindings, no such device, or no room.
+    Raises ConfigurationError without cuda-bindings, without such a device, or when its memory does not suffice.
     """
 
     def __init__(self, size_bytes: int, device: int = 0) -> None:

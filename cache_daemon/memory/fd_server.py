@@ -1,4 +1,4 @@
-"""The memory socket: gives the descriptors of the arena, of staging and of the index summary to open sessions."""
+"""File descriptor server: sends arena, staging and index summary to open sessions."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ _RETRY_SECONDS = 0.2
 log = structlog.get_logger("cache_daemon")
 
 
-class Shares(Protocol):
-    """What a session may be given. Each sends to the peer and raises OSError, or KeyError when there is no such
-    session."""
+class FdProvider(Protocol):
+    """Memories of a session. Each method sends a descriptor to the peer.
+
+    They raise OSError, or KeyError when there is no such session.
+    """
 
     def arena(self, session_id: bytes, peer: socket.socket) -> None: ...
 
@@ -36,17 +38,18 @@ class Shares(Protocol):
 
 @contextlib.asynccontextmanager
 async def serve_fds(
-    path: Path, shares: Shares, mode: int, is_allowed: Callable[[socket.socket], bool]
+    path: Path, provider: FdProvider, mode: int, is_allowed: Callable[[socket.socket], bool]
 ) -> AsyncIterator[None]:
-    """Serves the socket ``path`` meanwhile: a peer that ``admits`` lets in and that sends the id of an open session and
-    the name of a memory gets it. The socket is made again where it is deleted. Raises ConfigurationError when it cannot
-    be made.
+    """Serve the socket ``path`` while the body runs.
+
+    A peer that ``is_allowed`` accepts sends the id of an open session and the name of a memory, and gets its
+    descriptor. The socket is created again when it is deleted. Raises ConfigurationError when it cannot be created.
     """
     async with contextlib.AsyncExitStack() as stack:
 
         async def listen() -> None:
             listener = stack.enter_context(_listener(path, mode))
-            task = asyncio.create_task(_accept(shares, listener, is_allowed))
+            task = asyncio.create_task(_accept(provider, listener, is_allowed))
             task.add_done_callback(_log_failure)
             stack.push_async_callback(_cancelled, task)
 
@@ -60,7 +63,7 @@ async def serve_fds(
 
 
 def _listener(path: Path, mode: int) -> socket.socket:
-    """A socket that listens at a path. Raises ConfigurationError."""
+    """Return a socket that listens at a path. Raises ConfigurationError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     before = os.umask(0o777 & ~mode)
     try:
@@ -86,30 +89,30 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         log.error("the memory socket has failed; no worker can map memory until a restart", exc_info=error)
 
 
-async def _accept(shares: Shares, listener: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
+async def _accept(provider: FdProvider, listener: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
     free = asyncio.Semaphore(_MAX_CONNECTIONS)
-    async with asyncio.TaskGroup() as answers:  # one that says nothing keeps nobody waiting
+    async with asyncio.TaskGroup() as answers:  # a silent peer must not block others
         while True:
             await free.acquire()
             try:
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:  # no descriptors left, perhaps: others will be closed
+            except OSError as error:  # possibly out of descriptors: others will be closed
                 free.release()
                 log.warning("the memory socket could not accept, trying again", error=str(error))
                 await asyncio.sleep(_RETRY_SECONDS)
                 continue
-            answers.create_task(_answer(shares, peer, is_allowed)).add_done_callback(lambda _: free.release())
+            answers.create_task(_answer(provider, peer, is_allowed)).add_done_callback(lambda _: free.release())
 
 
-async def _answer(shares: Shares, peer: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
-    """Answers one peer. Never raises: the next one is to be answered, too."""
+async def _answer(provider: FdProvider, peer: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
+    """Answer one peer. Never raises: the next peer must be answered, too."""
     try:
-        await _give(shares, peer, is_allowed)
+        await _give(provider, peer, is_allowed)
     except Exception:
         log.exception("memory could not be given to a session")
 
 
-async def _give(shares: Shares, peer: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
+async def _give(provider: FdProvider, peer: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
     loop, given = asyncio.get_running_loop(), b""
     with peer, contextlib.suppress(OSError, TimeoutError):
         if not is_allowed(peer):
@@ -121,7 +124,7 @@ async def _give(shares: Shares, peer: socket.socket, is_allowed: Callable[[socke
                 given += more
         session_id, which = given[:ID_BYTES], given[ID_BYTES:]
         try:
-            give = {ARENA: shares.arena, STAGING: shares.staging, SUMMARY: shares.summary}.get(which)
+            give = {ARENA: provider.arena, STAGING: provider.staging, SUMMARY: provider.summary}.get(which)
             if give is not None:
                 give(session_id, peer)
         except (KeyError, ConfigurationError) as error:

@@ -1,4 +1,4 @@
-"""An arena in device memory: the same slots and leases as the host arena; only the memory differs."""
+"""GPU arena: an arena in device memory, with the slots and leases of the host arena."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from cache_daemon.memory.device_memory import DeviceMemory
 
 
 class GpuArena(SlotAllocator):
-    """Owns its memory. Chunks come from the sessions' staging in host memory and are read back to be verified."""
+    """Arena in device memory, which it owns.
+
+    Chunks come from the sessions' staging in host memory and are read back for verification.
+    """
 
     def __init__(self, memory: DeviceMemory) -> None:
         super().__init__(memory.size_bytes)
@@ -23,7 +26,7 @@ class GpuArena(SlotAllocator):
         return None
 
     def write(self, slot: Slot, data: memoryview) -> None:
-        # Of its own, since whoever owns the data may change it while the device reads it.
+        # Copied: the owner of the data may change it while the device reads it.
         self.memory.write(slot.offset, memoryview(np.frombuffer(data, np.uint8).copy().data))
 
     def describe(self) -> ArenaDescriptor:

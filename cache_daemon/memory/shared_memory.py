@@ -1,7 +1,7 @@
-"""Memory behind a file descriptor (memfd) that the daemon shares with chosen processes, sealed.
+"""Shared memory behind a sealed file descriptor (memfd).
 
-It has no name in any file system: it goes with the last process that holds it, so that nothing is left behind by a
-daemon that was killed, and nobody finds it by looking.
+It has no name in any file system and goes with the last process that holds it: a killed daemon leaves nothing behind,
+and no other process can find it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 
 
 class SharedMemory:
-    """``size_bytes`` of zeroed memory; pages come into being when they are touched.
+    """Zeroed memory of ``size_bytes``; the kernel adds pages on first touch.
 
-    Nobody can change its size, so no holder can make another one's access fail (SIGBUS). With ``writable_by_others``
-    False nobody who is handed the descriptor can write, or map it for writing; this process's own mapping is older than
-    that seal. Raises ConfigurationError when the system refuses.
+    The size is sealed, so no holder can make another one's access fail (SIGBUS). With ``writable_by_others`` False no
+    process that gets the descriptor can write, or map it for writing; this process's own mapping is older than that
+    seal. Raises ConfigurationError when the system refuses.
     """
 
     def __init__(self, name: str, size_bytes: int, *, writable_by_others: bool) -> None:
@@ -41,21 +41,21 @@ class SharedMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def populate(self, offset: int, size_bytes: int) -> None:
-        """Makes pages exist before they are touched. Runs without the GIL; what cannot be had now comes later."""
+        """Create pages ahead of use, without the GIL. Pages that the kernel refuses come later."""
         _libc.madvise(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
 
     def release_pages(self, offset: int, size_bytes: int) -> None:
-        """Gives pages back to the system; they are zero when they are touched again. Not for sealed memory."""
+        """Release pages to the system; they are zero when touched again. Not for sealed memory."""
         mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
         _libc.fallocate(self.descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(size_bytes))
 
     def close(self) -> None:
-        """Gives the memory up. Views that are still in use keep it until they are gone."""
+        """Close the memory. Views that are still in use keep it until they are gone."""
         os.close(self.descriptor)
         self.memory.release()
         try:
             self._map.close()
-        except BufferError:  # somebody's view goes with its last reference
+        except BufferError:  # a view in use keeps the mapping until its last reference
             return
 
 

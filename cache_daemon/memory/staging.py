@@ -1,7 +1,7 @@
-"""Staging: the memory that one session writes new chunks into, shared by its worker and the daemon alone, or not shared
-where the daemon receives what the worker writes.
+"""Staging: memory that one session writes new chunks into.
 
-What a worker writes, and when, never matters to anybody else: the daemon copies at Commit and verifies its copy.
+It is shared by the worker and the daemon alone, or not shared where the daemon receives the bytes. Later writes of the
+worker are harmless: the daemon copies at Commit and verifies its copy.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from kvsidecar.range_allocator import RangeAllocator
 from cache_daemon.memory.arena import ALIGNMENT, Slot, footprint
 from cache_daemon.memory.shared_memory import SharedMemory
 
-# Idle staging keeps so much memory; the rest is given back to the system.
+# Idle staging keeps this much memory; the rest is released in pieces.
 _KEPT_BYTES, _TRIM_BYTES = 8 << 20, 16 << 20
 
 
 class StagingBudget:
-    """What several stagings may give out together."""
+    """Memory budget that several stagings share."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes, self.used_bytes = size_bytes, 0
 
 
 class Staging:
-    """One session's. Memory is taken when the first chunk is reserved; ``allowance`` None leaves it to its size.
+    """Staging memory of one session, allocated with its first reservation.
 
-    With an allowance, memory is given back to the system as soon as it is free: idle memory of many sessions would be
-    beyond what their caller may have."""
+    ``budget`` None limits it by its size alone. With a budget, free memory returns to the system at once: idle memory
+    of many sessions would exceed what their caller may have.
+    """
 
     def __init__(self, size_bytes: int, budget: StagingBudget | None = None) -> None:
         self.size_bytes = size_bytes // ALIGNMENT * ALIGNMENT
@@ -38,7 +39,7 @@ class Staging:
 
     @property
     def descriptor(self) -> int:
-        """The memory's file descriptor. Raises ConfigurationError when the system refuses the memory."""
+        """The file descriptor. Raises ConfigurationError when the system refuses the memory."""
         return self._memory().descriptor
 
     @property
@@ -46,7 +47,7 @@ class Staging:
         return (self._pages.capacity - self._pages.free_units) * ALIGNMENT
 
     def allocate(self, size_bytes: int) -> Slot | None:
-        """Takes room, or returns None when there is none now."""
+        """Allocate a range, or return None when there is no space."""
         room = self._budget.size_bytes - self._budget.used_bytes
         page = self._pages.allocate(-(-size_bytes // ALIGNMENT)) if footprint(size_bytes) <= room else None
         if page is None:
@@ -62,12 +63,14 @@ class Staging:
             self._shared.release_pages(slot.offset, footprint(slot.size_bytes))
 
     def view(self, slot: Slot) -> memoryview:
-        """A range's bytes, which the worker may change at any time."""
+        """Return a range's bytes, which the worker may change at any time."""
         return self._memory().memory[slot.offset : slot.offset + slot.size_bytes]
 
     def trim(self) -> None:
-        """Gives a piece of idle memory back; call it now and then. On the event loop, where nothing can be reserved
-        meanwhile; a piece takes a millisecond or two."""
+        """Release a piece of idle memory; call it periodically on the event loop.
+
+        Nothing can be reserved meanwhile; a piece takes a millisecond or two.
+        """
         if self._trim_from is None or self.used_bytes or self._shared is None:
             return
         length = min(_TRIM_BYTES, self.size_bytes - self._trim_from)

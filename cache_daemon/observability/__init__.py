@@ -1,4 +1,4 @@
-"""What people see of the daemon: metrics, health, spans, and traces of its traffic.
+"""Observability: metrics, health, spans and traffic traces.
 
-May import ``kvsidecar``, and the daemon's ``rpc`` and ``store``; only ``server`` and ``rpc`` import it.
+Imports ``kvsidecar`` and nothing else of the daemon; ``server`` and ``rpc`` import it.
 """

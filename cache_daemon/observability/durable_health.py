@@ -1,8 +1,8 @@
-"""Health by part: the service name ``durable`` of grpc.health says whether what is stored would outlive the daemon, the
-name ``remote`` whether the remote tier is used.
+"""Health by tier: service names ``durable`` and ``remote`` of grpc.health, and the overall state.
 
-The daemon as a whole stays SERVING meanwhile: workers lose nothing that they have. It is NOT_SERVING while half of a
-method's calls end INTERNAL.
+``durable`` says that stored chunks would outlive the daemon, ``remote`` that the remote tier is used. The daemon as a
+whole stays SERVING meanwhile, since workers lose nothing; it is NOT_SERVING while half of a method's calls end
+INTERNAL.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ log = structlog.get_logger("cache_daemon")
 async def report_health(
     name: str, failing: Failing | None, set_health: SetHealth, grace_seconds: float = GRACE_SECONDS
 ) -> AsyncIterator[None]:
-    """Keeps the name of a tier up to date while the body runs.
+    """Keep a health name up to date while the body runs.
 
-    ``failing`` says why it fails and since when (monotonic seconds); None for a daemon without that tier, where the
-    name stays unknown.
+    ``failing`` returns the reason and the start of a failure (monotonic seconds), or None. Pass None for a daemon
+    without that tier: the name stays unknown.
     """
     if failing is None:
         yield

@@ -1,4 +1,4 @@
-"""The HTTP server of the metrics port: few connections at a time, and none for long."""
+"""HTTP server of the metrics port, with limits on connections and their duration."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 MAX_CONNECTIONS = 16
-# Nothing in this time ends a connection; and so does its length, whatever was sent.
+# Idle timeout and maximal duration of a connection.
 _IDLE_SECONDS, _MAX_CONNECTION_SECONDS = 5.0, 30.0
 
 
@@ -20,18 +20,20 @@ class _Silent(WSGIRequestHandler):
     timeout = _IDLE_SECONDS
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Scrapes are in no log."""
+        """Log nothing: scrapes are frequent."""
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """A thread for each connection. The oldest connection makes room for one too many, so that connections that say
-    nothing keep no scrape out."""
+    """Threaded WSGI server that closes the oldest connection at the limit.
+
+    Idle connections therefore cannot keep a scrape out.
+    """
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily, application: Callable[..., Any]) -> None:
-        """Raises OSError when the address cannot be listened on."""
+        """Raises OSError when the address cannot be used."""
         self.address_family = family
         self._open: dict[socket.socket, float] = {}  # since when, oldest first
         self._lock = threading.Lock()
@@ -56,4 +58,4 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that ends early is nobody's error."""
+        """Ignore it: a connection that ends early is no error of the daemon."""

@@ -1,7 +1,7 @@
-"""OpenTelemetry: spans of calls and of the slow parts within them, and the metrics of ``names``, sent over OTLP.
+"""OpenTelemetry export over OTLP: spans of calls and of their slow parts, and metrics.
 
-Only where an endpoint is set. A call is the child of the span that its caller names (W3C Trace Context). Attributes
-hold sizes and outcomes, never tokens, salts or hashes.
+Active only when an endpoint is set. A call is the child of the span that its client names (W3C Trace Context).
+Attributes hold sizes and outcomes, never tokens, salts or hashes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _FRESH_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Telemetry:
-    """What the daemon calls. ``observe`` begins with the metrics, once there is something to read them from."""
+    """Hooks that the daemon calls.
+
+    ``observe`` starts the metrics once there are snapshots to read them from.
+    """
 
     call_span: CallSpan | None = None
     work_span: WorkSpan = noop_work_span
@@ -37,14 +40,16 @@ class Telemetry:
 
 @asynccontextmanager
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
-    """Sends to an OTLP endpoint (gRPC) while the body runs, as ``telemetry.otlp_export.sending`` says; does nothing
-    where none is set. Raises ConfigurationError without the packages."""
+    """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without one.
+
+    ``telemetry.otlp_export.otlp_providers`` has the rules. Raises ConfigurationError without the packages.
+    """
     async with otlp_providers(SERVICE_NAME, endpoint) as providers:
         yield Telemetry() if providers is None else telemetry_for(providers)
 
 
 def telemetry_for(providers: OtelProviders) -> Telemetry:
-    """Telemetry to the SDK's providers."""
+    """Return the hooks for the providers of the SDK."""
     spans, meter = _Spans(providers.traces.get_tracer("cache_daemon")), providers.meters.get_meter("cache_daemon")
     return Telemetry(spans.of_call, spans.of_work, lambda snapshots: _observe(meter, snapshots))
 
@@ -61,7 +66,7 @@ class _Spans:
 
     @contextmanager
     def of_call(self, method: str, context: Context) -> Iterator[object]:
-        """A call of the service; ends with its outcome."""
+        """Open a span for an RPC; it ends with the outcome."""
         sent = {key: value for key, value in context.invocation_metadata() or () if key.startswith("trace")}
         with self._tracer.start_as_current_span(
             f"{_SERVICE}/{method}",
@@ -74,16 +79,16 @@ class _Spans:
             try:
                 yield span
             except BaseException as error:
-                # Only the name: the text may hold hashes, or what is nobody's business at all.
+                # Only the name: the text may contain hashes or private data.
                 span.set_attribute("error.type", getattr(error, "reason", type(error).__name__))
                 span.set_status(self._trace.StatusCode.ERROR)
                 raise
 
     def of_work(self, what: str) -> Span:
-        """A part of the current call; nothing outside of one."""
+        """Open a span for a part of the current call; a no-op outside of one."""
         if not self._trace.get_current_span().is_recording():
             return NOOP_SPAN
-        # What failed is told by the call's span, and without its text.
+        # The call's span records failures, without their text.
         found: Span = self._tracer.start_as_current_span(what, record_exception=False, set_status_on_exception=False)
         return found
 
@@ -103,22 +108,22 @@ def _observe(meter: Any, snapshots: StatsSnapshots) -> None:
         return [Observation(int(bool(latest.stats().remote_failing)))]
 
     def calls(_: CallbackOptions) -> Iterable[Observation]:
-        totals = snapshots.shared.calls.totals
+        totals = snapshots.calls.totals
         return [Observation(n, {"rpc.method": m, "status": s}) for (m, s), n in list(totals.items())]
 
     for name, text in GAUGES.items():
         meter.create_observable_gauge(_PREFIX + name, [reading(name)], description=text)
     for name, text in COUNTERS.items():
         meter.create_observable_counter(_PREFIX + name, [reading(name)], description=text)
-    text = "1 while the durable tier cannot be written to"
+    text = "1 while writes to the durable tier fail"
     meter.create_observable_gauge(_PREFIX + "durable_failing", [failing], description=text)
-    text = "1 while the remote tier is not used because it fails"
+    text = "1 while the remote tier is disabled by failures"
     meter.create_observable_gauge(_PREFIX + "remote_failing", [remote_failing], description=text)
     meter.create_observable_counter(_PREFIX + "calls", [calls], description="Calls by method and outcome")
 
 
 class _CachedStats:
-    """One snapshot for all the metrics of a collection."""
+    """One snapshot for all metrics of a collection."""
 
     def __init__(self, snapshots: StatsSnapshots) -> None:
         self._snapshots = snapshots

@@ -1,4 +1,4 @@
-"""Spans around the daemon's work, without a word about who keeps them."""
+"""Span types of the daemon, independent of OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ NOOP_SPAN: Span = nullcontext()
 
 
 def noop_work_span(what: str) -> Span:
-    """For daemons that do not trace."""
+    """Return a span that records nothing."""
     return NOOP_SPAN

@@ -1,30 +1,34 @@
-"""The daemon's statistics, read from other threads."""
+"""Snapshots of the daemon's statistics for other threads."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+from collections.abc import Callable
 
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 
-from cache_daemon.rpc.servicer_base import ServiceState
+from cache_daemon.observability.call_metrics import CallMetrics
 
 _TIMEOUT_SECONDS = 5.0
 
 
 class StatsSnapshots:
-    """Reads on the store's own loop, which must not be the caller's thread."""
+    """Statistics of the daemon for other threads.
 
-    def __init__(self, shared: ServiceState, loop: asyncio.AbstractEventLoop) -> None:
-        self.shared, self._loop = shared, loop
+    ``read_stats`` runs on ``loop``, which must not be the caller's thread. ``calls`` may be read from any thread.
+    """
+
+    def __init__(
+        self, read_stats: Callable[[], StatsResponse], calls: CallMetrics, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.calls, self._read_stats, self._loop = calls, read_stats, loop
 
     def take(self) -> StatsResponse:
-        """The statistics now. Raises TimeoutError when the loop does not answer."""
+        """Return the statistics now. Raises TimeoutError when the loop does not answer."""
 
         async def read() -> StatsResponse:
-            stats = self.shared.store.stats()
-            stats.loop_stall_ms, stats.refused = self.shared.stall_ms(), self.shared.calls.refused
-            return stats
+            return self._read_stats()
 
         reading = asyncio.run_coroutine_threadsafe(read(), self._loop)
         try:

@@ -1,8 +1,7 @@
-"""Prometheus metrics, read from the store's statistics when scraped."""
+"""Prometheus collector: reads the store's statistics at every scrape."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import threading
 from collections.abc import Iterable, Iterator
@@ -15,13 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from cache_daemon.observability.metrics_server import MetricsServer
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
-from cache_daemon.rpc.servicer_base import ServiceState
 
 _PREFIX = "kvsidecar_cache_"
 
 
 class StoreCollector:
-    """Reads the statistics when it is asked to collect."""
+    """Collector of the daemon's metrics."""
 
     def __init__(self, snapshots: StatsSnapshots) -> None:
         self._snapshots = snapshots
@@ -34,15 +32,15 @@ class StoreCollector:
             yield CounterMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
         yield GaugeMetricFamily(
             _PREFIX + "durable_failing",
-            "1 while the durable tier cannot be written to",
+            "1 while writes to the durable tier fail",
             value=bool(stats.durable_failing),
         )
         yield GaugeMetricFamily(
             _PREFIX + "remote_failing",
-            "1 while the remote tier is not used because it fails",
+            "1 while the remote tier is disabled by failures",
             value=bool(stats.remote_failing),
         )
-        calls = self._snapshots.shared.calls
+        calls = self._snapshots.calls
         counted = CounterMetricFamily(_PREFIX + "calls", "Calls by method and outcome", labels=("method", "status"))
         for (method, status), count in list(calls.totals.items()):
             counted.add_metric((method, status), count)
@@ -54,10 +52,10 @@ class StoreCollector:
 
 
 @contextmanager
-def serve_metrics(shared: ServiceState, port: int, host: str) -> Iterator[None]:
-    """Serves ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
+def serve_metrics(snapshots: StatsSnapshots, port: int, host: str) -> Iterator[None]:
+    """Serve ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
     registry = CollectorRegistry()
-    registry.register(StoreCollector(StatsSnapshots(shared, asyncio.get_running_loop())))
+    registry.register(StoreCollector(snapshots))
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         server = MetricsServer((str(address[0]), port), family, make_wsgi_app(registry))

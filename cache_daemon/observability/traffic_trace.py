@@ -1,4 +1,4 @@
-"""Traces of the daemon's traffic: which prompts were asked for, as anonymous paths of blocks.
+"""Traffic trace: looked-up prompts as anonymous paths of blocks.
 
 One line of JSON per prompt, as the Mooncake traces have it (FAST '25) and ``benchmarks.eviction --trace`` reads it::
 
@@ -7,7 +7,7 @@ One line of JSON per prompt, as the Mooncake traces have it (FAST '25) and ``ben
 ``timestamp`` is in milliseconds since the recording began; ``hash_ids`` names each block of 512 tokens in its context,
 the last one maybe partial: two prompts have an id in common exactly when they are of one tenant and begin with the same
 tokens up to the end of that block. The ids are hashes under a key that is made when the recording begins and is never
-written down, so nobody can look for a text's id. ``output_length`` is 0: the daemon does not see answers end.
+stored, so no reader can search for the id of a text. ``output_length`` is 0: the daemon does not see answers end.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from kvsidecar import keys
 from kvsidecar.errors import ConfigurationError
 
 BLOCK_TOKENS = 512
-# Prompts that wait to be hashed; beyond, prompts are left out and counted.
+# Limits of the queue of prompts to hash; beyond them, prompts are dropped and counted.
 _QUEUED = 1024
 _QUEUED_BYTES = 64 << 20
-# Numbers that every reader of JSON takes for whole ones have 53 bits.
+# JSON readers represent integers of up to 53 bits exactly.
 _ID_BYTES = 6
 
 log = structlog.get_logger("cache_daemon")
 
 
 class TrafficTrace:
-    """Writes to a new file with a thread of its own. ``asked`` may be called from one thread and never waits.
+    """Writes a trace to a new file, on its own thread.
 
-    ``complete`` turns False when something had to be left out: the file has reached ``max_bytes``, more came than the
-    thread could take, or the disk failed. What was written before stays whole lines.
+    ``record_prompt`` may be called from one thread and never blocks. ``complete`` turns False when prompts are dropped:
+    the file has reached ``max_bytes``, more prompts came than the thread could hash, or the disk failed. Lines written
+    before stay whole.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """An earlier file of that name gets ``.1`` behind it, in the place of an earlier one. Raises OSError."""
+        """Rename an earlier file to ``.1``, replacing the one before. Raises OSError."""
         self.path, self.max_bytes = path, max_bytes
         self.num_dropped = 0
         self._incomplete_reason = ""
@@ -67,7 +68,7 @@ class TrafficTrace:
         return not self._incomplete_reason
 
     def record_prompt(self, root: bytes, ids: bytes) -> None:
-        """A prompt (uint32 little-endian) of a tenant was looked up."""
+        """Record the lookup of a tenant's prompt (``ids``: uint32 little-endian)."""
         if self._incomplete_reason == "full" or not ids:
             return
         if self._queue.qsize() >= _QUEUED or self._queued_bytes > _QUEUED_BYTES:
@@ -78,7 +79,7 @@ class TrafficTrace:
         self._queue.put((time.monotonic(), root, ids))
 
     def close(self) -> None:
-        """Writes what is queued. Idempotent."""
+        """Write what is queued. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()
@@ -125,7 +126,10 @@ class TrafficTrace:
 
 
 def block_ids(key: bytes, root: bytes, ids: bytes) -> Iterator[int]:
-    """An id for each block of a prompt in its context, at most 48 bits; ``key`` has at most 64 bytes."""
+    """Yield an id of at most 48 bits for each block of a prompt in its context.
+
+    ``key`` has at most 64 bytes.
+    """
     size = BLOCK_TOKENS * keys.TOKEN_BYTES
     before = root
     for start in range(0, len(ids), size):
@@ -135,7 +139,7 @@ def block_ids(key: bytes, root: bytes, ids: bytes) -> Iterator[int]:
 
 @contextmanager
 def record_traffic(path: Path | None, max_bytes: int) -> Iterator[TrafficTrace | None]:
-    """A recording while the body runs; None without a path. Raises ConfigurationError."""
+    """Record a trace while the body runs; yields None without a path. Raises ConfigurationError."""
     if path is None:
         yield None
         return

@@ -32,7 +32,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.durable import codec
 from cache_daemon.durable.encryption import Cipher, DecryptError
-from cache_daemon.durable.header_check import hashes_match, layout_payload_bytes
+from cache_daemon.durable.record_format import hashes_match, layout_payload_bytes
 from cache_daemon.remote.key_schema import RECORD_VERSION
 
 EPOCH_BYTES = 16

@@ -1,4 +1,4 @@
-"""CacheService over gRPC: checks requests against limits and principals, calls the store, turns errors into status.
+"""gRPC service of the daemon: validates requests, calls the store, maps errors to status codes.
 
-Imports the store and access; the store knows nothing of gRPC.
+Imports the store, auth and observability. The store knows nothing of gRPC.
 """

@@ -1,4 +1,4 @@
-"""Pin, Unpin, Delete, Carry, List and Stats: looking at the store, and telling it what to keep where."""
+"""Admin RPCs: Pin, Unpin, Delete, Carry, List and Stats."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
 from cache_daemon.rpc.servicer_base import ServicerBase
 
-# A page with tokens ends before it has more, but for its first chunk: others have their turn.
+# Token limit of a page with tokens, except for its first chunk: it bounds the stall of the event loop.
 _MAX_PAGE_TOKENS = 1 << 16
 
 
 class AdminServicer(ServicerBase):
-    """Everybody sees what its salts open, operators see all."""
+    """RPCs of operators and tenants.
+
+    A caller sees the tenants whose salts it may use; an operator sees all.
+    """
 
     @unary
     async def Pin(self, request: pb.PinRequest, context: Context) -> pb.PinResponse:
@@ -50,7 +53,7 @@ class AdminServicer(ServicerBase):
 
     @streaming
     async def Carry(self, request: pb.CarryRequest, context: Context) -> AsyncIterator[pb.CarryResponse]:
-        # Guests have what they ask for go there and come from there; all at once is work for everybody's engine.
+        # Guests use the remote tier through Match and Commit; a bulk transfer loads the shared backend.
         self.principal_of(context).require_operator("carry a tenant to the remote tier, or from there")
         root = self.root(context, request.namespace, request.tenant_salt)
         with self.stream(context, "Carry", caller_budgets.TRANSFERS):
@@ -102,9 +105,7 @@ class AdminServicer(ServicerBase):
         if request.namespace:
             return await self.store.stats_of(self.root(context, request.namespace, request.tenant_salt))
         self.principal_of(context).require_operator("see the statistics of all tenants")
-        out = self.store.stats()
-        out.loop_stall_ms = self.shared.stall_ms()
-        out.refused = self.calls.refused
+        out = self.shared.stats()
         out.calls.extend(self.calls.recent())
         now = time.monotonic()
         for session in self.sessions:

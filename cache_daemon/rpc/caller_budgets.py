@@ -1,6 +1,6 @@
-"""Budgets of what callers may have open at one time: streams, sessions, and bytes of large requests.
+"""Budgets per caller: open streams, sessions and bytes of large requests.
 
-The private socket always has a share of its own, which no other door can use up; of the rest, one caller has a part.
+The private socket has a share that external listeners cannot use up. One external caller gets a part of the rest.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from cache_daemon.rpc import request_validation
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """Limits of one kind of thing: of all callers, of those beyond the private socket, and of each of these."""
+    """Limits of one resource: in total, for external callers, and for one of them.
+
+    External callers are those that do not use the private socket.
+    """
 
     total: int
     external: int
     per_caller: int
 
     def check(self, what: str, total: int, external: int, own: int, *, private: bool) -> None:
-        """Raises LimitExceeded for one more."""
+        """Raise LimitExceeded if one more would exceed a limit."""
         request_validation.check_capacity(what, total, self.total)
         if not private:
             request_validation.check_capacity(f"{what} of callers beyond the private socket", external, self.external)
@@ -47,14 +50,14 @@ TRANSFERS = CallerLimits(
 
 
 class OpenStreams:
-    """Long calls that are open, by kind and caller. Used on the event loop."""
+    """Counts open streaming calls by kind and caller. Used on the event loop."""
 
     def __init__(self) -> None:
-        self._open: Counter[tuple[str, Principal | None]] = Counter()  # None: at the private socket
+        self._open: Counter[tuple[str, Principal | None]] = Counter()  # None is the private socket
 
     @contextmanager
     def one(self, kind: str, share: CallerLimits, caller: Principal | None) -> Iterator[None]:
-        """Counts a call while it lasts. Raises LimitExceeded."""
+        """Count a call while the block lasts. Raises LimitExceeded."""
         of_kind = {who: n for (name, who), n in self._open.items() if name == kind}
         total, near = sum(of_kind.values()), of_kind.get(None, 0)
         share.check(f"open {kind} calls", total, total - near, of_kind.get(caller, 0), private=caller is None)
@@ -68,7 +71,7 @@ class OpenStreams:
 
 
 class LargeRequests:
-    """Bytes of large requests that are being served, by caller. Used on the event loop."""
+    """Counts bytes of large requests in progress, by caller. Used on the event loop."""
 
     def __init__(self, max_bytes: int = request_validation.MAX_LARGE_REQUEST_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -76,7 +79,7 @@ class LargeRequests:
 
     @contextmanager
     def one(self, size_bytes: int, caller: Principal) -> Iterator[None]:
-        """Counts a request while it is served. Raises LimitExceeded."""
+        """Count a request while the block lasts. Raises LimitExceeded."""
         if self._used[caller] + size_bytes > self._max_bytes:
             raise LimitExceeded(
                 f"{self._used[caller]} bytes of this caller's large requests are being served and {size_bytes} came; "

@@ -1,4 +1,4 @@
-"""Match, Release, Reserve, Commit, Abort: what workers do all day."""
+"""Chunk RPCs of workers: Match, Release, Reserve, Commit, Abort."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Long answers are put together in slices, between which others have their turn.
+# Long responses are built in slices that yield to the event loop.
 _SLICE_CHUNKS, _SLICE_HEADERS = 512, 16
-# Others have their turn between the parts of what such a prompt needs.
+# Prompts longer than this yield to the event loop between steps.
 _LONG_TOKENS = 1 << 16
 _DEFAULT_REMOTE_SECONDS, _REMOTE_DEADLINE_SHARE = 60.0, 0.8
 
 
 class ChunkServicer(ServicerBase):
-    """Reading and writing by sessions."""
+    """Lookup and two-phase insert by sessions."""
 
     @unary
     async def Match(self, request: pb.MatchRequest, context: Context) -> pb.MatchResponse:
         request_validation.check_max("the number of token_ids", len(request.token_ids), request_validation.MAX_TOKENS)
-        # Fast where it matters: a repeated field gives its numbers to NumPy at once.
+        # NumPy converts a repeated field in one call, which is fast for long prompts.
         ids = np.array(request.token_ids, "<u4").tobytes()
         if len(request.token_ids) > _LONG_TOKENS:
             await asyncio.sleep(0)
@@ -116,7 +116,10 @@ class ChunkServicer(ServicerBase):
         return pb.AbortResponse(aborted=self.store.abort(session, request.reservation_ids))
 
     async def _matched(self, result: MatchResult, *, with_offsets: bool) -> pb.MatchResponse:
-        """Callers that share no memory are not told where in it chunks lie: where others' begin and end is theirs."""
+        """Build the response of a match.
+
+        Callers without shared memory get no offsets: the layout of the arena would reveal other tenants' chunks.
+        """
         out = pb.MatchResponse(
             matched_tokens=result.matched_tokens,
             passed_tokens=result.passed_tokens,
@@ -130,7 +133,7 @@ class ChunkServicer(ServicerBase):
         for at in range(0, len(whole), _SLICE_CHUNKS):
             if at:
                 await asyncio.sleep(0)
-            # A message of Python's for each chunk would take longer than finding it.
+            # Building a Python message for each chunk would take longer than finding it.
             if with_offsets:
                 out.MergeFromString(b"".join([m.chunk.encoded_match() for m in whole[at : at + _SLICE_CHUNKS]]))
             else:
@@ -145,7 +148,10 @@ class ChunkServicer(ServicerBase):
 
 
 def _remote_timeout(context: Context) -> float:
-    """Seconds that the caller waits for bytes from elsewhere: what it gave the call, less what is left to do then."""
+    """Return the seconds that a match may wait for the remote tier.
+
+    A share of the call's remaining deadline: the rest is for answering.
+    """
     left = context.time_remaining()
     return _DEFAULT_REMOTE_SECONDS if left is None else max(0.0, left * _REMOTE_DEADLINE_SHARE)
 

@@ -20,10 +20,10 @@ from cache_daemon.rpc import request_validation
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MAX_VARINT_BYTES = 10
-# Members of a message's fields that have no limit of their own, and the fields themselves.
+# Default limit of repeated fields, and of non-repeated fields in a message.
 _MAX_ELEMENTS = 4096
 _SPARE_FIELDS = 256
-# Of one message within a message: a header with the most tokens that it may have takes a fifth of that.
+# Limit of a nested message; a header with the maximal number of tokens takes a fifth of it.
 _MAX_NESTED_BYTES = 128 << 10
 # Decoding a piece of this length takes a millisecond or two.
 MAX_PIECE_BYTES = 256 << 10
@@ -46,7 +46,7 @@ _LIMITS: dict[Descriptor, Mapping[str, int]] = {
 
 
 class _Field(NamedTuple):
-    """One occurrence of a field: bytes ``begin`` to ``end`` of the message, its value from ``value`` on."""
+    """One field occurrence: bytes ``begin`` to ``end`` of the message, its value from ``value`` on."""
 
     number: int
     wire_type: int
@@ -56,9 +56,9 @@ class _Field(NamedTuple):
 
 
 class ElementLimits:
-    """Limits of one message type's repeated fields, and of its encoding.
+    """Limits of a message type's repeated fields and of its encoding.
 
-    Only the top level is walked: a message within it may have no more than 128 KiB, which bounds what it holds.
+    Only the top level is walked: a nested message may have at most 128 KiB, which bounds what it holds.
     """
 
     def __init__(self, message: Descriptor) -> None:
@@ -71,9 +71,10 @@ class ElementLimits:
         self._max_fields = repeated + _SPARE_FIELDS
 
     def pieces(self, data: bytes) -> Sequence[bytes]:
-        """Cuts a message into encodings of at most 256 KiB that merge to it. A field of bytes or text stays whole.
+        """Split a message into encodings of at most 256 KiB that merge to it.
 
-        Raises InvalidRequest beyond a limit, and for what is no message."""
+        A field of bytes or text stays whole. Raises InvalidRequest beyond a limit, and for an invalid encoding.
+        """
         cut, begin, counts = [], 0, dict.fromkeys(self._most, 0)
         for position, field in enumerate(_walk(data)):
             if position >= self._max_fields:
@@ -113,7 +114,7 @@ def _is_packable(field: FieldDescriptor) -> bool:
 
 
 def _walk(data: bytes) -> Iterator[_Field]:
-    """The fields of an encoded message, to its end. Raises InvalidRequest where it is none."""
+    """Yield the fields of an encoded message. Raises InvalidRequest for an invalid encoding."""
     at, size = 0, len(data)
     try:
         while at < size:
@@ -138,7 +139,7 @@ def _walk(data: bytes) -> Iterator[_Field]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """The number at a position, and where it ends. Raises IndexError where it does not end in time."""
+    """Decode the varint at a position. Returns its value and its end; raises IndexError."""
     byte = data[at]
     if byte < 0x80:
         return byte, at + 1
@@ -153,13 +154,13 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _count(data: bytes, field: _Field) -> int:
-    """How many varints a packed field has: each ends with a byte below 128."""
+    """Count the varints of a packed field: each ends with a byte below 128."""
     raw = np.frombuffer(data, np.uint8, field.end - field.value, field.value)
     return int(np.count_nonzero(raw < 0x80))
 
 
 def _packed_pieces(data: bytes, field: _Field) -> Iterator[bytes]:
-    """A packed field as several of them, cut where a varint ends."""
+    """Split a packed field into several, at the ends of varints."""
     tag, _ = _varint(data, field.begin)
     at = field.value
     while at < field.end:

@@ -1,4 +1,7 @@
-"""Limits on everything that a client can ask for; each is refused by its name."""
+"""Request validation: limits on every field that a client can set.
+
+Each check names the field, the value and what is allowed.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ MAX_ITEMS = 1024
 MAX_PAGE = 1000
 MAX_NAME = 64
 MAX_STRING_BYTES = 4096
-# More than a session can have done, and far from where the store's counters end.
+# More than a session can reach, and far below the range of the store's counters.
 MAX_TOTAL = 1 << 48
 
-# Callers beyond the private socket leave room for those at it, this host's workers; one caller leaves room for others.
+# External callers leave capacity for the private socket (workers of this host); one caller leaves some for others.
 MAX_SESSIONS, MAX_EXTERNAL_SESSIONS, MAX_CALLER_SESSIONS = 256, 192, 64
 MAX_WATCHERS = 64
 MAX_STREAMS = 64
@@ -35,40 +38,40 @@ MAX_RESERVATIONS = 4096
 
 
 def check_max(name: str, value: int, most: int) -> None:
-    """Raises InvalidRequest for a value of one request that is too large."""
+    """Raise InvalidRequest when a value of one request is too large."""
     if value > most:
         raise InvalidRequest(f"{name} is {value}; at most {most} is allowed")
 
 
 def check_capacity(what: str, held: int, most: int) -> None:
-    """Raises LimitExceeded when as much is held already as is allowed at one time."""
+    """Raise LimitExceeded when the caller already holds the maximum."""
     if held >= most:
         raise LimitExceeded(f"there are {held} {what} already, the most that are allowed; end one and try again")
 
 
 def check_hash(name: str, value: bytes, *, optional: bool = False) -> bytes:
-    """Raises InvalidRequest unless the value has the length of a hash."""
+    """Raise InvalidRequest unless the value has the length of a hash."""
     if len(value) == keys.HASH_BYTES or (optional and not value):
         return value
     raise InvalidRequest(f"{name} has {len(value)} bytes; it must have {keys.HASH_BYTES}")
 
 
 def check_salt(value: bytes) -> bytes:
-    """Raises InvalidRequest for a salt that is too long. It is a secret: the text does not show it."""
+    """Raise InvalidRequest for a salt that is too long, without showing it: it is a secret."""
     if len(value) > keys.MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(value)} bytes; at most {keys.MAX_SALT_BYTES} are allowed")
     return value
 
 
 def check_descriptor(descriptor: NamespaceDescriptor) -> None:
-    """Raises InvalidRequest for a descriptor that is out of bounds."""
+    """Raise InvalidRequest for a descriptor with fields out of bounds."""
     check_hash("model_fingerprint", descriptor.model_fingerprint)
     for name in ("architecture", "rope_parameters", "lora_adapter", "producer"):
         check_max(f"the length of {name} in bytes", len(getattr(descriptor, name).encode()), MAX_STRING_BYTES)
 
 
 def check_headers(headers: Sequence[ChunkHeader]) -> None:
-    """Raises InvalidRequest for too many headers, or one that is no header."""
+    """Raise InvalidRequest for too many headers, or an invalid one."""
     check_max("the number of headers", len(headers), MAX_ITEMS)
     for header in headers:
         check_hash("parent_prefix_hash", header.parent_prefix_hash, optional=True)
@@ -76,8 +79,10 @@ def check_headers(headers: Sequence[ChunkHeader]) -> None:
 
 
 def check_heartbeat(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...]:
-    """The totals of a heartbeat in the order of its fields. Raises InvalidRequest for one that cannot be, or that is
-    below the session's heartbeat ``before`` (empty: none)."""
+    """Return the totals of a heartbeat, in the order of its fields.
+
+    Raises InvalidRequest for an impossible total, or one below the session's heartbeat ``before`` (empty: none).
+    """
     totals = tuple(getattr(beat, field.name) for field in beat.DESCRIPTOR.fields)
     for field, value, earlier in zip(beat.DESCRIPTOR.fields, totals, before or (0,) * len(totals), strict=True):
         check_max(f"the heartbeat's {field.name}", value, MAX_TOTAL)
@@ -89,7 +94,7 @@ def check_heartbeat(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...
 
 
 def check_client_name(text: str) -> str:
-    """A caller's name for itself. Raises InvalidRequest unless a terminal can print it."""
+    """Return the client's name. Raises InvalidRequest unless it is printable."""
     check_max("the length of client_name", len(text), MAX_NAME)
     if not text.isprintable():
         raise InvalidRequest(f"client_name is {text!a}; only printable characters are allowed")
@@ -97,7 +102,7 @@ def check_client_name(text: str) -> str:
 
 
 def check_cuts(cuts: Sequence[int], prompt_tokens: int) -> list[int]:
-    """The ends of a prompt's chunks. Raises InvalidRequest unless they rise and lie within the prompt."""
+    """Return the chunk ends of a prompt. Raises InvalidRequest unless they ascend within it."""
     check_max("the number of cuts", len(cuts), MAX_CUTS)
     found = list(cuts)
     for before, end in pairwise([0, *found]):
@@ -110,21 +115,21 @@ def check_cuts(cuts: Sequence[int], prompt_tokens: int) -> list[int]:
 
 
 def check_seconds_per_token(seconds_per_token: float) -> float:
-    """Raises InvalidRequest for what is no time."""
+    """Raise InvalidRequest for an impossible prefill time per token."""
     if not 0 <= seconds_per_token < 3600:
         raise InvalidRequest(f"seconds_per_token is {seconds_per_token}; a number from 0 to below 3600 is needed")
     return seconds_per_token
 
 
 def check_lease_id(name: bytes) -> bytes:
-    """Raises InvalidRequest for what a caller may not call a lease."""
+    """Raise InvalidRequest for a lease name of the wrong length."""
     if len(name) not in (0, ID_BYTES):
         raise InvalidRequest(f"lease_id has {len(name)} bytes; {ID_BYTES} random ones are needed, or none")
     return name
 
 
 def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[bytes]:
-    """A name for each of so many headers, empty where the caller has none. Raises InvalidRequest for others."""
+    """Return a name for each header, empty where the caller gave none. Raises InvalidRequest."""
     if not names:
         return [b""] * headers
     if len(names) != headers:
@@ -138,13 +143,16 @@ def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[byte
 
 
 def check_ttl(seconds: int) -> int:
-    """Raises InvalidRequest for more than chunks are kept on anybody's word."""
+    """Raise InvalidRequest for a TTL above the maximum."""
     check_max("ttl_seconds", seconds, MAX_TTL_SECONDS)
     return seconds
 
 
 def check_content_probes(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:
-    """Content probes as ``(start, tokens)``. Raises InvalidRequest for too many, or one outside the prompt."""
+    """Return content probes as ``(start, tokens)``.
+
+    Raises InvalidRequest for too many probes, or one outside the prompt.
+    """
     check_max("the number of content probes", len(contents), MAX_PROBES)
     found = [(probe.start, probe.tokens) for probe in contents]
     for start, tokens in found:

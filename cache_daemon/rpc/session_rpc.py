@@ -1,4 +1,4 @@
-"""Attach: the stream that a session lives as long as."""
+"""Session RPCs: Attach with its heartbeats, and SetVerdict."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from cache_daemon.store.sessions import Session
 
 PROTOCOL_VERSION = 2
 _MISSED_HEARTBEATS = 3
-# However often a client is to send them: one that waits for a busy machine's CPU is not dead.
+# Lower bound for short heartbeat intervals: a client that waits for a busy CPU is not dead.
 _MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
 
 class SessionServicer(ServicerBase):
-    """Sessions and verdicts."""
+    """Sessions and reuse verdicts.
+
+    A session lives as long as its Attach stream; a missing heartbeat ends it.
+    """
 
     async def Attach(
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
@@ -45,7 +48,7 @@ class SessionServicer(ServicerBase):
                     message = await decode_request(await anext(messages, None))
                 if message is None:
                     return
-                if self.principal_of(context) != session.owner:  # as a token that was revoked ends the session
+                if self.principal_of(context) != session.owner:  # a revoked token ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
                 self.store.record_heartbeat(
                     session, request_validation.check_heartbeat(message.heartbeat, session.heartbeat_totals)

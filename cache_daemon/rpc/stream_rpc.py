@@ -1,4 +1,4 @@
-"""Fetch, Store, Fill and Watch: byte streams for callers that share no memory, and the event stream."""
+"""Stream RPCs: Fetch, Store, Fill and Watch for callers without shared memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cache_daemon.rpc.request_decoder import decode_request
 from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.sessions import Session
 
-# A stream that stands still so long gives back what it holds.
+# A stream without progress for this long is aborted, which releases what it holds.
 STREAM_TIMEOUT_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -37,8 +37,10 @@ M = TypeVar("M", pb.StoreRequest, pb.FillRequest)
 
 
 class StreamServicer(ServicerBase):
-    """What each holds, one chunk or those of a lease, it does not hold for longer than its caller takes or sends
-    something."""
+    """Byte streams and the event stream.
+
+    A call holds one chunk, or those of a lease, only while its client sends or receives.
+    """
 
     @streaming
     async def Fetch(self, request: pb.FetchRequest, context: Context) -> AsyncIterator[pb.FetchResponse]:
@@ -51,7 +53,7 @@ class StreamServicer(ServicerBase):
             async with self.store.open_chunk(chunk) as payload:
                 await _send(context, chunk.full_header(), payload)
         return
-        yield  # what makes it a generator: answers are written with a deadline
+        yield  # makes this a generator; responses are written with a deadline instead
 
     async def _fetch_leased(self, request: pb.FetchRequest, context: Context) -> None:
         session = self.session(context, request.session_id)
@@ -61,7 +63,7 @@ class StreamServicer(ServicerBase):
         chunks = session.leased_chunks(request.lease_id, request.prefix_hashes)
         with self.stream(context, "Fetch", caller_budgets.STREAMS), self.store.acquire(chunks):
             for chunk in chunks:
-                self.session(context, request.session_id)  # one that has ended, or may no longer, is sent no more
+                self.session(context, request.session_id)  # stops when the session has ended or lost its rights
                 await _send(context, chunk.header, await self.store.read_leased(chunk))
 
     @unary
@@ -150,7 +152,7 @@ async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:
 
 
 async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
-    """The message that a stream begins with. Raises InvalidRequest where it is another one, or none."""
+    """Return the first message of a stream. Raises InvalidRequest for another one, or none."""
     message = await _next(messages)
     if message is None or message.WhichOneof("message") != field:
         raise InvalidRequest(f"the first message of {call} must be {field}")
@@ -166,15 +168,17 @@ async def _next(messages: AsyncIterator[T]) -> T | None:
 
 
 class _PayloadUpload:
-    """A reservation's payload that arrives, into its session's staging. Raises UnknownLease when the reservation ends
-    meanwhile."""
+    """A payload that arrives in the staging memory of its session.
+
+    Raises UnknownLease when the reservation ends meanwhile.
+    """
 
     def __init__(self, session: Session, reservation_id: bytes) -> None:
         self._session, self._id, self._at = session, reservation_id, 0
         self._size = self._place().size_bytes
 
     def take(self, data: bytes) -> None:
-        """Raises InvalidRequest for more than was announced, and for a message that is too large."""
+        """Append bytes. Raises InvalidRequest for too many, and for a message that is too large."""
         request_validation.check_max("the size of a data message in bytes", len(data), request_validation.MESSAGE_BYTES)
         if self._at + len(data) > self._size:
             raise InvalidRequest(f"more than the announced {self._size} payload bytes were sent")
@@ -185,7 +189,7 @@ class _PayloadUpload:
         self._at += len(data)
 
     def check_complete(self) -> None:
-        """Raises InvalidRequest when less was sent than was announced."""
+        """Raise InvalidRequest when fewer bytes arrived than announced."""
         if self._at != self._size:
             raise InvalidRequest(f"{self._at} payload bytes were sent, the header announced {self._size}")
 

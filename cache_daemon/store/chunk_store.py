@@ -25,9 +25,9 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ArenaFull, ChunkNotFound, FailedPrecondition
 
-from cache_daemon.durable import expiry_note
 from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
+from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
 from cache_daemon.memory.arena import Arena
 from cache_daemon.store import pins, reuse_verdicts
 from cache_daemon.store.bloom_filter import CountingBloomFilter
@@ -131,7 +131,7 @@ class ChunkStore:
             self.verdicts.restore(name, value)
         elif name.startswith(pins.NOTE_PREFIX):
             self._pins.restore(name, value)
-        elif name.startswith(expiry_note.EXPIRY_NOTE_PREFIX):
+        elif name.startswith(EXPIRY_NOTE_PREFIX):
             self.ttl.restore(name, value)
         elif self.remote is not None:
             self.remote.restore_note(name, value)

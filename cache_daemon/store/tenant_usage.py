@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
-from cache_daemon.tenant_limits import TenantLimits
+from cache_daemon.auth.tenant_limits import TenantLimits
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

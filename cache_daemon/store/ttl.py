@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import inf
 
-from cache_daemon.durable.expiry_note import EXPIRY_NOTE_PREFIX, decode_expiry, encode_expiry
+from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX, decode_expiry, encode_expiry
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import TierManager
 

@@ -11,6 +11,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import new_header
 
+from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
@@ -21,7 +22,6 @@ from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
-from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.doubles.memory_tier import MemoryTier

@@ -86,11 +86,11 @@ def test_flipped_bits_are_found_and_repaired(start: Callable[..., Node]) -> None
     node, prompts = stored(start)
     flip_payload(store_file(node), prompts[7])
     folder = node.folder / "store"
-    found = on_store("verify", "--store", folder, expect=offline.DAMAGED)
+    found = on_store("verify", "--store", folder, expect=offline.CORRUPT)
     assert "30 chunks are sound" in found
     assert "1 corrupt chunks" in found
     assert "--repair removes" in found
-    assert "was removed" in on_store("verify", "--store", folder, "--repair", expect=offline.DAMAGED)
+    assert "was removed" in on_store("verify", "--store", folder, "--repair", expect=offline.CORRUPT)
     assert "30 chunks are sound" in on_store("verify", "--store", folder)
     assert served_by(node, prompts) == len(prompts) - 1
 
@@ -100,8 +100,8 @@ def test_a_store_that_was_cut_off_is_repaired_with_what_is_left(start: Callable[
     file = store_file(node)
     os.truncate(file, file.stat().st_size // 3 // 4096 * 4096)
     folder = node.folder / "store"
-    on_store("verify", "--store", folder, expect=offline.DAMAGED)
-    on_store("verify", "--store", folder, "--repair", expect=offline.DAMAGED)
+    on_store("verify", "--store", folder, expect=offline.CORRUPT)
+    on_store("verify", "--store", folder, "--repair", expect=offline.CORRUPT)
     left = int(on_store("verify", "--store", folder).split(": ")[1].split()[0])
     assert 0 < left < 31
     assert left - 1 <= served_by(node, prompts) <= left, "one may be the other tenant's"

@@ -26,19 +26,18 @@ from kvsidecar.chunk_layout import new_header
 
 from benchmarks.peer import GEOMETRY, descriptor
 from cache_daemon.auth.principal import OPERATOR
+from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.eviction.gittins import Gittins
 from cache_daemon.memory.arena import HostArena
 from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.rpc import request_validation
-from cache_daemon.rpc.cache_service import CacheService
-from cache_daemon.rpc.request_decoder import add_to_server
+from cache_daemon.rpc.cache_service import CacheService, add_to_server
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.tenant_usage import TenantAccounts
-from cache_daemon.tenant_limits import TenantLimits
 
 pytestmark = pytest.mark.alone
 

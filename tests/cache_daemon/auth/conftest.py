@@ -17,9 +17,9 @@ from kvsidecar.net.grpc_server import ListenerLimits, serve_listeners
 from kvsidecar.tenants_file import hash_token
 
 from benchmarks.certificate_authority import CertificateAuthority, IssuedCertificate
-from cache_daemon.auth.listeners import build_listeners
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
+from cache_daemon.listeners import build_listeners
 from tests.cache_daemon.auth.echo import SERVICE, add_echo
 
 ALICE, BOB, ADMIN = "token-of-alice-0123456789", "token-of-bob-0123456789", "token-of-the-admin-0123456789"

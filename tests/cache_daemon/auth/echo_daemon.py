@@ -9,9 +9,9 @@ import sys
 from kvsidecar.cli.service_settings import run_service
 from kvsidecar.net.grpc_server import hold_socket_lock, serve_listeners, stop_on_signals
 
-from cache_daemon.auth.listeners import build_listeners
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
 from cache_daemon.config import DaemonConfig
+from cache_daemon.listeners import build_listeners
 from tests.cache_daemon.auth.conftest import tenant_id
 from tests.cache_daemon.auth.echo import SERVICE, add_echo
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_daemon.auth.peer_credentials import PeerCredentials, is_allowed, peer_credentials
+from cache_daemon.auth.authenticator import PeerCredentials, is_allowed, peer_credentials
 
 CONNECT = """
 import os, socket, sys, time

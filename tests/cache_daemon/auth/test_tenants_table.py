@@ -10,8 +10,8 @@ from kvsidecar.errors import ConfigurationError, PermissionDenied
 from kvsidecar.tenants_file import hash_token
 
 from cache_daemon.auth.principal import GUEST, OPERATOR, Principal
+from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 from cache_daemon.auth.tenants_table import UNLIMITED, ReloadableTenantsTable, TenantsTable, load
-from cache_daemon.tenant_limits import Priority, TenantLimits
 from tests.cache_daemon.auth.conftest import tenant_id
 
 FULL = f"""

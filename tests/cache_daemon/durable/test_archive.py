@@ -16,8 +16,8 @@ from kvsidecar.errors import InvalidRequest
 
 from cache_daemon.durable.archive import export_archive, import_archive
 from cache_daemon.durable.durable_tier import DurableTier, Put, ReadResult, WriteGroup
-from cache_daemon.durable.expiry_note import EXPIRY_NOTE_PREFIX, encode_expiry
 from cache_daemon.durable.lmdb_tier import LmdbTier
+from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX, encode_expiry
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.durable.chunks import BUDGET, ROOT, chain, chunk, key_of, opened, read, store
 

@@ -23,7 +23,7 @@ SLOT = 4096
 # The daemon with times that a test can wait for, whose first write never ends.
 HUNG = """
 import sys, threading
-from cache_daemon.durable import group_commit_writer as writer
+from cache_daemon.durable import group_commit_writer
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.observability import durable_health as health
 from cache_daemon.store import shutdown

@@ -6,9 +6,8 @@ import os
 
 import pytest
 
-from cache_daemon.durable import compression, idle_cores
-from cache_daemon.durable.compression import PayloadCompressor
-from cache_daemon.durable.idle_cores import CpuSample, IdleCoreCounter
+from cache_daemon.durable import compression
+from cache_daemon.durable.compression import CpuSample, IdleCoreCounter, PayloadCompressor
 from tests.cache_daemon.durable.test_codec import trained_chunks
 
 
@@ -74,7 +73,7 @@ def test_too_short_a_time_says_what_was_said(clock: Clock, cores: IdleCoreCounte
 
 def test_this_machine_says_something_or_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 <= IdleCoreCounter().count() <= (os.cpu_count() or 1) * 1.5
-    monkeypatch.setattr(idle_cores, "_STAT", idle_cores.Path("/nowhere"))
+    monkeypatch.setattr(compression, "_STAT", compression.Path("/nowhere"))
     assert IdleCoreCounter().count() == os.cpu_count()
 
 

@@ -25,10 +25,10 @@ from cache_daemon.auth.principal import OPERATOR
 from cache_daemon.eviction import DEFAULT, POLICIES
 from cache_daemon.memory.arena import MemoryArena
 from cache_daemon.observability import otel
+from cache_daemon.observability.call_metrics import CallMetrics
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.rpc.cache_service import CacheService
-from cache_daemon.rpc.call_wrapper import CallMetrics
 from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.chunk_store import ChunkStore
@@ -76,7 +76,7 @@ async def traced(folder: Path) -> AsyncIterator[Traced]:
         bench = Bench(store, store._durable, FakeClock())  # type: ignore[arg-type]
         bench.session.owner = OPERATOR
         shared = ServiceState(store, 2000, CallMetrics(telling.call_span))
-        telling.observe(StatsSnapshots(shared, asyncio.get_running_loop()))
+        telling.observe(StatsSnapshots(shared.stats, shared.calls, asyncio.get_running_loop()))
         server = grpc.aio.server()
         server.add_insecure_port(f"unix:{folder}/s")
         add_CacheServiceServicer_to_server(CacheService(shared, lambda _: OPERATOR, "m"), server)

@@ -11,7 +11,7 @@ from kvsidecar.chunk_layout import Geometry, new_header
 
 from cache_daemon.durable import codec
 from cache_daemon.durable.encryption import AesGcmCipher, Cipher, NullCipher
-from cache_daemon.durable.expiry_note import encode_expiry
+from cache_daemon.durable.record_format import encode_expiry
 from cache_daemon.remote.remote_record import (
     InvalidRecord,
     RemoteRecord,

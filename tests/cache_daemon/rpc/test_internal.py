@@ -17,7 +17,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 
 from cache_daemon.config import DaemonConfig
-from cache_daemon.rpc.call_wrapper import CallMetrics, FailureWindow
+from cache_daemon.observability.call_metrics import CallMetrics, FailureWindow
 from cache_daemon.server import SERVICE, serve
 from cache_daemon.store.chunk_store import ChunkStore
 from tests.cache_daemon.conftest import descriptor

@@ -6,7 +6,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32, NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry
 
-from cache_daemon.tenant_limits import Priority, TenantLimits
+from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 
 PAGE = 4096
 # A token takes a page, so that chunks differ in size and the arena fragments.

@@ -15,11 +15,11 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.kv_transfer.mapped_memory import SUMMARY, map_summary, receive_descriptor
 
 from benchmarks.node import Node
+from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.tenant_usage import TenantAccount
-from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import Peer, code_of
 
 ROOT = b"r" * 32

@@ -12,10 +12,10 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, QuotaExceeded
 
+from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.store import persistence
 from cache_daemon.store.chunk import Residency
 from cache_daemon.store.tier_manager import Clock
-from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import FakeClock, opened
 
@@ -365,7 +365,7 @@ async def test_a_tenant_has_at_most_so_many_chunks() -> None:
 
 
 async def test_low_priority_goes_first_and_pushes_nobody_above_it_out() -> None:
-    from cache_daemon.tenant_limits import Priority
+    from cache_daemon.auth.tenant_limits import Priority
 
     limits = {b"low": TenantLimits(priority=Priority.LOW), b"high": TenantLimits(priority=Priority.HIGH)}
     async with opened(arena_bytes=8 * SLOT, budget_bytes=400 * SLOT, limits=limits) as bench:

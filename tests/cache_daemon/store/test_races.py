@@ -11,10 +11,10 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import from_rpc
 
+from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Residency
-from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import until

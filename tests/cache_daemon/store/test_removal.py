@@ -11,9 +11,9 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import UnknownSession
 
+from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.eviction import POLICIES
 from cache_daemon.store.chunk import Residency
-from cache_daemon.tenant_limits import TenantLimits
 from tests.cache_daemon.stores import Bench, opened
 
 SLOT = 4096

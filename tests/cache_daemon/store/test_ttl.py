@@ -14,7 +14,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 from benchmarks.node import Node
 from benchmarks.peer import payload_of
-from cache_daemon.tenant_limits import TenantLimits
+from cache_daemon.auth.tenant_limits import TenantLimits
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier

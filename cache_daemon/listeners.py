@@ -1,4 +1,4 @@
-"""The daemon's doors, by its settings: private socket, shared socket, TCP."""
+"""Listeners of the daemon by its settings: private socket, shared socket, TCP."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ AddServicer = Callable[[grpc.aio.Server, PrincipalResolver, Path | None], None]
 """Adds a servicer that asks the resolver who calls at a Unix socket, or at TCP (None)."""
 
 MAX_EXTERNAL_MESSAGE_BYTES = 6 << 20
-"""Longest message at doors of others than the owner: 2^20 tokens take at most 5 MiB."""
+"""Longest message on external listeners: 2^20 tokens take at most 5 MiB."""
 _MAX_EXTERNAL_STREAMS = 128
-_HEARTBEATS = 4  # more than a session may miss: it is the session that ends first, with its own message
+_HEARTBEATS = 4  # more than a session may miss, so that the session ends first, with its own message
 
 
 def build_listeners(config: DaemonConfig, tenants: Callable[[], TenantsTable], add: AddServicer) -> list[Listener]:
-    """All doors that the settings ask for, the private socket first. Raises ConfigurationError for unusable files."""
+    """Return the listeners that the settings ask for, the private socket first.
+
+    Raises ConfigurationError for unusable files.
+    """
     found = [Listener(config.socket, partial(_add, add, _as_operator, config.socket))]
     timeouts = InterceptorTimeouts(
         stall_seconds=max(InterceptorTimeouts.stall_seconds, config.heartbeat_ms * _HEARTBEATS / 1000)

@@ -1,4 +1,7 @@
-"""What a tenant may have. Access reads it from a file, the store keeps to it."""
+"""Quotas, TTL and eviction priority of a tenant.
+
+The tenants file sets them; the store enforces them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 
 
 class Priority(enum.IntEnum):
-    """Whose chunks go first when a tier is full, and whose newcomers may push whom out."""
+    """Eviction priority: lower ones are evicted first and cannot displace higher ones."""
 
     LOW = 0
     NORMAL = 1
@@ -16,8 +19,10 @@ class Priority(enum.IntEnum):
 
 @dataclass(frozen=True)
 class TenantLimits:
-    """None is without limit. A tenant with a quota of a tier has a part of it that nobody else evicts from, and never
-    uses more."""
+    """Limits of one tenant; None is unlimited.
+
+    A tenant with a quota of a tier has a partition of its own: no other tenant evicts from it, and it never uses more.
+    """
 
     arena_bytes: int | None = None
     store_bytes: int | None = None
