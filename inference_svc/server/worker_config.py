@@ -71,7 +71,7 @@ class ModelSettings(BaseSettings):
     speculate: Literal["off", "ngram", "draft", "auto"] = "off"
     """Speculative decoding: a proposer drafts tokens, and the model verifies many at a time; answers stay the same.
     ngram: continuations of the same tokens in the prompt, the answer and past answers of the same tenant, good for
-    edits, quotations and agents; draft: the draft model; auto: the better of both. Measurements decide draft lengths."""
+    edits and agents; draft: the draft model; auto: the better of both. Measurements decide draft lengths."""
     draft_model: str = ""
     """Draft model for speculate=draft or auto: a smaller model with the same tokenizer, named like model, or self for a
     copy of the model at 4 bits (CPU), which stays in memory if the model itself is streamed."""
