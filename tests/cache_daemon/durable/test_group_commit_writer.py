@@ -336,7 +336,7 @@ async def test_an_outcome_that_cannot_be_taken_note_of_loses_no_other(desk: Desk
         desk.tier.let_go()
         assert await desk.outcomes(puts[0], puts[2]) == [STORED, STORED]
     assert [line["event"] for line in lines if line["log_level"] == "error"] == [
-        "the outcome of a durable write was not taken note of"
+        "callback of a durable write failed"
     ]
 
 
