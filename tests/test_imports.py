@@ -17,6 +17,24 @@ PACKAGES = {
     "kvkernels": ROOT / "kernels",
 }
 MAX_LINES = 400
+# Packages of the inference engine, lowest first, and the packages of inference_svc that each may import.
+LAYERS = {
+    "kv_pool": set(),
+    "structured_output": set(),
+    "sampling": {"structured_output"},
+    "models": {"kv_pool"},
+    "lora": {"models"},
+    "model_runner": {"kv_pool", "models", "lora"},
+    "context_reuse": {"kv_pool", "models", "lora", "model_runner"},
+    "sequence": {"kv_pool", "lora", "model_runner", "context_reuse", "sampling", "structured_output"},
+    "spec_decode": {"kv_pool", "model_runner", "sampling", "sequence"},
+    "scheduling": {"kv_pool", "model_runner", "context_reuse", "sequence", "spec_decode"},
+    "kv_client": {"kv_pool", "model_runner", "context_reuse", "sequence"},
+    "engine": {
+        *("kv_pool", "models", "lora", "model_runner", "context_reuse"),
+        *("sampling", "sequence", "spec_decode", "scheduling"),
+    },
+}
 
 
 def files_of(package: str) -> dict[str, Path]:
@@ -82,3 +100,27 @@ def test_no_module_is_named_by_a_verb_in_ing() -> None:
     }
     leaves = {name.rsplit(".", 1)[-1] for name in MODULES}
     assert {leaf for leaf in leaves if leaf.endswith("ing") and leaf.rsplit("_", 1)[-1] not in nouns} == set()
+
+
+def all_imports(path: Path) -> set[str]:
+    """Modules of ours that a file imports, at load or inside functions."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & set(MODULES)
+
+
+def test_the_layers_of_the_engine_import_downwards_only() -> None:
+    order = list(LAYERS)
+    assert all(order.index(lower) < order.index(name) for name, allowed in LAYERS.items() for lower in allowed)
+    wrong = {
+        f"{module} imports {imported}"
+        for module, path in MODULES.items()
+        if module.startswith("inference_svc.") and (package := module.split(".")[1]) in LAYERS
+        for imported in all_imports(path)
+        if imported.startswith("inference_svc.") and imported.split(".")[1] not in LAYERS[package] | {package}
+    }
+    assert wrong == set()

@@ -27,6 +27,7 @@ from inference_svc.kv_pool.block_table import KEY_BLOCK, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 from inference_svc.models.loader import LoadedModel
 
 # A width at which reuse must fail: a benchmark that does not notice has no statistical power.
@@ -243,7 +244,7 @@ class ReuseLab:
     def logits(self, span: forward_batch.SequenceSlice, wanted: Positions) -> Tensor:
         """Compute a slice and return the logits of its rows ``wanted``."""
         batch = forward_batch.build_batch([span], self.pool, self.loaded.device)
-        padded = np.concatenate((wanted, np.zeros(-len(wanted) % forward_batch.ROW_MULTIPLE, np.int64)))
+        padded = np.concatenate((wanted, np.zeros(-len(wanted) % ROW_MULTIPLE, np.int64)))
         where = torch.from_numpy(padded).to(self.loaded.device)
         return self.decoder(replace(batch, logit_rows=where, wanted=len(wanted)))
 

@@ -24,6 +24,7 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
 # The last tokens of the question are enough to measure its attention.
 _QUESTION_TOKENS = 64
@@ -43,7 +44,7 @@ class AttentionMass:
 
 
 class KVDeviation:
-    """How far keys and values moved from what was stored: see ``Signals.deviation``."""
+    """Deviation of recomputed keys and values from the stored ones: see ``SelectionSignals.deviation``."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
@@ -122,7 +123,7 @@ class SelectiveRecompute:
         batch = forward_batch.build_batch([span], self._pool, self._device)
         wanted = np.flatnonzero(np.isin(positions, self._logits_at)) if logits else np.empty(0, np.int64)
         if len(wanted):
-            padded = np.concatenate((wanted, np.zeros(-len(wanted) % forward_batch.ROW_MULTIPLE, np.int64)))
+            padded = np.concatenate((wanted, np.zeros(-len(wanted) % ROW_MULTIPLE, np.int64)))
             batch = replace(batch, logit_rows=torch.from_numpy(padded).to(self._device), wanted=len(wanted))
         return batch
 

@@ -17,13 +17,10 @@ import structlog
 import torch
 from kvsidecar.errors import KVSidecarError, ModelUnsupported, Overloaded, Unavailable, UnknownModel
 
-from inference_svc.engine.engine_core import EngineCore
+from inference_svc.engine.engine_core import EngineCore, EngineServices
 from inference_svc.engine.engine_events import CancelRequested, EngineEvent, EngineTask, EventQueue, RequestSubmitted
-from inference_svc.engine.engine_lost import check_device
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
-from inference_svc.engine.kv_connector import KVConnector
 from inference_svc.engine.request_lifecycle import emit
-from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import CachedSequence
 from inference_svc.lora.adapter_weights import AdapterWeights
@@ -31,15 +28,17 @@ from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_graphs import make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
+from inference_svc.model_runner.engine_lost import check_device
 from inference_svc.models.loader import LoadedModel
 from inference_svc.scheduling.pool_capacity import PoolCapacity
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.kv_connector import KVConnector
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 from inference_svc.spec_decode.ngram_proposer import NgramProposer
 from inference_svc.spec_decode.proposer import Proposer
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
-from inference_svc.spec_decode.step_cost_calibration import time_once, time_steps
-from inference_svc.spec_decode.step_cost_model import StepCostModel
+from inference_svc.spec_decode.step_cost_model import StepCostModel, time_once, time_steps
 
 log = structlog.get_logger("engine")
 T = TypeVar("T")
@@ -71,7 +70,7 @@ class Engine:
         # Only the engine's thread changes it; others copy it before they walk over it.
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
-        graphs = make_cuda_graphs(self.decoder, pool, self._limits.batch_sequences)
+        graphs = make_cuda_graphs(self.decoder, pool, self._limits.max_num_seqs)
         self._recorded = graphs is not None
         proposers: dict[SpeculationMode, Proposer] = {SpeculationMode.NGRAM: NgramProposer()}
         if draft is not None:
@@ -79,19 +78,14 @@ class Engine:
         self._cache, self._draft, self._speculates = cache, draft, speculates
         limits = self._limits
         self.speculator = Speculator(
-            proposers, StepCostModel(self._recorded), limits.draft_tokens, limits.draft_branches
+            proposers, StepCostModel(self._recorded), limits.num_speculative_tokens, limits.num_speculative_branches
         )
-        self._mail = EventQueue()
-        self._loop = EngineCore(
-            self.decoder,
-            pool,
-            cache,
+        self._events = EventQueue()
+        self._core = EngineCore(
+            EngineServices(self.decoder, pool, cache, graphs, self.speculator, self.stats),
             self._limits,
             self.context_length,
-            graphs,
-            self.speculator,
-            self.stats,
-            self._mail.post,
+            self._events.post,
         )
         self._free_pages, self._free_overflow_pages = pool.pages, pool.overflow_pages
         self._stepping = threading.Lock()
@@ -119,20 +113,20 @@ class Engine:
     @property
     def room(self) -> PoolCapacity:
         """What a prompt and its answer may have."""
-        return PoolCapacity.of(self.pool, self._limits.batch_tokens, self.loaded.context_length)
+        return PoolCapacity.of(self.pool, self._limits.max_num_batched_tokens, self.loaded.context_length)
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises PromptTooLong, PromptExceedsPool, Overloaded, Unavailable."""
-        self.room.check(sequence.prompt_tokens)
-        if self._mail.submitted + len(self._loop.waiting) >= self._limits.waiting:
-            raise Overloaded(f"{self._limits.waiting} requests wait already; try again later")
-        if not self._mail.post(RequestSubmitted(sequence)):
+        self.room.check(sequence.request.num_prompt_tokens)
+        if self._events.num_pending_requests + len(self._core.waiting) >= self._limits.max_queue:
+            raise Overloaded(f"{self._limits.max_queue} requests wait already; try again later")
+        if not self._events.post(RequestSubmitted(sequence)):
             raise self._why_not()
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends a sequence at the next step; its pages are free then. Idempotent."""
         sequence.cancelled.set()
-        self._mail.post(CancelRequested(sequence))
+        self._events.post(CancelRequested(sequence))
 
     def adopt(self, weights: AdapterWeights) -> LoraAdapter:
         """Places an adapter, which no other has the name of, beside the model; requests go on. Blocks, and raises
@@ -160,7 +154,7 @@ class Engine:
         return self.between_steps(end)
 
     def between_steps(self, work: Callable[[], T]) -> T:
-        """What the engine's thread makes of something that no forward may run beside. Raises what it raises."""
+        """Runs ``work`` on the engine's thread between two steps and returns its result. Raises what it raises."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -169,7 +163,7 @@ class Engine:
             except Exception as error:
                 done.set_exception(error)
 
-        if not self._mail.post(EngineTask(run, done.set_exception)):
+        if not self._events.post(EngineTask(run, done.set_exception)):
             raise self._why_not()
         return done.result()
 
@@ -192,30 +186,30 @@ class Engine:
     @property
     def max_step_seconds(self) -> float:
         """Seconds after which a step is taken for one that hangs: a minute, more where a full batch takes long."""
-        full = self._loop.pace.seconds(self._limits.batch_tokens)
+        full = self._core.prefill_budget.seconds(self._limits.max_num_batched_tokens)
         return max(_MAX_STEP_SECONDS, 0.0 if full is None else _MAX_STEP_RATIO * full)
 
     @property
     def load(self) -> tuple[int, int, int]:
         """Sequences running, waiting, being saved."""
-        loop = self._loop
-        waiting = self._mail.submitted + len(loop.waiting) + len(loop.leaving.sequences)
-        return len(loop.running) + len(loop.loading), waiting, len(loop.saving) + loop.passing.orphans
+        core = self._core
+        waiting = self._events.num_pending_requests + len(core.waiting) + len(core.preemption_saver.sequences)
+        return len(core.running) + len(core.loading), waiting, len(core.saving) + core.window_releaser.num_orphans
 
     def stop(self) -> None:
         """Ends the thread after the current step; unfinished sequences fail. Blocks."""
-        self._mail.close()
+        self._events.close()
         self._thread.join()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless every page is held by live sequences and residents only."""
+        """Raises AssertionError unless live sequences and the prefix cache hold exactly the pages in use."""
         with self._stepping:
             self.pool.check_integrity()
-            tables = self._loop.tables() + self._loop.residents.tables
-            assert self.pool.held_by(tables), "pages are held by nobody, or by more than are counted"
+            tables = self._core.tables() + self._core.prefix_cache.tables
+            assert self.pool.references_match(tables), "pages are held by nobody, or by more than are counted"
             if self._draft is not None:
                 held = tables if self._draft.copies else self._draft.tables()
-                assert self._draft.pool.held_by(held), "the draft holds pages of nobody"
+                assert self._draft.pool.references_match(held), "the draft holds pages of nobody"
 
     @property
     def free_pages(self) -> int:
@@ -230,12 +224,12 @@ class Engine:
     @property
     def resident_sequences(self) -> int:
         """Finished sequences that are kept for reuse."""
-        return len(self._loop.residents)
+        return len(self._core.prefix_cache)
 
     def resident(self, number: int) -> CachedSequence:
         """One of them, the least recently used first. Call it when idle."""
         with self._stepping:
-            return self._loop.residents.held[number]
+            return self._core.prefix_cache.entries[number]
 
     # ---- the engine's thread --------------------------------------------------------------------------------
 
@@ -250,10 +244,10 @@ class Engine:
         finally:
             self._ready.set()
         try:
-            while self._mail.wait(lambda: self._loop.busy, self._loop.admission.wake_at):
+            while self._events.wait(lambda: self._core.busy, self._core.admission.wake_at):
                 with self._stepping:
                     self._step()
-            self._mail.take(self._loop.read)
+            self._events.drain(self._core.handle)
             self._tell_all(_shutting_down())
         except BaseException as error:
             self._die(error)
@@ -262,16 +256,16 @@ class Engine:
         """Letters and a forward. What it raises ends the engine."""
         self._step_began = time.perf_counter()
         try:
-            self._mail.take(self._read)
-            self._loop.step()
+            self._events.drain(self._read)
+            self._core.step()
         except Exception as error:
             log.exception("step failed")
             check_device(self.loaded.device, error)
             # The last resort: everything that the step may have been about ends.
-            for sequence in [*self._loop.running, *self._loop.waiting]:
-                self._loop.fail(sequence, error)
-        self._free_pages = self._loop.count_free()
-        self._free_overflow_pages = self._loop.count_free_overflow()
+            for sequence in [*self._core.running, *self._core.waiting]:
+                self._core.fail(sequence, error)
+        self._free_pages = self._core.count_free_pages()
+        self._free_overflow_pages = self._core.count_free_overflow_pages()
         self._step_began = 0.0
 
     def _die(self, error: BaseException) -> None:
@@ -281,42 +275,42 @@ class Engine:
             "new one"
         )
         log.error("the engine has stopped", error=str(error), exc_info=error)
-        self._mail.close()
-        self._mail.take(lambda letter: self._bounce(letter, told))
+        self._events.close()
+        self._events.drain(lambda event: self._bounce(event, told))
         self._tell_all(told)
         self.died.set_result(told)
 
     def _tell_all(self, error: Unavailable) -> None:
         """Tells everybody who waits that no step will come any more. It computes nothing, and pages stay as they are.
         Other workers may take over what is not finished."""
-        loop = self._loop
-        for sequence in [*loop.waiting, *loop.running, *loop.loading, *loop.leaving.sequences]:
-            sequence.refused = error  # whoever would load it need not
+        core = self._core
+        for sequence in [*core.waiting, *core.running, *core.loading, *core.preemption_saver.sequences]:
+            sequence.queue.abort_error = error  # whoever would load it need not
             emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=error))
-        for sequence in list(loop.saving):  # the answer is whole, and whether it is stored nobody will hear
+        for sequence in list(core.saving):  # the answer is whole, and whether it is stored nobody will hear
             emit(sequence, SequenceOutput(error=error))
 
     @staticmethod
-    def _bounce(letter: EngineEvent, error: Unavailable) -> None:
-        match letter:
+    def _bounce(event: EngineEvent, error: Unavailable) -> None:
+        match event:
             case RequestSubmitted(sequence):
                 emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=error))
             case EngineTask(_, fail):
                 fail(error)
 
-    def _read(self, letter: EngineEvent) -> None:
-        self._loop.read(letter)
-        adapter = letter.sequence.adapter if isinstance(letter, RequestSubmitted) else None
+    def _read(self, event: EngineEvent) -> None:
+        self._core.handle(event)
+        adapter = event.sequence.request.adapter if isinstance(event, RequestSubmitted) else None
         if adapter is not None and self.adapters.get(adapter.name) is not adapter:
             self._end_all(adapter, _gone(adapter))  # it went while the prompt was being read
 
     def _end_all(self, adapter: LoraAdapter, error: KVSidecarError) -> None:
         """Ends all sequences of an adapter that are not finished."""
-        loop = self._loop
-        for sequence in [s for s in (*loop.running, *loop.waiting) if s.adapter is adapter]:
-            loop.fail(sequence, error)
-        for sequence in [s for s in (*loop.loading, *loop.leaving.sequences) if s.adapter is adapter]:
-            sequence.refused = error
+        core = self._core
+        for sequence in [s for s in (*core.running, *core.waiting) if s.request.adapter is adapter]:
+            core.fail(sequence, error)
+        for sequence in [s for s in (*core.loading, *core.preemption_saver.sequences) if s.request.adapter is adapter]:
+            sequence.queue.abort_error = error
             self._cache.forget(sequence)
 
     def _warm_up(self) -> None:
@@ -324,22 +318,22 @@ class Engine:
         for count in (1, _WARM_ROWS):
             seconds = time_once(lambda count: self._run_rows(count, 0), count)
         if self.loaded.streamed is None:  # its passes take what reading the weights takes, however many rows they have
-            self._loop.pace.learn(0, time_once(lambda count: self._run_rows(count, 0), 1))
-            self._loop.pace.learn(_WARM_ROWS, seconds)
+            self._core.prefill_budget.learn(0, time_once(lambda count: self._run_rows(count, 0), 1))
+            self._core.prefill_budget.learn(_WARM_ROWS, seconds)
         for adapter in self.adapters.values():
             self._run_rows(1, 0, adapter)
         if self._speculates:
             # One row is a recorded pass where there are such, and has a price of its own.
-            drafted = time_steps(lambda count: self._run_rows(count, count - 1), least=2 if self._recorded else 1)
+            drafted = time_steps(lambda count: self._run_rows(count, count - 1), min_rows=2 if self._recorded else 1)
             self._run_rows(1, 0)
             self.speculator.costs.calibrate(drafted, time_once(lambda count: self._run_rows(count, 0), 1))
 
     def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
-        """Computes so many rows of a sequence that is nobody's, as a step does; nothing when the pool is too small."""
+        """Computes rows of a dummy sequence, as a step does; nothing when the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
-            logits = self._loop.compute(
-                [forward_batch.SequenceSlice([0] * count, 0, table, True, drafted=drafted, adapter=adapter)]
+            logits = self._core.compute(
+                [forward_batch.SequenceSlice([0] * count, 0, table, True, num_drafted=drafted, adapter=adapter)]
             )
             logits[0, 0].item()  # a device works on by itself
             self.pool.free(table)

@@ -1,4 +1,4 @@
-"""What other threads tell the engine's thread."""
+"""Engine events: messages of other threads to the engine's thread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inference_svc.engine.kv_connector import LoadResult
-from inference_svc.engine.sequence import Sequence, StoredPrefix
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.kv_connector import LoadResult
+from inference_svc.sequence.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class CancelRequested:
 @dataclass(frozen=True)
 class LoadFinished:
     sequence: Sequence
-    restored: LoadResult
+    result: LoadResult
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class SaveFinished:
 
 @dataclass(frozen=True)
 class PartialSaveFinished:
-    """Of a sequence that goes on."""
+    """A part of a running sequence was stored; ``stored`` is None when that failed."""
 
     sequence: Sequence
     stored: StoredPrefix | None
@@ -44,7 +45,7 @@ class PartialSaveFinished:
 
 @dataclass(frozen=True)
 class PreemptionSaved:
-    """What a preempted sequence computed is stored, or could not be."""
+    """The tokens of a preempted sequence were stored; ``stored`` is None when that failed."""
 
     sequence: Sequence
     stored: StoredPrefix | None
@@ -58,9 +59,9 @@ class ProbeFinished:
 
 @dataclass(frozen=True)
 class EngineTask:
-    """Something to be done between two steps, which raises nothing; ``fail`` where no step will come."""
+    """A function to run between two steps, which must not raise; ``fail`` is called if no step follows."""
 
-    work: Callable[[], None]
+    run: Callable[[], None]
     fail: Callable[[Exception], None]
 
 
@@ -77,11 +78,11 @@ EngineEvent = (
 
 
 class EventQueue:
-    """Letters in the order in which they came. Any thread writes, one reads."""
+    """FIFO of events. Any thread posts, one drains."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._letters: deque[EngineEvent] = deque()
+        self._events: deque[EngineEvent] = deque()
         self._submitted = 0
         self._closed = False
 
@@ -90,40 +91,38 @@ class EventQueue:
         return self._closed
 
     @property
-    def submitted(self) -> int:
-        """Sequences in letters that are not read yet."""
+    def num_pending_requests(self) -> int:
+        """Submitted sequences that the engine has not handled yet."""
         return self._submitted
 
-    def post(self, letter: EngineEvent) -> bool:
-        """False when the box is closed to new sequences and to work, and this is one."""
+    def post(self, event: EngineEvent) -> bool:
+        """Appends an event. False for a submission or task after ``close``."""
         with self._changed:
-            if self._closed and isinstance(letter, RequestSubmitted | EngineTask):
+            if self._closed and isinstance(event, RequestSubmitted | EngineTask):
                 return False
-            self._submitted += isinstance(letter, RequestSubmitted)
-            self._letters.append(letter)
+            self._submitted += isinstance(event, RequestSubmitted)
+            self._events.append(event)
             self._changed.notify()
             return True
 
     def close(self) -> None:
-        """The reader is to end; no sequence is taken any more."""
+        """Ends the reader; no submission or task is accepted any more."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def wait(self, busy: Callable[[], bool], wake_at: float | None = None) -> bool:
-        """Returns when there is a letter, or ``busy()``, or at ``wake_at`` (time.perf_counter); False when the box was
-        closed."""
+        """Waits for an event, for ``busy()`` or until ``wake_at`` (time.perf_counter). False after ``close``."""
         seconds = None if wake_at is None else max(0.0, wake_at - time.perf_counter())
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or bool(self._letters) or busy(), seconds)
+            self._changed.wait_for(lambda: self._closed or bool(self._events) or busy(), seconds)
             return not self._closed
 
-    def take(self, read: Callable[[EngineEvent], None]) -> None:
-        """Reads all letters that are there. A sequence is counted until it was read, so that it is never in no
-        place."""
-        while self._letters:
-            letter = self._letters.popleft()
-            read(letter)
-            if isinstance(letter, RequestSubmitted):
+    def drain(self, handle: Callable[[EngineEvent], None]) -> None:
+        """Handles all queued events. A submission counts as pending until it is handled."""
+        while self._events:
+            event = self._events.popleft()
+            handle(event)
+            if isinstance(event, RequestSubmitted):
                 with self._changed:
                     self._submitted -= 1

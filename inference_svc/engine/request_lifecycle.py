@@ -1,4 +1,4 @@
-"""From a drawn token to its text, to the end of the answer, and to what becomes of the pages."""
+"""Lifecycle of a request: start after loading, new tokens, and the end of the answer."""
 
 from __future__ import annotations
 
@@ -9,174 +9,193 @@ from kvsidecar.errors import Cancelled, GenerationFailed, KVSidecarError, status
 
 from inference_svc.context_reuse.token_provenance import provenance_spans
 from inference_svc.engine.engine_stats import EngineStats
-from inference_svc.engine.kv_connector import KVConnector, SaveCallback
-from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput, SequenceState, StoredPrefix
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache
+from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache, StoredPrefix, as_array
 from inference_svc.sampling.sampling_params import SampledToken
-from inference_svc.scheduling.admission import as_array
+from inference_svc.sequence.kv_connector import KVConnector, LoadResult, SaveCallback
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput, SequenceState
 
 log = structlog.get_logger("engine")
 
-# The next turn of a conversation may tell the end of an answer differently, by so many tokens.
+# The next turn of a conversation may tokenize the end of an answer differently, by up to this many tokens.
 _RETOKENIZED_TOKENS = 64
 
 
-def append_token(sequence: Sequence, drawn: SampledToken, longest: int) -> FinishReason | None:
-    """Adds a token to an answer, tells the sink, and says whether the answer ends with it. ``longest`` bounds prompt
-    and answer together. Raises GenerationFailed when the answer's grammar cannot go on."""
+def apply_load_result(sequence: Sequence, result: LoadResult) -> None:
+    """Takes over what the connector loaded; the sequence may run from now on."""
+    kv, timings, timestamps = sequence.kv, sequence.timings, sequence.timestamps
+    kv.load(result.tokens, result.table, result.stored)
+    kv.layers, kv.plan, kv.recompute = result.gate, result.plan, result.repair
+    timings.lookup_ms += result.lookup_ms
+    timings.transfer_ms += result.transfer_ms
+    timings.restore_ms += result.restore_ms
+    timestamps.started_at = time.perf_counter()
+    if result.looked_up_at:
+        sequence.trace.phase("restore", result.looked_up_at, timestamps.started_at)
+    if not timestamps.first_token_at:
+        approximate = len(result.plan.approximate_positions) if result.plan else 0
+        sequence.usage.num_cached, sequence.usage.num_approximate = kv.num_computed + approximate, approximate
+
+
+def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> FinishReason | None:
+    """Appends a token to an answer and sends it to the sink. Returns the reason if the answer ends with it.
+
+    ``max_tokens`` limits prompt and answer together. Raises GenerationFailed when the answer's grammar cannot continue.
+    """
     now = time.perf_counter()
-    timings = sequence.timings
-    if not sequence.first_token_at:
-        sequence.first_token_at = now
-        timings.prefill_ms = (now - sequence.started_at) * 1e3
-        timings.ttft_ms = (now - sequence.arrived) * 1e3
-        sequence.trace.phase("prefill", sequence.started_at, now)
-        if sequence.gate is not None:
-            timings.restore_ms += sequence.gate.restore_ms
-        if sequence.explain:
-            exact = sequence.cached_tokens - sequence.approximate_tokens
-            sequence.parts = provenance_spans(sequence.prompt_tokens, exact, sequence.plan, sequence.repaired)
-    sequence.sampler.accept(drawn.token)
-    sequence.tokens.append(drawn.token)
-    ended = drawn.token in sequence.stop_tokens
-    text = "" if ended and not sequence.keeps_stop else sequence.text.push(drawn.token)
+    timings, timestamps, request = sequence.timings, sequence.timestamps, sequence.request
+    if not timestamps.first_token_at:
+        timestamps.first_token_at = now
+        timings.prefill_ms = (now - timestamps.started_at) * 1e3
+        timings.ttft_ms = (now - request.arrived_at) * 1e3
+        sequence.trace.phase("prefill", timestamps.started_at, now)
+        if sequence.kv.layers is not None:
+            timings.restore_ms += sequence.kv.layers.restore_ms
+        if request.report_provenance:
+            usage, prompt = sequence.usage, request.num_prompt_tokens
+            exact = usage.num_cached - usage.num_approximate
+            usage.provenance = provenance_spans(prompt, exact, sequence.kv.plan, usage.recomputed_positions)
+    sequence.sampling.accept(token.token)
+    sequence.tokens.append(token.token)
+    stopped = token.token in request.stop_token_ids
+    text = "" if stopped and not request.include_stop else sequence.detokenizer.push(token.token)
     finish = None
-    if ended or sequence.text.stopped or sequence.sampler.complete:
+    if stopped or sequence.detokenizer.stopped or sequence.sampling.complete:
         finish = FinishReason.STOP
-    elif sequence.generated >= sequence.max_tokens or len(sequence.tokens) >= longest:
+    elif sequence.num_generated >= request.max_tokens or len(sequence.tokens) >= max_tokens:
         finish = FinishReason.LENGTH
     if finish is not None:
-        text += sequence.text.finish()
-        if sequence.text.stopped:
-            finish = FinishReason.STOP  # in what had been held back
-        timings.decode_ms = (now - sequence.first_token_at) * 1e3
-        sequence.trace.phase("decode", sequence.first_token_at, now)
-    elif sequence.steering is not None:
-        sequence.steering.start_mask()  # while the next forward runs
-    sequence.sink(SequenceOutput(text, drawn, finish))
+        text += sequence.detokenizer.finish()
+        if sequence.detokenizer.stopped:
+            finish = FinishReason.STOP  # in text that was held back
+        timings.decode_ms = (now - timestamps.first_token_at) * 1e3
+        sequence.trace.phase("decode", timestamps.first_token_at, now)
+    elif sequence.grammar is not None:
+        sequence.grammar.start_mask()  # computes the next mask while the next step runs
+    sequence.sink(SequenceOutput(text, token, finish))
     return finish
 
 
 def as_engine_error(error: Exception) -> KVSidecarError:
-    """What the caller is told of an error of one request."""
+    """Converts an error of one request to what its caller receives."""
     if isinstance(error, KVSidecarError):
         return error
     return GenerationFailed(f"this request could not be computed: {type(error).__name__}: {error}")
 
 
 class RequestFinisher:
-    """Ends sequences that are in no list of the engine's any more, and counts them."""
+    """Ends sequences that left queue and batch: stores or frees their pages, counts them, emits the last output."""
 
-    def __init__(self, pool: KVPool, residents: PrefixCache, cache: KVConnector, stats: EngineStats) -> None:
-        self._pool, self._residents, self._cache, self._stats = pool, residents, cache, stats
+    def __init__(self, pool: KVPool, prefix_cache: PrefixCache, connector: KVConnector, stats: EngineStats) -> None:
+        self._pool, self._prefix_cache, self._connector, self._stats = pool, prefix_cache, connector, stats
 
-    def complete(self, sequence: Sequence, saved: SaveCallback) -> bool:
-        """Begins to store a whole answer. True when that goes on and ``saved`` will be called; the sequence is then
-        for ``retire``, otherwise it has been retired."""
-        stats = self._stats
+    def complete(self, sequence: Sequence, on_saved: SaveCallback) -> bool:
+        """Starts storing a complete answer. True if ``on_saved`` will be called, and ``retire`` must follow; otherwise
+        the sequence is retired already."""
+        stats, usage, prompt = self._stats, sequence.usage, sequence.request.num_prompt_tokens
         stats.requests += 1
-        stats.prompt_tokens += sequence.prompt_tokens
-        if sequence.skips:
-            stats.skipping_requests += 1
-            stats.skipping_tokens += sequence.prompt_tokens
-        stats.cached_tokens += sequence.cached_tokens
-        stats.resident_tokens += sequence.resident_tokens
-        stats.approximate_tokens += sequence.approximate_tokens
-        stats.recomputed_tokens += sequence.recomputed_tokens
-        stats.generated_tokens += sequence.generated
+        stats.prompt_tokens += prompt
+        if not sequence.request.cache.read:
+            stats.bypassing_requests += 1
+            stats.bypassing_tokens += prompt
+        stats.cached_tokens += usage.num_cached
+        stats.pool_hit_tokens += usage.num_pool_hits
+        stats.approximate_tokens += usage.num_approximate
+        stats.recomputed_tokens += usage.num_recomputed
+        stats.generated_tokens += sequence.num_generated
         try:
-            if sequence.cache.write and self._cache.save(sequence, self._pool, saved):
+            if sequence.request.cache.write and self._connector.save(sequence, self._pool, on_saved):
                 sequence.state = SequenceState.SAVING
                 return True
-        except Exception:  # the answer is there: that it was not stored fails nothing
-            log.exception("storing failed", request=sequence.id)
-        self.retire(sequence, sequence.stored)
+        except Exception:  # the answer is complete: a failed save does not fail the request
+            log.exception("storing an answer failed", request=sequence.request.id)
+        self.retire(sequence, sequence.kv.stored)
         return False
 
     def retire(self, sequence: Sequence, stored: StoredPrefix | None) -> None:
-        """Keeps what a finished sequence computed, for those that go on from it, and tells what is stored."""
-        if stored is not None:
-            sequence.stored = stored
-        self._keep(sequence)
+        """Moves a finished sequence to the prefix cache and reports its stored tokens."""
+        sequence.kv.record_stored(stored)
+        self._cache_pages(sequence)
         sequence.state = SequenceState.DONE
         emit(sequence, SequenceOutput(stored_tokens=0 if stored is None else stored.covered))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a sequence that nobody waits for; what it computed stays as long as there is room."""
+        """Ends a cancelled sequence; its pages go to the prefix cache."""
         self._stats.cancelled += 1
-        self.set_aside(sequence)
+        self.retain_prefix(sequence)
         sequence.state = SequenceState.DONE
-        emit(sequence, SequenceOutput(finish=FinishReason.CANCELLED, error=Cancelled("the request was cancelled")))
+        error = Cancelled("the request was cancelled")
+        emit(sequence, SequenceOutput(finish=FinishReason.CANCELLED, error=error))
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence by an error of its own. Nobody reuses what it computed, or reads it by chance."""
-        if not isinstance(error, KVSidecarError):  # nobody foresaw it, and somebody must find the place
-            log.error("request failed", request=sequence.id, error=str(error), exc_info=error)
-        elif status_of(error)[1] < 500:  # nothing here is broken
-            log.info("request ended by an error", request=sequence.id, error=str(error))
+        """Ends a sequence by an error of its own. Its pages are zeroed, so that no other sequence reads them."""
+        request_id = sequence.request.id
+        if not isinstance(error, KVSidecarError):  # unexpected: the log needs the traceback
+            log.error("request failed", request=request_id, error=str(error), exc_info=error)
+        elif status_of(error)[1] < 500:  # the request's fault
+            log.info("request ended by an error", request=request_id, error=str(error))
         else:
-            log.error("request failed", request=sequence.id, error=str(error))
+            log.error("request failed", request=request_id, error=str(error))
         self._stats.failed += 1
         _wait_for_loader(sequence)
-        if sequence.table is not None:
+        if sequence.kv.table is not None:
             try:
-                self._pool.erase(sequence.table)
-            except Exception:  # the device itself is broken: whoever waits must be told all the same
-                log.exception("the pages of a failed request could not be cleared", request=sequence.id)
-        self.release(sequence)
+                self._pool.zero_exclusive(sequence.kv.table)
+            except Exception:  # the device itself is broken: the caller must get its error all the same
+                log.exception("the pages of a failed request could not be cleared", request=request_id)
+        self.free_pages(sequence)
         sequence.state = SequenceState.DONE
         emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=as_engine_error(error)))
 
-    def due(self, sequence: Sequence) -> bool:
-        """Ends a sequence that was to end while another thread had its pages. False for others."""
-        if sequence.refused is not None:
-            self.fail(sequence, sequence.refused)
+    def finish_if_pending(self, sequence: Sequence) -> bool:
+        """Ends a sequence that was aborted or cancelled while another thread had its pages. False for others."""
+        if sequence.queue.abort_error is not None:
+            self.fail(sequence, sequence.queue.abort_error)
         elif sequence.cancelled.is_set():
             self.cancel(sequence)
         else:
             return False
         return True
 
-    def release(self, sequence: Sequence) -> None:
-        """Frees a sequence's pages."""
+    def free_pages(self, sequence: Sequence) -> None:
+        """Frees a sequence's pages, after its loader is done."""
         _wait_for_loader(sequence)
-        sequence.gate = None
-        if sequence.table is not None:
-            self._pool.free(sequence.table)
-            sequence.table = None
+        table = sequence.kv.detach()
+        if table is not None:
+            self._pool.free(table)
 
-    def set_aside(self, sequence: Sequence) -> None:
-        """Keeps what a sequence that has not ended computed, as long as there is room, if it was wholly loaded."""
-        if sequence.gate is None or sequence.gate.complete:
-            self._keep(sequence)
+    def retain_prefix(self, sequence: Sequence) -> None:
+        """Moves the pages of an unfinished sequence to the prefix cache, if all its layers were loaded."""
+        if sequence.kv.is_loaded:
+            self._cache_pages(sequence)
         else:
-            self.release(sequence)
+            self.free_pages(sequence)
 
-    def _keep(self, sequence: Sequence) -> None:
-        table = sequence.table
-        reusable = sequence.reusable
-        reached = table is not None and self._pool.reaches(table, reusable)
-        if table is None or not sequence.cache.write or not reusable or not reached:
-            self.release(sequence)
+    def _cache_pages(self, sequence: Sequence) -> None:
+        kv = sequence.kv
+        exact = kv.num_exact
+        usable = kv.table is not None and self._pool.covers_window(kv.table, exact)
+        if not sequence.request.cache.write or not exact or not usable:
+            self.free_pages(sequence)
             return
-        sequence.table = sequence.gate = None
-        self._pool.trim(table, reusable)
+        table = kv.detach()
+        assert table is not None
+        self._pool.trim(table, exact)
         if self._pool.window:
-            self._pool.leave(table, self._pool.first_seen(max(0, reusable - _RETOKENIZED_TOKENS)))
-        tokens = as_array(sequence.tokens[: sequence.reusable])
-        self._residents.keep(CachedSequence(tokens, table, sequence.realm, sequence.stored))
+            self._pool.release_prefix(table, self._pool.first_visible(max(0, exact - _RETOKENIZED_TOKENS)))
+        tokens = as_array(sequence.tokens[:exact])
+        self._prefix_cache.insert(CachedSequence(tokens, table, sequence.cache_scope, kv.stored))
 
 
 def _wait_for_loader(sequence: Sequence) -> None:
-    """Until then the cache's thread writes to the pages."""
-    if sequence.gate is not None:
-        sequence.gate.wait_done()
+    """Waits while the connector's thread writes to the pages."""
+    if sequence.kv.layers is not None:
+        sequence.kv.layers.wait_done()
 
 
 def emit(sequence: Sequence, output: SequenceOutput) -> None:
-    """A sink that fails has nobody behind it any more."""
+    """Sends an output to a sequence's sink; a sink that raises is logged."""
     try:
         sequence.sink(output)
     except Exception:
-        log.exception("nobody takes an answer's end", request=sequence.id)
+        log.exception("the sink of a request failed", request=sequence.request.id)

@@ -24,14 +24,15 @@ from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.reuse_policy import RecomputeSetting
 from inference_svc.context_reuse.rope_shift import Rotation
 from inference_svc.context_reuse.selectors.selector import recompute_cost
-from inference_svc.engine.kv_connector import LoadResult
-from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_client.window_plan import WindowPlan, load_layers, plan_window
 from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
+from inference_svc.sequence.kv_connector import LoadResult
+from inference_svc.sequence.sequence import Sequence
 
 # Shorter relocated chunks are not worth a seam.
 _MIN_RELOCATED_TOKENS = 8
@@ -99,10 +100,10 @@ class ChunkLoader:
 
     def allows_relocation(self, session: Session, sequence: Sequence) -> bool:
         """True if relocated chunks may be used: not if a window's pages do not cover the prompt."""
-        table = sequence.table  # the engine takes back the pages of a load that is not wanted any more
+        table = sequence.kv.table  # the engine takes back the pages of a load that is not wanted any more
         if table is not None and table.tokens < len(sequence.tokens):
             return False
-        return not sequence.cache.exact_only and self._policy.recompute_setting(session.verdict) is not None
+        return not sequence.request.cache.exact_only and self._policy.recompute_setting(session.verdict) is not None
 
     def look_up(self, session: Session, root: bytes, load: SequenceLoad) -> LoadPlan | None:
         """Look a prompt up and plan its load; None if there is nothing to copy.
@@ -117,15 +118,15 @@ class ChunkLoader:
         cuts = self._chunk_ends(session, sequence)
         request = pb.MatchRequest(
             session_id=session.id,
-            tenant_salt=sequence.cache.tenant_salt,
+            tenant_salt=sequence.request.cache.tenant_salt,
             token_ids=sequence.tokens,
             contents=contents,
             cuts=cuts,
             seconds_per_token=self._cost_model.prefill_seconds_per_token,
-            ttl_seconds=sequence.cache.ttl_seconds,
+            ttl_seconds=sequence.request.cache.ttl_seconds,
             window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
         )
-        with sequence.trace.part("lookup", sequence.admitted_at):
+        with sequence.trace.part("lookup", sequence.timestamps.admitted_at):
             answer = session.match(request, self._match_timeout(session, len(sequence.tokens)))
         looked_up = time.perf_counter()
         found: LoadPlan | None = None
@@ -157,7 +158,7 @@ class ChunkLoader:
         stored = _stored_prefix(answer.passed_tokens, answer.matches, cuts)
         use = self._plan_window(sequence, pool, answer, stored)
         parts = self._prefix_copies(sequence, pool, answer.matches, use)
-        exact = max(use.tokens, sequence.computed)
+        exact = max(use.tokens, sequence.kv.num_computed)
         repair = self._policy.recompute_setting(session.verdict)
         placed, stretches = (
             self._relocated_copies(sequence, pool, answer.contents, exact)
@@ -249,10 +250,13 @@ class ChunkLoader:
             if match.start_position != tokens:
                 raise ValueError(f"a chunk at {match.start_position} does not continue {tokens} tokens")
             tokens += match.matched_tokens
-        assert sequence.table is not None
+        assert sequence.kv.table is not None
         # The last token is always computed: the sampler needs its logits.
-        found, save_from = min(tokens, len(sequence.tokens) - 1), stored.tokens if sequence.cache.write else None
-        return plan_window(pool, sequence.table, sequence.computed, found, save_from, passed)
+        found, save_from = (
+            min(tokens, len(sequence.tokens) - 1),
+            stored.tokens if sequence.request.cache.write else None,
+        )
+        return plan_window(pool, sequence.kv.table, sequence.kv.num_computed, found, save_from, passed)
 
     @staticmethod
     def _prefix_copies(sequence: Sequence, pool: KVPool, matches: Any, use: WindowPlan) -> list[ChunkCopy]:
@@ -262,10 +266,10 @@ class ChunkLoader:
             start = match.start_position
             end = min(start + match.matched_tokens, use.tokens)
             whole = end > use.start
-            if end > max(start, sequence.computed) and (whole or pool.wide_layers):
+            if end > max(start, sequence.kv.num_computed) and (whole or pool.wide_layers):
                 slots = torch.from_numpy(use.table.slots(start, end))
                 # Tokens that the pool already has are not overwritten: other sequences may be reading them.
-                slots[: max(0, sequence.computed - start)] = pool.padding_slot
+                slots[: max(0, sequence.kv.num_computed - start)] = pool.padding_slot
                 slots[slots == UNMAPPED] = pool.padding_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
         return out
@@ -278,7 +282,7 @@ class ChunkLoader:
         Both prefix and content matches count. Raises grpc.RpcError.
         """
         contents = self._content_probes(session, root, sequence, tokens)
-        salt = sequence.cache.tenant_salt
+        salt = sequence.request.cache.tenant_salt
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
         answer = session.match(request, self._match_timeout(session, len(tokens)))
         session.release([answer.lease_id])
@@ -296,7 +300,7 @@ class ChunkLoader:
         return [
             pb.ContentProbe(start=a, tokens=b - a)
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, document_marks(sequence))])
-            if b > sequence.computed
+            if b > sequence.kv.num_computed
             and _MIN_RELOCATED_TOKENS <= b - a <= session.max_chunk_tokens
             and session.may_contain_content(root, tokens[a:b])
         ]
@@ -305,7 +309,7 @@ class ChunkLoader:
         self, sequence: Sequence, pool: KVPool, contents: Any, exact: int
     ) -> tuple[list[ChunkCopy], list[RelocatedSpan]]:
         """Copies of content matches, with the RoPE shift to their positions in the prompt."""
-        assert sequence.table is not None
+        assert sequence.kv.table is not None
         out: list[ChunkCopy] = []
         stretches: list[RelocatedSpan] = []
         for found in contents:
@@ -315,7 +319,7 @@ class ChunkLoader:
             start = max(found.start + (SINK_TOKENS if match.start_position == 0 else 0), exact)
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue
-            slots = torch.from_numpy(sequence.table.slots(found.start, end))
+            slots = torch.from_numpy(sequence.kv.table.slots(found.start, end))
             slots[: start - found.start] = pool.padding_slot
             delta = found.start - match.start_position
             assert self._policy.key_rotation is not None
@@ -349,8 +353,8 @@ class ChunkLoader:
 
 def document_marks(sequence: Sequence) -> DocumentMarks:
     """Marks of a request, with one at the end of its prompt: the answer is not part of the last document."""
-    marks = sequence.cache.marks
-    return replace(marks, segment_ends=(*marks.segment_ends, sequence.prompt_tokens))
+    marks = sequence.request.cache.marks
+    return replace(marks, segment_ends=(*marks.segment_ends, sequence.request.num_prompt_tokens))
 
 
 def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredPrefix:

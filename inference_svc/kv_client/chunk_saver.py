@@ -15,11 +15,12 @@ from kvsidecar.kv_transfer.chunk_writer import StoreTarget, WriteResult, store_c
 from kvsidecar.kv_transfer.session import Session
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.engine.sequence import Sequence, StoredPrefix
 from inference_svc.kv_client.chunk_loader import document_marks
 from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,22 @@ class SaveSnapshot:
     @classmethod
     def of_finished(cls, sequence: Sequence, pool: KVPool) -> SaveSnapshot:
         """All reusable tokens of a sequence that does not change any more."""
-        assert sequence.table is not None
-        known = sequence.tokens[: sequence.reusable]
+        assert sequence.kv.table is not None
+        known = sequence.tokens[: sequence.kv.num_exact]
         prefill = _prefill(sequence)
-        return cls(pool, sequence.table, len(known), sequence.stored, known, document_marks(sequence), prefill)
+        return cls(pool, sequence.kv.table, len(known), sequence.kv.stored, known, document_marks(sequence), prefill)
 
     @classmethod
     def of_running(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> SaveSnapshot:
         """The first ``tokens`` tokens, as the engine's thread sees the sequence now."""
         prefill = _prefill(sequence)
-        if not sequence.first_token_at:
-            prefill = sequence.computed - sequence.cached_tokens, time.perf_counter() - sequence.started_at
+        if not sequence.timestamps.first_token_at:
+            prefill = (
+                sequence.kv.num_computed - sequence.usage.num_cached,
+                time.perf_counter() - sequence.timestamps.started_at,
+            )
         known, marks = list(sequence.tokens), document_marks(sequence)
-        return cls(pool, table, tokens, sequence.stored, known, marks, prefill)
+        return cls(pool, table, tokens, sequence.kv.stored, known, marks, prefill)
 
 
 class ChunkSaver:
@@ -71,10 +75,12 @@ class ChunkSaver:
         yield_to_loads: Callable[[], None],
     ) -> StoredPrefix:
         """Save the tokens of a snapshot that are not stored yet. Returns the stored prefix."""
-        before, complete = snapshot.stored, not snapshot.table.since
-        if before.tokens < snapshot.table.since:  # their parent chunk is not stored: no match would ever find them
+        before, complete = snapshot.stored, not snapshot.table.first_valid_token
+        if (
+            before.tokens < snapshot.table.first_valid_token
+        ):  # their parent chunk is not stored: no match would ever find them
             return before
-        cache, context = sequence.cache, self._context
+        cache, context = sequence.request.cache, self._context
         target = StoreTarget(session, root, cache.tenant_salt, context.timeout_seconds, cache.ttl_seconds)
         source = _SnapshotSource(context, session.max_chunk_tokens, snapshot, yield_to_loads)
         prefix = chunk_writer.StoredPrefix(before.tokens, before.prefix_hash)
@@ -100,7 +106,7 @@ class ChunkSaver:
         None for values that are not finite: the sampler has not seen their logits yet.
         """
         table, pool, stored = snapshot.table, snapshot.pool, snapshot.stored
-        if stored.tokens < table.since:
+        if stored.tokens < table.first_valid_token:
             return stored
         slots = torch.from_numpy(table.slots(stored.tokens, snapshot.tokens))
         if not pool.values[-1].index_select(1, slots.to(pool.values.device)).isfinite().all():
@@ -147,4 +153,4 @@ class _SnapshotSource:
 
 def _prefill(sequence: Sequence) -> tuple[int, float]:
     """Number of computed prompt tokens, and the seconds that it took."""
-    return sequence.prompt_tokens - sequence.cached_tokens, sequence.timings.prefill_ms / 1e3
+    return sequence.request.num_prompt_tokens - sequence.usage.num_cached, sequence.timings.prefill_ms / 1e3

@@ -34,8 +34,6 @@ from kvsidecar.kv_transfer.session import Session
 from kvsidecar.net.channel import ServiceAddress
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
-from inference_svc.engine.kv_connector import LoadCallback, LoadResult, ProbeCallback, SaveCallback
-from inference_svc.engine.sequence import Sequence, SequenceState, StoredPrefix
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
 from inference_svc.kv_client.chunk_saver import ChunkSaver, SaveSnapshot
 from inference_svc.kv_client.client_context import ClientContext
@@ -43,6 +41,9 @@ from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("cache")
 
@@ -118,7 +119,7 @@ class DaemonConnector:
     def remove_adapter(self, adapter: bytes) -> None:
         """End the session of an adapter that no sequence uses, after its queued jobs. Blocks."""
         jobs: list[SequenceLoad | Job] = [*list(self._loads), *self._saves.jobs, *self._sends.jobs]
-        for job in [job for job in jobs if job.sequence.realm.adapter == adapter]:
+        for job in [job for job in jobs if job.sequence.cache_scope.adapter == adapter]:
             job.finished.wait()
         daemon = self._daemons[adapter]
         self._daemons = {key: link for key, link in self._daemons.items() if key != adapter}
@@ -128,9 +129,9 @@ class DaemonConnector:
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
         # For a few uncached tokens the lookup alone costs as much as their prefill.
-        least = 2 if not sequence.computed else _MIN_UNCACHED_TOKENS
+        least = 2 if not sequence.kv.num_computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
-        if found is None or sequence.missing < least:
+        if found is None or sequence.num_uncomputed < least:
             return False
         session, root = found
         if session.epoch != self._epoch:
@@ -141,7 +142,7 @@ class DaemonConnector:
         asked = self._loader.allows_relocation(session, sequence) or bool(saves)
         if not asked and self._loader.skips_lookup(session, root, sequence):
             return False
-        if not self._cost_model.should_load(sequence.missing):
+        if not self._cost_model.should_load(sequence.num_uncomputed):
             self.stats.bypassed += 1
             return False
         self._saves.prioritize(saves)
@@ -159,31 +160,33 @@ class DaemonConnector:
 
     def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
         """The session for a sequence, if there is one, and its tenant root."""
-        daemon = self._daemons.get(sequence.realm.adapter)
+        daemon = self._daemons.get(sequence.cache_scope.adapter)
         session = None if daemon is None else daemon.session
         if daemon is None or session is None:
             return None
-        return session, keys.tenant_root(daemon.namespace, sequence.cache.tenant_salt)
+        return session, keys.tenant_root(daemon.namespace, sequence.request.cache.tenant_salt)
 
     def discard(self, sequence: Sequence, position: int) -> None:
         self._lookup_threads.submit(self._discard, sequence, list(sequence.tokens), position)
 
     def _discard(self, sequence: Sequence, tokens: list[int], position: int) -> None:
-        daemon = self._daemons.get(sequence.realm.adapter)
+        daemon = self._daemons.get(sequence.cache_scope.adapter)
         with self._guard(sequence) as found:
             if daemon is None or found is None:
                 return
             for prefix_hash in self._loader.chunks_at(*found, sequence, tokens, position):
                 prefix = pb.PrefixRef(
-                    namespace=daemon.namespace, tenant_salt=sequence.cache.tenant_salt, prefix_hash=prefix_hash
+                    namespace=daemon.namespace, tenant_salt=sequence.request.cache.tenant_salt, prefix_hash=prefix_hash
                 )
                 deleted = found[0].stub.Delete(pb.DeleteRequest(prefix=prefix), timeout=self._timeout).deleted
                 self.stats.corrupt_chunks += deleted
-                log.error("a chunk was not finite and is deleted", request=sequence.id, chunk=prefix_hash.hex()[:16])
+                log.error(
+                    "a chunk was not finite and is deleted", request=sequence.request.id, chunk=prefix_hash.hex()[:16]
+                )
 
     def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)
-        if found is None or not sequence.cache.read:
+        if found is None or not sequence.reads_cache:
             return
         session, root = found
         if session.may_contain(root, sequence.tokens):
@@ -191,12 +194,12 @@ class DaemonConnector:
 
     def _probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         """Match without a session, so that nothing is leased. The load that follows will handle a failure."""
-        daemon = self._daemons.get(sequence.realm.adapter)
+        daemon = self._daemons.get(sequence.cache_scope.adapter)
         session = None if daemon is None else daemon.session
         if daemon is None or session is None or sequence.state is not SequenceState.WAITING:
             return
         request = pb.MatchRequest(
-            tenant_salt=sequence.cache.tenant_salt, token_ids=sequence.tokens, namespace=daemon.namespace
+            tenant_salt=sequence.request.cache.tenant_salt, token_ids=sequence.tokens, namespace=daemon.namespace
         )
         with contextlib.suppress(grpc.RpcError):
             done(sequence, session.stub.Match(request, timeout=self._timeout).matched_tokens)
@@ -204,13 +207,13 @@ class DaemonConnector:
     # ---- saving ---------------------------------------------------------------------------------------------
 
     def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
-        if sequence.plan is None:
-            computed = sequence.prompt_tokens - sequence.cached_tokens
+        if sequence.kv.plan is None:
+            computed = sequence.request.num_prompt_tokens - sequence.usage.num_cached
             self._cost_model.record_prefill(computed, sequence.timings.prefill_ms / 1e3)
         found = self._session(sequence)
-        if found is None or sequence.reusable <= sequence.stored.covered:
+        if found is None or sequence.kv.num_exact <= sequence.kv.stored.covered:
             return False
-        tokens = sequence.reusable - sequence.stored.covered
+        tokens = sequence.kv.num_exact - sequence.kv.stored.covered
         return self._queue_save(found[0], sequence, tokens, partial(self._save, sequence, pool, done))
 
     def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
@@ -298,13 +301,13 @@ class DaemonConnector:
                 session.suspect()
             elif session is not None and error.code() not in REFUSED_CODES:
                 session.finish()
-            log.warning("cache failed, computing instead", request=sequence.id, error=str(from_rpc(error)))
+            log.warning("cache failed, computing instead", request=sequence.request.id, error=str(from_rpc(error)))
         except (KVSidecarError, ConnectionError, ValueError) as error:
             self._end_session(session)
-            log.warning("cache failed, computing instead", request=sequence.id, error=str(error))
+            log.warning("cache failed, computing instead", request=sequence.request.id, error=str(error))
         except Exception:
             self._end_session(session)
-            log.exception("cache failed, computing instead", request=sequence.id)
+            log.exception("cache failed, computing instead", request=sequence.request.id)
 
     def _end_session(self, session: Session | None) -> None:
         self._count_failure()

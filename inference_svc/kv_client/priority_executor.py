@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from inference_svc.engine.sequence import Sequence
+from inference_svc.sequence.sequence import Sequence
 
 _POLL_SECONDS = 0.005
 

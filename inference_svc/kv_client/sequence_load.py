@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from inference_svc.engine.kv_connector import LoadCallback, LoadResult
-from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.sequence.kv_connector import LoadCallback, LoadResult
+from inference_svc.sequence.sequence import Sequence
 
 
 class SequenceLoad:
@@ -25,7 +25,7 @@ class SequenceLoad:
     @property
     def wanted(self) -> bool:
         """True while the request still waits for its prefix."""
-        return not self.sequence.cancelled.is_set() and self.sequence.refused is None
+        return not self.sequence.cancelled.is_set() and self.sequence.queue.abort_error is None
 
     def claim(self) -> bool:
         """Claim the sequence's pages until ``report``; False if the engine has taken them back."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from kvkernels import ChunkPlacement, unpack_chunks
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
+from inference_svc.kv_pool.disk_overflow import runs_of
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.kv_pool.ranges import runs_of
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,24 @@ def plan_window(
     ``table`` holds the window of the ``computed`` tokens. Tokens from ``save_from`` on (None: none) will be saved after
     the prefill, and must be in the pool for it. Does not change the table.
     """
-    if found <= computed or not pool.reach:
+    if found <= computed or not pool.max_window:
         return WindowPlan(found, computed, table)
     if found > table.tokens:
         # The table has pages for one window only: those behind the computed tokens move to the end of the prefix.
-        at = -(-computed // BLOCK_TOKENS) * BLOCK_TOKENS
-        seen = pool.first_seen(found)
-        for start in (min(seen, pool.first_whole(seen if save_from is None else save_from)), seen):
+        at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
+        seen = pool.first_visible(found)
+        for start in (min(seen, pool.round_to_step(seen if save_from is None else save_from)), seen):
             if start >= at and found - start <= table.tokens - at:
-                return WindowPlan(found, start, table.spread(at, start))
+                return WindowPlan(found, start, table.shift(at, start))
         found = table.tokens
-    start = pool.first_seen(found) if save_from is None else min(pool.first_seen(found), save_from)
+    start = pool.first_visible(found) if save_from is None else min(pool.first_visible(found), save_from)
     if max(start, computed) < unloadable:
         return WindowPlan(computed, computed, table)
     if start <= computed:
         return WindowPlan(found, computed, table)
-    return WindowPlan(found, start, BlockTable(list(table.ranges), since=start, apart=table.apart))
+    return WindowPlan(
+        found, start, BlockTable(list(table.ranges), first_valid_token=start, in_overflow=table.in_overflow)
+    )
 
 
 def load_layers(

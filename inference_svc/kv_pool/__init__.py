@@ -1,1 +1,4 @@
-"""The paged KV pool: allocation, block tables, prefix cache, sliding-window release, disk overflow."""
+"""KV pool: pages of keys and values, block tables, prefix cache, disk overflow.
+
+The lowest layer of the inference engine: imports none of its other packages.
+"""

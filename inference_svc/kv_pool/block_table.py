@@ -1,4 +1,4 @@
-"""Where a sequence's tokens lie in the pool."""
+"""Block table: the pool pages of one sequence."""
 
 from __future__ import annotations
 
@@ -7,79 +7,89 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-BLOCK_TOKENS = 32
+PAGE_TOKENS = 32
 # torch's attention reads keys in blocks of this many; see attention.py.
 KEY_BLOCK = 512
-# The first page of pages that are not held.
+# First page of a range whose pages were released.
 UNMAPPED = -1
+# Branches of one sequence's draft tree, each with a block table of its own.
+MAX_BRANCHES = 4
 
 
 @dataclass(eq=False)
 class BlockTable:
-    """The pages of one sequence as ``(first page, pages)`` ranges in the order of its tokens. Those at NOWHERE are not
-    held. What lies before the token ``since`` is not there for layers with a sliding window. Pages of a table that is
-    ``apart`` are the overflow's."""
+    """Pages of one sequence, as ``(first page, pages)`` ranges in the order of its tokens.
+
+    Ranges at UNMAPPED were released. Tokens before ``first_valid_token`` are missing for layers with a sliding window.
+    A table ``in_overflow`` has all its pages in the disk overflow.
+    """
 
     ranges: list[tuple[int, int]] = field(default_factory=list)
-    since: int = 0
-    apart: bool = False
+    first_valid_token: int = 0
+    in_overflow: bool = False
 
     @property
     def tokens(self) -> int:
-        """Tokens that fit, with those whose pages are not held."""
-        return sum(pages for _, pages in self.ranges) * BLOCK_TOKENS
+        """Token capacity, including released pages."""
+        return sum(pages for _, pages in self.ranges) * PAGE_TOKENS
 
     @property
-    def held(self) -> list[tuple[int, int]]:
-        """The ranges whose pages are."""
+    def mapped_ranges(self) -> list[tuple[int, int]]:
+        """Ranges whose pages are held."""
         return [one for one in self.ranges if one[0] != UNMAPPED]
 
     @property
-    def left(self) -> int:
-        """Leading tokens whose pages are not held."""
-        return self.ranges[0][1] * BLOCK_TOKENS if self.ranges and self.ranges[0][0] == UNMAPPED else 0
+    def num_released(self) -> int:
+        """Leading tokens whose pages were released."""
+        return self.ranges[0][1] * PAGE_TOKENS if self.ranges and self.ranges[0][0] == UNMAPPED else 0
 
     def slots(self, start: int, end: int) -> NDArray[np.int64]:
-        """Pool slots of the tokens ``start`` to ``end``, ``[end - start]``; NOWHERE for those whose pages are not
-        held."""
-        if len(self.ranges) == 1 and not self.left:
-            first = self.ranges[0][0] * BLOCK_TOKENS
+        """Returns the pool slots ``[end - start]`` of tokens; UNMAPPED where pages were released."""
+        if len(self.ranges) == 1 and not self.num_released:
+            first = self.ranges[0][0] * PAGE_TOKENS
             return np.arange(first + start, first + end)
         parts, at = [], 0
         for page, pages in self.ranges:
-            size = pages * BLOCK_TOKENS
+            size = pages * PAGE_TOKENS
             a, b = max(start - at, 0), min(end - at, size)
             if a < b and page == UNMAPPED:
                 parts.append(np.full(b - a, UNMAPPED))
             elif a < b:
-                parts.append(np.arange(page * BLOCK_TOKENS + a, page * BLOCK_TOKENS + b))
+                parts.append(np.arange(page * PAGE_TOKENS + a, page * PAGE_TOKENS + b))
             at += size
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     @property
     def first_slot(self) -> int | None:
-        """Where the first token lies, or would if its page were still held, when the tokens lie in one piece. It may be
-        negative then."""
-        left = self.left
-        if len(self.ranges) != (2 if left else 1):
-            return None
-        return self.ranges[-1][0] * BLOCK_TOKENS - left
+        """Slot of the first token if the tokens are contiguous, None otherwise.
 
-    def head(self, tokens: int) -> BlockTable:
-        """The pages of the first ``tokens`` tokens, whole ones, in a table that counts as nobody's."""
-        pages, out = tokens // BLOCK_TOKENS, BlockTable(since=self.since, apart=self.apart)
+        Where leading pages were released it is the slot that the first token would have, and may be negative.
+        """
+        released = self.num_released
+        if len(self.ranges) != (2 if released else 1):
+            return None
+        return self.ranges[-1][0] * PAGE_TOKENS - released
+
+    def prefix(self, tokens: int) -> BlockTable:
+        """Returns the whole pages of the first ``tokens`` tokens, in a table without references of its own."""
+        pages, out = (
+            tokens // PAGE_TOKENS,
+            BlockTable(first_valid_token=self.first_valid_token, in_overflow=self.in_overflow),
+        )
         for page, length in self.ranges:
             if pages > 0:
                 out.ranges.append((page, min(length, pages)))
             pages -= length
         return out
 
-    def spread(self, at: int, to: int) -> BlockTable:
-        """The same pages, those of the tokens from ``at`` on for those from ``to`` on; both begin a page. Nothing is
-        held in between."""
-        before, out = at // BLOCK_TOKENS, BlockTable(since=to, apart=self.apart)
+    def shift(self, at: int, to: int) -> BlockTable:
+        """Returns the same pages with those of the tokens from ``at`` on moved to ``to``; both begin a page.
+
+        The range in between is UNMAPPED.
+        """
+        before, out = at // PAGE_TOKENS, BlockTable(first_valid_token=to, in_overflow=self.in_overflow)
         behind: list[tuple[int, int]] = []
-        between = (to - at) // BLOCK_TOKENS
+        between = (to - at) // PAGE_TOKENS
         for page, pages in self.ranges:
             here = min(pages, before)
             before -= here

@@ -20,6 +20,8 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Iterable
+from itertools import groupby
 from pathlib import Path
 
 import structlog
@@ -27,8 +29,7 @@ import torch
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, KEY_BLOCK
-from inference_svc.kv_pool.ranges import runs_of
+from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS
 
 log = structlog.get_logger("engine")
 
@@ -37,11 +38,11 @@ _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
 
 
 class DiskOverflow:
-    """The memory of a pool with room behind it. Only the engine's thread uses it, but for the tensors' contents.
+    """Memory of a pool and the file behind it, in the same tensors.
 
-    ``keys`` and ``values`` are ``[layers, kv_heads, slots, head_dim]``, as a pool's. Its pages ``0`` to
-    ``memory_pages`` are in memory, and behind them room for padding; those in the file are ``first_page`` and the
-    ``pages - 1`` behind it.
+    Only the engine's thread uses it, except for the tensors' contents. ``keys`` and ``values`` are ``[layers, kv_heads,
+    slots, head_dim]``, as a pool's. Pages ``0`` to ``memory_pages`` are in memory, followed by padding; those in the
+    file are ``first_page`` and the ``pages - 1`` after it.
     """
 
     def __init__(
@@ -56,22 +57,22 @@ class DiskOverflow:
     ) -> None:
         """Creates the file, of no size on disk, in ``folder``. Raises ConfigurationError, also where the file system
         cannot promise blocks."""
-        self.folder, self._page_bytes = folder, BLOCK_TOKENS * head_dim * dtype.itemsize
+        self.folder, self._page_bytes = folder, PAGE_TOKENS * head_dim * dtype.itemsize
         self._file = self._opened(folder)
         # Of pages so small that a block has several, so many get one together.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
         self._refused = False  # to give blocks back, which is said once
         self._users: dict[int, set[int]] = {}  # the groups with blocks, each with its pages that are in use
-        self.memory_pages = max(1, memory_tokens // BLOCK_TOKENS)
-        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // BLOCK_TOKENS)
-        self.pages = self._whole(-(-tokens // BLOCK_TOKENS))
+        self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
+        self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
+        self.pages = self._whole(-(-tokens // PAGE_TOKENS))
         self._head_bytes = (self.first_page + self.pages) * self._page_bytes
         self._file_bytes = self.pages * self._page_bytes  # of each strip
         self._strips = 2 * layers * kv_heads
         try:
             os.ftruncate(self._file, self._strips * self._file_bytes)
             self._try_out()
-            shape = (layers, kv_heads, (self.first_page + self.pages) * BLOCK_TOKENS, head_dim)
+            shape = (layers, kv_heads, (self.first_page + self.pages) * PAGE_TOKENS, head_dim)
             half = self._strips // 2
             self._ranges = [self._mapped(0, half), self._mapped(half, half)]
         except OSError as error:
@@ -85,16 +86,16 @@ class DiskOverflow:
 
     @property
     def size_bytes(self) -> int:
-        """Of the file, if all of it were in use."""
+        """Size of the file if all of it were in use."""
         return self._strips * self._file_bytes
 
     @property
     def backed_pages(self) -> int:
-        """Pages that have room on disk now."""
+        """Pages that have disk blocks now."""
         return len(self._users) * self._group
 
-    def back(self, page: int, pages: int) -> None:
-        """Makes room on disk for pages that are about to be written. Raises OverflowFailed, with nothing changed."""
+    def reserve_disk(self, page: int, pages: int) -> None:
+        """Allocates disk blocks for pages before they are written. Raises OverflowFailed, with nothing changed."""
         used = range(page - self.first_page, page - self.first_page + pages)
         fresh = [g for g in range(used[0] // self._group, used[-1] // self._group + 1) if g not in self._users]
         try:
@@ -113,8 +114,8 @@ class DiskOverflow:
         for p in used:
             self._users.setdefault(p // self._group, set()).add(p)
 
-    def give_back(self, page: int, pages: int) -> None:
-        """Gives the room on disk back of pages that nobody holds any more; they are zeros then."""
+    def release(self, page: int, pages: int) -> None:
+        """Returns the disk blocks of unreferenced pages, which then read as zeros."""
         first, gone = page - self.first_page, list[int]()
         for p in range(first, first + pages):
             group = p // self._group
@@ -130,7 +131,7 @@ class DiskOverflow:
     # ---- parts ----------------------------------------------------------------------------------------------
 
     def _whole(self, pages: int) -> int:
-        """So many pages or some more, so that they fill pages of memory, and blocks, in every strip."""
+        """Rounds pages up so that every strip fills whole memory pages and file blocks."""
         each = mmap.PAGESIZE // min(mmap.PAGESIZE, self._page_bytes & -self._page_bytes)
         each = math.lcm(each, self._group)
         return -(-pages // each) * each
@@ -147,12 +148,12 @@ class DiskOverflow:
         return handle
 
     def _try_out(self) -> None:
-        """Raises OSError where blocks cannot be promised, or given back."""
+        """Raises OSError where blocks cannot be allocated ahead, or freed."""
         _fallocate(self._file, _KEEP_SIZE, 0, mmap.PAGESIZE)
         _fallocate(self._file, _KEEP_SIZE | _PUNCH_HOLE, 0, mmap.PAGESIZE)
 
     def _mapped(self, first: int, strips: int) -> ctypes.Array[ctypes.c_char]:
-        """Memory for so many strips, each with its part of the file in it."""
+        """Maps memory for strips, each with its part of the file in it."""
         size, head = strips * self._head_bytes, self.first_page * self._page_bytes
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         start = _mmap(0, size, private, -1, 0)
@@ -164,9 +165,11 @@ class DiskOverflow:
         return out
 
     def _take_blocks(self, units: range, each: int) -> None:
-        """Takes the blocks of units of ``each`` bytes, all written, in every strip. Where the file system refuses (one
-        that copies on write may, when it is full) they are cleared instead, and stay for whoever gets the pages next:
-        no page is lost, and none has anything of an earlier sequence's."""
+        """Punches holes for units of ``each`` bytes, all written, in every strip.
+
+        Where the file system refuses (one that copies on write may, when it is full) the units are zeroed instead and
+        keep their blocks for the next owner: no page is lost, and none shows an earlier sequence's contents.
+        """
         at, size = units.start * each, len(units) * each
         for strip in range(self._strips):
             try:
@@ -180,7 +183,7 @@ class DiskOverflow:
                 self._refused = True
 
     def _change(self, mode: int, groups: range) -> None:
-        """Gives groups of pages blocks, or takes them, in every strip. Raises OSError."""
+        """Allocates or frees the blocks of groups of pages, in every strip. Raises OSError."""
         each = self._group * self._page_bytes
         for strip in range(self._strips):
             _fallocate(self._file, mode, strip * self._file_bytes + groups.start * each, len(groups) * each)
@@ -201,6 +204,12 @@ def _fallocate(handle: int, mode: int, at: int, size: int) -> None:
         number = ctypes.get_errno()
         if number != errno.EINTR:
             raise OSError(number, os.strerror(number))
+
+
+def runs_of(rising: Iterable[int]) -> list[range]:
+    """Groups rising numbers into as few ranges as possible."""
+    found = (list(run) for _, run in groupby(enumerate(rising), lambda one: one[1] - one[0]))
+    return [range(run[0][1], run[-1][1] + 1) for run in found]
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

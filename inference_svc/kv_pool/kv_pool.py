@@ -25,7 +25,7 @@ from kvkernels.cpu import cpu_attention
 from kvsidecar.range_allocator import RangeAllocator
 from numpy.typing import NDArray
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, KEY_BLOCK, UNMAPPED, BlockTable
+from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, BlockTable
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.pool_memory import populate, zeros
 
@@ -35,11 +35,11 @@ WINDOW_STEP = 64
 
 
 class DeviceAttention(Protocol):
-    """Our attention on a pool's device; see ``native_attention``. A batch is one of ``rows``, which build on this."""
+    """Native attention on a pool's device. Batches are ``model_runner.ForwardBatch``, a higher layer."""
 
     @property
     def kinds(self) -> frozenset[str]:
-        """The kinds of batches that it is the faster way for."""
+        """Kinds of batches for which it is faster than torch's attention."""
         ...
 
     def serves(self, batch: Any) -> bool: ...
@@ -71,18 +71,18 @@ class KVPool:
         With an ``overflow``, which was made for so many tokens in memory, its tensors are the pool's."""
         self.windows = tuple(windows)
         # As far as layers with a window see; 0 where none has one.
-        self.reach = max((w for w in self.windows if w), default=0)
+        self.max_window = max((w for w in self.windows if w), default=0)
         # The layers without one, where others have one.
-        self.wide_layers = tuple(i for i, w in enumerate(self.windows) if not w) if self.reach else ()
+        self.wide_layers = tuple(i for i, w in enumerate(self.windows) if not w) if self.max_window else ()
         # Ours for the pool's device, for batches in which they are to attend.
         self.native: DeviceAttention | None = None
-        self.pages = max(1, tokens // BLOCK_TOKENS)
+        self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = RangeAllocator(self.pages)
         self.overflow = overflow
         self._apart = None if overflow is None else RangeAllocator(overflow.pages)
         self._first_apart = self.pages if overflow is None else overflow.first_page
         self._references: NDArray[np.int32] = np.zeros(self._first_apart + self.overflow_pages, np.int32)
-        self.padding_slot = self.pages * BLOCK_TOKENS
+        self.padding_slot = self.pages * PAGE_TOKENS
         end = self.padding_slot + KEY_BLOCK
         shape = (layers, kv_heads, end, head_dim)
         if device.type != "cpu":
@@ -101,8 +101,8 @@ class KVPool:
         return list(zip(self.keys, self.values, strict=True))
 
     @cached_property
-    def read_by_pages(self) -> bool:
-        """Whether our CPU kernel attends over this pool: pages anywhere are as good as pages in one piece."""
+    def attends_by_pages(self) -> bool:
+        """True if the CPU kernel attends over this pool: scattered pages are then as good as contiguous ones."""
         return self.keys.device.type == "cpu" and cpu_attention.serves(self.keys.dtype, self.keys.shape[3])
 
     @staticmethod
@@ -123,33 +123,34 @@ class KVPool:
 
     @property
     def window(self) -> int:
-        """How many of the last keys any layer sees; 0 when some see all."""
-        return 0 if self.wide_layers else self.reach
+        """Largest window of any layer in keys; 0 when some layer sees all keys."""
+        return 0 if self.wide_layers else self.max_window
 
     @property
-    def moves(self) -> bool:
-        """Whether a sequence's pages move on with its window: no layer sees all, and pages are read wherever they
-        lie."""
-        return bool(self.window) and self.read_by_pages
+    def reclaims_window(self) -> bool:
+        """True if pages behind the window can be freed: no layer sees all keys, and pages need not be contiguous."""
+        return bool(self.window) and self.attends_by_pages
 
-    def first_seen(self, position: int) -> int:
-        """The first token that layers with a window see from the position before this one on (who shares a prompt
-        computes its last token again), rounded down to what can be let go of."""
-        return self.first_whole(max(0, position - self.reach)) if self.reach else 0
+    def first_visible(self, position: int) -> int:
+        """First token that layers with a window see from the position before this one, rounded down to a step.
+
+        The position before, because a request that shares a prompt computes its last token again.
+        """
+        return self.round_to_step(max(0, position - self.max_window)) if self.max_window else 0
 
     @staticmethod
-    def first_whole(tokens: int) -> int:
-        """Of the first so many tokens, those that can be let go of."""
+    def round_to_step(tokens: int) -> int:
+        """Rounds tokens down to a multiple of WINDOW_STEP, the unit of release."""
         return tokens // WINDOW_STEP * WINDOW_STEP
 
-    def reaches(self, table: BlockTable, tokens: int) -> bool:
-        """Whether a table has all that is seen from behind its first so many tokens."""
-        return table.since <= max(0, tokens + 1 - self.reach)
+    def covers_window(self, table: BlockTable, tokens: int) -> bool:
+        """True if a table still has all keys that are visible after its first ``tokens`` tokens."""
+        return table.first_valid_token <= max(0, tokens + 1 - self.max_window)
 
     def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
-        """Pages for ``tokens`` tokens, and for ``spare`` more if they are free; None when too few are."""
+        """Allocates pages for ``tokens`` tokens, and for ``spare`` more if free; None when too few are."""
         table = BlockTable()
-        pages, wanted = -(-tokens // BLOCK_TOKENS), -(-(tokens + spare) // BLOCK_TOKENS)
+        pages, wanted = -(-tokens // PAGE_TOKENS), -(-(tokens + spare) // PAGE_TOKENS)
         if pages > self.free_pages:
             return None
         if self._take(table, wanted):
@@ -157,35 +158,37 @@ class KVPool:
         self._fill(table, pages)
         return table
 
-    def allocate_apart(self, tokens: int) -> BlockTable | None:
-        """Pages of the overflow for ``tokens`` tokens, or None. They have no room on disk yet; see ``back``."""
-        table = BlockTable(apart=True)
-        pages = -(-tokens // BLOCK_TOKENS)
+    def allocate_overflow(self, tokens: int) -> BlockTable | None:
+        """Allocates overflow pages for ``tokens`` tokens, or None. They have no disk blocks until ``reserve_disk``."""
+        table = BlockTable(in_overflow=True)
+        pages = -(-tokens // PAGE_TOKENS)
         if pages > self.free_overflow_pages:
             return None
         self._fill(table, pages)
         return table
 
-    def back(self, table: BlockTable, start: int, end: int) -> None:
-        """Makes sure that the tokens ``start`` to ``end``, as far as the table goes, can be written, where its pages
-        are the overflow's. Raises OverflowFailed."""
-        if self.overflow is None or not table.apart:
+    def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
+        """Allocates disk blocks for tokens ``start`` to ``end`` of a table in the overflow. Raises OverflowFailed."""
+        if self.overflow is None or not table.in_overflow:
             return
-        first, last = start // BLOCK_TOKENS, -(-end // BLOCK_TOKENS)
+        first, last = start // PAGE_TOKENS, -(-end // PAGE_TOKENS)
         for page, pages in table.ranges:
             a, b = max(first, 0), min(last, pages)
             if a < b and page != UNMAPPED:
-                self.overflow.back(page + a, b - a)
+                self.overflow.reserve_disk(page + a, b - a)
             first, last = first - pages, last - pages
 
     def allocate_contiguous(self, tokens: int) -> BlockTable | None:
-        """Pages for ``tokens`` tokens in one piece, or None."""
+        """Allocates contiguous pages for ``tokens`` tokens, or None."""
         table = BlockTable()
-        return table if self._take(table, -(-tokens // BLOCK_TOKENS)) else None
+        return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
 
     def share(self, table: BlockTable, tokens: int) -> BlockTable:
-        """A table of the whole pages among the first ``tokens`` tokens of another, which both now hold."""
-        shared, left = BlockTable(since=table.since, apart=table.apart), tokens // BLOCK_TOKENS
+        """Returns a table of the whole pages among the first ``tokens`` tokens, with a reference to each."""
+        shared, left = (
+            BlockTable(first_valid_token=table.first_valid_token, in_overflow=table.in_overflow),
+            tokens // PAGE_TOKENS,
+        )
         for page, pages in table.ranges:
             take = min(pages, left)
             if take:
@@ -196,59 +199,59 @@ class KVPool:
         return shared
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Makes room for ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
-        missing = -(-(tokens - table.tokens) // BLOCK_TOKENS)
+        """Extends a table to ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
+        missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
         if missing <= 0:
             return True
-        if missing > (self.free_overflow_pages if table.apart else self.free_pages):
+        if missing > (self.free_overflow_pages if table.in_overflow else self.free_pages):
             return False
         if not table.ranges or table.ranges[-1][0] == UNMAPPED or not self._extend(table, missing):
             self._fill(table, missing)
         return True
 
     def grow_in_place(self, table: BlockTable, tokens: int) -> bool:
-        """Like ``grow``, but only if the table stays, or is, in one piece."""
-        missing = -(-(tokens - table.tokens) // BLOCK_TOKENS)
+        """Extends a table like ``grow``, but only if it stays contiguous."""
+        missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
         return table.first_slot is not None and (missing <= 0 or self._extend(table, missing))
 
     def trim(self, table: BlockTable, tokens: int) -> None:
-        """Frees the pages that the first ``tokens`` tokens do not need."""
-        keep, kept = -(-tokens // BLOCK_TOKENS), []
+        """Frees pages beyond the first ``tokens`` tokens."""
+        keep, kept = -(-tokens // PAGE_TOKENS), []
         for page, pages in table.ranges:
             stay = min(pages, keep)
             if stay:
                 kept.append((page, stay))
             if stay < pages and page != UNMAPPED:
-                self.free(BlockTable([(page + stay, pages - stay)], apart=table.apart))
+                self.free(BlockTable([(page + stay, pages - stay)], in_overflow=table.in_overflow))
             keep -= stay
         table.ranges[:] = kept
 
-    def leave(self, table: BlockTable, tokens: int) -> None:
-        """Lets go of the pages of the first ``tokens`` tokens, a multiple of WINDOW_STEP: no layer sees them again."""
-        if tokens <= table.left:
+    def release_prefix(self, table: BlockTable, tokens: int) -> None:
+        """Frees the pages of the first ``tokens`` tokens, a multiple of WINDOW_STEP: no layer sees them again."""
+        if tokens <= table.num_released:
             return
-        gone, left, kept = 0, tokens // BLOCK_TOKENS, list[tuple[int, int]]()
+        gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()
         for page, pages in table.ranges:
             go = pages if page == UNMAPPED and not kept else min(pages, max(0, left - gone))
             if go and page != UNMAPPED:
-                self.free(BlockTable([(page, go)], apart=table.apart))
+                self.free(BlockTable([(page, go)], in_overflow=table.in_overflow))
             if go < pages:
                 kept.append((page + go, pages - go))
             gone += go
         table.ranges[:] = [(UNMAPPED, gone), *kept]
-        table.since = max(table.since, gone * BLOCK_TOKENS)
+        table.first_valid_token = max(table.first_valid_token, gone * PAGE_TOKENS)
 
     def writable(self, table: BlockTable, start: int) -> bool:
-        """Whether no other table holds the pages of the tokens from ``start`` on."""
-        pages = table.slots(start, table.tokens)[::BLOCK_TOKENS] // BLOCK_TOKENS
+        """True if no other table holds the pages of the tokens from ``start`` on."""
+        pages = table.slots(start, table.tokens)[::PAGE_TOKENS] // PAGE_TOKENS
         return bool((self._references[pages] == 1).all())
 
     def copy(self, source: BlockTable, target: BlockTable, start: int, end: int) -> None:
-        """Copies keys and values of the tokens ``start`` to ``end`` from one sequence's pages to another's."""
+        """Copies keys and values of tokens ``start`` to ``end`` between two tables."""
         if end <= start:
             return
         a, b = source.first_slot, target.first_slot
-        assert start >= max(source.left, target.left), "pages are copied that are not held"
+        assert start >= max(source.num_released, target.num_released), "pages are copied that are not held"
         if a is not None and b is not None:
             self.copy_slots(a + start, b + start, end - start)
         else:
@@ -258,19 +261,19 @@ class KVPool:
                 tensor.index_copy_(2, there, tensor.index_select(2, here))
 
     def copy_slots(self, source: int, target: int, count: int) -> None:
-        """Copies so many slots that follow each other."""
+        """Copies ``count`` contiguous slots."""
         for tensor in (self.keys, self.values):
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
-    def clear(self, table: BlockTable, start: int, end: int) -> None:
-        """Makes zeros of the keys and values of some positions, which only this table's sequence has."""
+    def zero_tokens(self, table: BlockTable, start: int, end: int) -> None:
+        """Zeroes keys and values of positions whose pages only this table holds."""
         slots = torch.from_numpy(table.slots(start, end)).to(self.keys.device)
         for tensor in (self.keys, self.values):
             tensor.index_fill_(2, slots, 0)
 
     def free(self, table: BlockTable) -> None:
-        """Lets go of all pages of a table and empties it; those nobody else holds are free. Idempotent."""
-        for page, pages in table.held:
+        """Drops a table's references and empties it; unreferenced pages become free. Idempotent."""
+        for page, pages in table.mapped_ranges:
             part = self._references[page : page + pages]
             part -= 1
             for first, length in _zero_runs(part):
@@ -286,37 +289,39 @@ class KVPool:
                 held, free = np.count_nonzero(self._references[first : first + extents.capacity]), extents.free_units
                 assert held + free == extents.capacity, f"{held} pages are held, {free} free of {extents.capacity}"
 
-    def distinct_pages(self, tables: list[BlockTable]) -> int:
-        """How many pages of the pool's own these tables hold, shared ones counted once."""
+    def count_distinct_pages(self, tables: list[BlockTable]) -> int:
+        """Number of pool pages (without overflow) that these tables hold, shared ones counted once."""
         held = np.zeros(self.pages, bool)
         for table in tables:
-            for page, pages in [] if table.apart else table.held:
+            for page, pages in [] if table.in_overflow else table.mapped_ranges:
                 held[page : page + pages] = True
         return int(held.sum())
 
-    def own_pages(self, table: BlockTable, also: BlockTable | None = None) -> int:
-        """How many pages of the pool's own are free when this table goes, and with it what ``also`` has of them."""
-        if table.apart:
+    def count_exclusive_pages(self, table: BlockTable, also: BlockTable | None = None) -> int:
+        """Number of pool pages that become free with this table, and with the references of ``also``."""
+        if table.in_overflow:
             return 0
         references = self._references
         if also is not None:
             references = references.copy()
-            for page, pages in also.held:
+            for page, pages in also.mapped_ranges:
                 references[page : page + pages] -= 1
-        return sum(int((references[page : page + pages] == 1).sum()) for page, pages in table.held)
+        return sum(int((references[page : page + pages] == 1).sum()) for page, pages in table.mapped_ranges)
 
-    def erase(self, table: BlockTable) -> None:
-        """Clears the pages that only this table holds. Attention reads past a sequence's end and multiplies what it
-        finds by zero, which of NaN makes NaN: whoever gets these pages must find something finite. The overflow's are
-        zeros as soon as nobody holds them."""
-        for page, pages in [] if table.apart else table.held:
+    def zero_exclusive(self, table: BlockTable) -> None:
+        """Zeroes the pages that only this table holds.
+
+        Attention reads past a sequence's end and multiplies padding by zero, and NaN times zero is NaN: freed pages
+        must be finite. Overflow pages read as zeros once they are released.
+        """
+        for page, pages in [] if table.in_overflow else table.mapped_ranges:
             for first, length in _zero_runs(self._references[page : page + pages] - 1):
-                start = (page + first) * BLOCK_TOKENS
+                start = (page + first) * PAGE_TOKENS
                 for tensor in (self.keys, self.values):
-                    tensor[:, :, start : start + length * BLOCK_TOKENS] = 0
+                    tensor[:, :, start : start + length * PAGE_TOKENS] = 0
 
-    def not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Those of a table's positions, which rise, whose keys or values hold NaN or infinity."""
+    def find_not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns the positions (ascending) whose keys or values hold NaN or infinity."""
         if not len(positions):
             return positions
         slots = table.slots(0, int(positions[-1]) + 1)[positions]
@@ -329,16 +334,16 @@ class KVPool:
         corrupt: NDArray[np.bool_] = ~sound.cpu().numpy()
         return positions[corrupt]
 
-    def held_by(self, tables: list[BlockTable]) -> bool:
-        """Whether these tables hold exactly the references that are counted."""
+    def references_match(self, tables: list[BlockTable]) -> bool:
+        """True if these tables hold exactly the counted references."""
         counted = np.zeros_like(self._references)
         for table in tables:
-            for page, pages in table.held:
+            for page, pages in table.mapped_ranges:
                 counted[page : page + pages] += 1
         return bool(np.array_equal(counted, self._references))
 
     def _take(self, table: BlockTable, pages: int) -> bool:
-        """Adds one range of so many pages to a table, if there is one."""
+        """Appends one range of ``pages`` pages to a table, if there is one."""
         extents, offset = self._extents_of(table)
         found = extents.allocate(pages)
         if found is None:
@@ -349,7 +354,7 @@ class KVPool:
         return True
 
     def _extend(self, table: BlockTable, pages: int) -> bool:
-        """Lengthens a table's last range by pages that lie behind it, if they are free."""
+        """Extends a table's last range by the pages after it, if they are free."""
         page, held = table.ranges[-1]
         end = page + held
         extents, offset = self._extents_of(table)
@@ -367,8 +372,8 @@ class KVPool:
             pages -= take
 
     def _extents_of(self, table: BlockTable) -> tuple[RangeAllocator, int]:
-        """Where a table's pages come from, and the first page there."""
-        if not table.apart:
+        """Returns the allocator of a table's pages, and the number of its first page."""
+        if not table.in_overflow:
             return self._extents, 0
         assert self._apart is not None, "a table apart, and no overflow"
         return self._apart, self._first_apart
@@ -377,7 +382,7 @@ class KVPool:
         if page < self._first_apart:
             self._extents.free_part(page, pages)
         elif self._apart is not None and self.overflow is not None:
-            self.overflow.give_back(page, pages)
+            self.overflow.release(page, pages)
             self._apart.free_part(page - self._first_apart, pages)
 
 

@@ -1,7 +1,7 @@
-"""Finished sequences whose pages stay in the pool until somebody needs the room.
+"""Prefix cache: finished sequences whose pages stay in the pool until they are needed.
 
-The next turn of a conversation goes on in them without a copy or a question to the daemon. Only the engine's
-thread uses this.
+The next turn of a conversation continues in these pages, without a copy and without a lookup at the daemon. Only the
+engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -14,112 +14,133 @@ import numpy as np
 from kvsidecar.errors import OverflowFailed
 from numpy.typing import NDArray
 
-from inference_svc.engine.sequence import CacheScope, StoredPrefix
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 TokenArray = NDArray[np.uint32]
-# Fewer shared tokens than this are computed again.
-MIN_SHARED_TOKENS = BLOCK_TOKENS
+# Shorter shared prefixes are computed again.
+MIN_SHARED_TOKENS = PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class CacheScope:
+    """Boundary of reuse: sequences share keys and values only within one tenant and adapter (empty: none)."""
+
+    tenant_salt: bytes = b""
+    adapter: bytes = b""
+
+
+@dataclass(frozen=True)
+class StoredPrefix:
+    """Prefix that the daemon stores: ``tokens`` up to the end of the chunk ``prefix_hash`` (empty: none)."""
+
+    tokens: int = 0
+    prefix_hash: bytes = b""
+    covered: int = 0  # matched tokens, including a partly matching last chunk
 
 
 @dataclass(frozen=True, eq=False)
 class CachedSequence:
-    """Tokens ``[n]`` whose keys and values lie in ``table``'s pages, which it holds."""
+    """Tokens ``[n]`` with their keys and values in ``table``, whose pages it owns."""
 
     tokens: TokenArray
     table: BlockTable
-    realm: CacheScope
+    scope: CacheScope
     stored: StoredPrefix
 
     @cached_property
     def head(self) -> bytes:
-        """Its first tokens: prompts that differ there share nothing worth having."""
+        """First tokens as bytes: a prompt that differs here shares no prefix worth reusing."""
         return self.tokens[:MIN_SHARED_TOKENS].tobytes()
 
 
+def as_array(tokens: list[int]) -> TokenArray:
+    """Converts token ids for comparisons."""
+    return np.asarray(tokens, np.uint32)
+
+
 def common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """How many leading tokens are equal."""
+    """Number of equal leading tokens."""
     n = min(len(a), len(b))
     differ = a[:n] != b[:n]
     return int(differ.argmax()) if differ.any() else n
 
 
 class PrefixCache:
-    """Least recently used goes first. Owns the pages of what it holds."""
+    """LRU cache of finished sequences. Owns their pages."""
 
-    def __init__(self, pool: KVPool, most: int) -> None:
-        self._pool, self._most = pool, most
-        self._held: OrderedDict[int, CachedSequence] = OrderedDict()
+    def __init__(self, pool: KVPool, max_sequences: int) -> None:
+        self._pool, self._max = pool, max_sequences
+        self._entries: OrderedDict[int, CachedSequence] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._entries)
 
     @property
-    def held(self) -> list[CachedSequence]:
-        """All of them, the least recently used first."""
-        return list(self._held.values())
+    def entries(self) -> list[CachedSequence]:
+        """All entries, least recently used first."""
+        return list(self._entries.values())
 
     @property
     def tables(self) -> list[BlockTable]:
-        return [r.table for r in self._held.values()]
+        """Block tables of all entries."""
+        return [entry.table for entry in self._entries.values()]
 
-    def best(self, realm: CacheScope, tokens: TokenArray) -> tuple[CachedSequence | None, int]:
-        """The one that shares the longest prefix with ``tokens``, and how long that is; none for less than
-        LEAST_SHARED tokens."""
+    def longest_prefix(self, scope: CacheScope, tokens: TokenArray) -> tuple[CachedSequence | None, int]:
+        """Finds the entry with the longest common prefix, and its length; None below MIN_SHARED_TOKENS."""
         found, longest, head = None, 0, tokens[:MIN_SHARED_TOKENS].tobytes()
-        for resident in self._held.values():
-            if resident.realm == realm and resident.head == head:
-                n = common_prefix(resident.tokens, tokens)
-                if n > longest and self._pool.reaches(resident.table, n):
-                    found, longest = resident, n
+        for entry in self._entries.values():
+            if entry.scope == scope and entry.head == head:
+                n = common_prefix(entry.tokens, tokens)
+                if n > longest and self._pool.covers_window(entry.table, n):
+                    found, longest = entry, n
         return found, longest
 
-    def keep(self, resident: CachedSequence) -> None:
-        """Takes a finished sequence's pages over; those that it makes superfluous are freed."""
-        if not self._most:
-            self._pool.free(resident.table)
+    def insert(self, entry: CachedSequence) -> None:
+        """Takes the pages of a finished sequence over, and frees entries that it makes redundant."""
+        if not self._max:
+            self._pool.free(entry.table)
             return
-        for key, old in list(self._held.items()):
-            same = old.realm == resident.realm and self._pool.reaches(resident.table, len(old.tokens))
-            if same and common_prefix(old.tokens, resident.tokens) == len(old.tokens):
+        for key, old in list(self._entries.items()):
+            same = old.scope == entry.scope and self._pool.covers_window(entry.table, len(old.tokens))
+            if same and common_prefix(old.tokens, entry.tokens) == len(old.tokens):
                 self._drop(key)
-        self._held[id(resident)] = resident
-        while len(self._held) > self._most:
-            self._drop(next(iter(self._held)))
+        self._entries[id(entry)] = entry
+        while len(self._entries) > self._max:
+            self._drop(next(iter(self._entries)))
 
-    def drop_sharing(self, realm: CacheScope, tokens: TokenArray) -> None:
-        """Drops those that begin with ``tokens``, and clears what nobody else has of their pages."""
-        for key, resident in list(self._held.items()):
-            if resident.realm == realm and common_prefix(resident.tokens, tokens) == len(tokens):
-                self._pool.erase(resident.table)
+    def drop_corrupt(self, scope: CacheScope, tokens: TokenArray) -> None:
+        """Drops entries that begin with ``tokens``, and zeroes the pages that no other table holds."""
+        for key, entry in list(self._entries.items()):
+            if entry.scope == scope and common_prefix(entry.tokens, tokens) == len(tokens):
+                self._pool.zero_exclusive(entry.table)
                 self._drop(key)
 
-    def touch(self, resident: CachedSequence) -> None:
-        """It was of use."""
-        self._held.move_to_end(id(resident))
+    def touch(self, entry: CachedSequence) -> None:
+        """Marks an entry as most recently used."""
+        self._entries.move_to_end(id(entry))
 
-    def take(self, resident: CachedSequence) -> BlockTable:
-        """Hands its pages over."""
-        return self._held.pop(id(resident)).table
+    def take(self, entry: CachedSequence) -> BlockTable:
+        """Removes an entry; the caller owns its pages."""
+        return self._entries.pop(id(entry)).table
 
-    def evict(self, apart: bool = False) -> bool:
-        """Frees the least recently used one in the pool, or in its overflow; False when there is none."""
-        key = next((key for key, resident in self._held.items() if resident.table.apart == apart), None)
+    def evict(self, in_overflow: bool = False) -> bool:
+        """Frees the least recently used entry in the pool or in its overflow; False when there is none."""
+        key = next((key for key, entry in self._entries.items() if entry.table.in_overflow == in_overflow), None)
         if key is None:
             return False
         self._drop(key)
         return True
 
-    def back(self, table: BlockTable, start: int, end: int) -> None:
-        """``KVPool.back``; where the disk is full, with the room that residents in the overflow have there. Raises
+    def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
+        """Calls ``KVPool.reserve_disk``; while the disk is full, evicts entries in the overflow. Raises
         OverflowFailed."""
         while True:
             try:
-                return self._pool.back(table, start, end)
+                return self._pool.reserve_disk(table, start, end)
             except OverflowFailed:
-                if not self.evict(apart=True):
+                if not self.evict(in_overflow=True):
                     raise
 
     def _drop(self, key: int) -> None:
-        self._pool.free(self._held.pop(key).table)
+        self._pool.free(self._entries.pop(key).table)

@@ -1,1 +1,4 @@
-"""The forward pass: batches, attention backends, fused layers, CPU and CUDA graphs."""
+"""Model runner: forward batches through the model, attention, CPU and CUDA graphs, LoRA rows.
+
+May import ``kv_pool``, ``models`` and ``lora``, and knows no sequences.
+"""

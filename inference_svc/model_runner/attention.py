@@ -21,9 +21,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from inference_svc.model_runner import cpu_attention
-from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, ForwardBatch, Segment
+from inference_svc.model_runner.forward_batch import ForwardBatch, Segment
+from inference_svc.models.attention_windows import ATTENTION_NAME
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
-ATTENTION_NAME = "kvsidecar_rows"
 # Above this many rows, packing heads into rows costs more for the mask than it saves.
 PACK_ROWS = 128
 
@@ -162,7 +163,7 @@ def _attention_fn(batch: ForwardBatch) -> Callable[..., Tensor]:
     native = batch.pool.native
     if native is not None and native.serves(batch):
         return native
-    return cpu_attention.attend if batch.pool.read_by_pages else attend_segments
+    return cpu_attention.attend if batch.pool.attends_by_pages else attend_segments
 
 
 def attend_segments(

@@ -9,10 +9,10 @@ from kvkernels.cpu.cpu_attention import Attention
 from numpy.typing import NDArray
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.model_runner.forward_batch import ForwardBatch, Segment
 
-assert BLOCK_TOKENS == cpu_attention.PAGE
+assert PAGE_TOKENS == cpu_attention.PAGE
 
 
 def prepare_attention(batch: ForwardBatch, heads: int, softcap: float | None = None) -> Attention:
@@ -48,11 +48,11 @@ def attend(
 def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
     """First slots of the pages of a segment's keys; up to the end of a block of keys, padding from ``beyond`` on: what
     another sequence has there may be NaN, which times zero is NaN."""
-    tokens = cpu_attention.num_pages(segment.keys) * BLOCK_TOKENS
+    tokens = cpu_attention.num_pages(segment.keys) * PAGE_TOKENS
     if segment.first_slot is not None:
-        pages = np.arange(segment.first_slot, segment.first_slot + tokens, BLOCK_TOKENS)
-        pages[-(-segment.keys // BLOCK_TOKENS) :] = beyond
-        pages[: segment.left // BLOCK_TOKENS] = beyond
+        pages = np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)
+        pages[-(-segment.keys // PAGE_TOKENS) :] = beyond
+        pages[: segment.left // PAGE_TOKENS] = beyond
         return pages
     assert segment.slots is not None
-    return segment.slots.numpy()[:tokens:BLOCK_TOKENS]
+    return segment.slots.numpy()[:tokens:PAGE_TOKENS]

@@ -16,15 +16,14 @@ from kvkernels.cpu.cpu_graph import KernelGraph
 from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import UNMAPPED
+from inference_svc.kv_pool.block_table import MAX_BRANCHES, UNMAPPED
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention
-from inference_svc.model_runner.decoder_layer import FusedLayerWeights, LayerWidths, LinearFn
 from inference_svc.model_runner.forward_batch import ForwardBatch
+from inference_svc.models.fused_layer_weights import FusedLayerWeights, LayerWidths, LinearFn
 from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
-from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES
 
 # A pass is made for up to so many rows; with more, there is enough to do in each kernel.
 CAPACITIES = (12, 32)
@@ -33,7 +32,7 @@ MAX_COPIES = MAX_BRANCHES - 1
 
 
 def can_capture(batch: ForwardBatch) -> bool:
-    """Whether nobody has to be asked or told anything between the kernels of a pass."""
+    """True if a batch needs no Python between kernels: no adapters, loading layers or observer, and few rows."""
     copies = 0 if batch.copies is None else len(batch.copies.lines)
     silent = not batch.adapted and not batch.gates and batch.observer is None
     return silent and batch.real <= CAPACITIES[-1] and copies <= MAX_COPIES

@@ -17,7 +17,7 @@ from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for, supports
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.attention import attend_segments
@@ -101,7 +101,7 @@ def select_cuda_attention(pool: KVPool, kernels: Kernels, heads: int, keys: int 
     """Our kernels for those kinds of batches in which they beat torch's attention, by the median of a few calls over
     ``keys`` keys of an empty pool. Writes nothing."""
     ours = CudaAttention(kernels)
-    keys = min(keys, pool.free_pages * BLOCK_TOKENS)
+    keys = min(keys, pool.free_pages * PAGE_TOKENS)
     table = pool.allocate(keys)
     if table is None or keys < 2:
         return ours

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
-from inference_svc.model_runner.forward_batch import ROW_MULTIPLE, CudaIndex, ForwardBatch, Segment, SequenceSlice
+from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch, Segment, SequenceSlice
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
 Step = Callable[[], Tensor]
 _MIN_KEYS = 1024
@@ -132,7 +133,7 @@ class CudaGraphs:
         self._refused = False
 
     def serves(self, spans: list[SequenceSlice]) -> bool:
-        """Whether all spans are single rows of sequences in one piece, which our attention serves."""
+        """True if all slices are single rows of contiguous sequences that the CUDA attention serves."""
         native = self._pool.native
         return (
             not self._refused

@@ -16,8 +16,10 @@ from inference_svc.lora.adapter_weights import AdapterWeights
 from inference_svc.lora.lora_adapter import LoraAdapter, place_adapter
 from inference_svc.model_runner import fused_layers
 from inference_svc.model_runner.attention import ProjectionDone
+from inference_svc.model_runner.attention import register as register_attention
 from inference_svc.model_runner.forward_batch import ForwardBatch
 from inference_svc.model_runner.lora_batch import LoraHooks
+from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import window_of
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerLease, LayerSource
 from inference_svc.models.linear.dense_linear import DenseLinear, pack_linears
@@ -32,6 +34,7 @@ class Decoder:
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
+        register_attention()
         inner: Any = loaded.model.model
         for part in ("embed_tokens", "layers", "norm", "rotary_emb"):
             if not hasattr(inner, part):
@@ -53,7 +56,7 @@ class Decoder:
             self._source = loaded.streamed.source
             if loaded.streamed.fused:
                 self._fused = fused_layers.FusedLayers(loaded.model, loaded.streamed.fused, self._source)
-        elif fused_layers.can_fuse_model(loaded.model):
+        elif fused_layer_weights.can_fuse_model(loaded.model):
             self._fused = fused_layers.FusedLayers(loaded.model)
         if loaded.device.type == "cpu" and loaded.streamed is None:
             pack_linears(loaded.model)
@@ -71,7 +74,7 @@ class Decoder:
     def place(self, weights: AdapterWeights) -> LoraAdapter:
         """An adapter that rows of this decoder may name once it was let in. On any thread."""
         return place_adapter(
-            weights, {} if self._fused is None else fused_layers.FUSED_LINEARS, self._dtype, self._device
+            weights, {} if self._fused is None else fused_layer_weights.FUSED_LINEARS, self._dtype, self._device
         )
 
     def adopt(self, weights: AdapterWeights) -> LoraAdapter:
@@ -140,18 +143,18 @@ class Decoder:
         return [part for part in self._layers[layer].modules() if hasattr(part, "out_features")]
 
     def held(self, layer: int) -> LayerLease:
-        """A context in which a layer's weights are there."""
+        """Context in which a layer's weights are in memory."""
         return self._source.acquire_layer(layer)
 
     @torch.inference_mode()
     def normalize(self, hidden: Tensor) -> Tensor:
-        """What the head would see of ``hidden [rows, width]``; rows are a multiple of ROW_MULTIPLE."""
+        """Applies the final norm to ``hidden [rows, width]``; rows are a multiple of ROW_MULTIPLE."""
         if self._fused is None:
             return self._norm(hidden)  # type: ignore[no-any-return]
         return self._fused.normalize(hidden)
 
     def form_of(self, layer: int) -> tuple[object, ...]:
-        """What decides how a layer is computed; equal for layers that differ in their weights alone."""
+        """Describes how a layer is computed; equal for layers that differ in their weights only."""
         if self._fused is not None:
             return self._fused.form_of(layer)
         parts = self._layers[layer].named_modules()

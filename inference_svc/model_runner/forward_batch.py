@@ -1,8 +1,8 @@
-"""A forward's input: rows of several sequences, packed.
+"""Forward batch: the packed rows of several sequences, input of one step.
 
-A row is ``(token, position, sequence, slot)``. Its key and value are written to the pool at its slot; its query
-sees the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode, the
-verification of guessed tokens and the repair of scattered ones are the same forward with different rows.
+A row is ``(token, position, sequence, slot)``. Its key and value are written to the pool at its slot; its query sees
+the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode, the verification of
+draft tokens and selective recompute are the same forward with different rows.
 """
 
 from __future__ import annotations
@@ -22,25 +22,24 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.model_runner.lora_batch import LoraRows
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
 if TYPE_CHECKING:
     from kvkernels.cpu.cpu_attention import Attention
     from kvkernels.cuda.cuda_attention import AttentionRows
 
-# Matrix kernels give a row the same bits in every batch whose row count is a multiple of this.
-ROW_MULTIPLE = 4
 # Rows that attend in one call: fewer calls against fewer keys that are read only to be masked.
 SEGMENT_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Other guesses for a sequence than those of its span: ``tokens`` at the positions from ``start`` on.
+    """Branch of a draft tree: ``tokens`` at the positions from ``start`` on, beside the slice's own draft tokens.
 
-    The rows of a span that are drawn from are numbered: 0 that of its last true token, then those of its guesses, then
-    those of its branches; these are the rows from ``first`` on, and come behind the row ``behind``. ``table`` has the
-    pages of all that they see. Those from the one on in which they begin are a branch's own, and what other rows of the
-    pass compute for them is written there as well: of the ``copied`` rows, at these slots.
+    Sampled rows of a slice are numbered: 0 is the row of its last true token, then those of its own draft tokens, then
+    those of its branches. The branch has the rows from ``first`` on and follows the row ``behind``. ``table`` has the
+    pages of all keys that they see. Pages from the one on in which the branch begins are its own; what other rows of
+    the step compute for them is written there as well: of the ``copied`` rows, at these slots.
     """
 
     tokens: list[int]
@@ -59,11 +58,11 @@ class Branch:
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """Tokens of one sequence to be computed: at positions from ``start`` on, or at rising ``positions``.
+    """Tokens of one sequence to compute: at positions from ``start`` on, or at rising ``positions``.
 
-    Keys and values of all earlier positions must lie in ``table``'s pages. Logits are wanted of the first ``scored``
-    tokens, and behind them with ``wants_logits`` of the last token or, when the last ``drafted`` ones are guesses, of
-    these and the one before them, and of all those of its ``branches``.
+    Keys and values of all earlier positions must lie in ``table``'s pages. Logits are computed for the first
+    ``num_scored`` tokens; with ``wants_logits`` also for the last token, or, when the last ``num_drafted`` are draft
+    tokens, for these, the one before them, and all tokens of ``branches``.
     """
 
     tokens: list[int]
@@ -72,9 +71,9 @@ class SequenceSlice:
     wants_logits: bool
     positions: NDArray[np.int64] | None = None
     gate: LayerReadyEvent | None = None  # when keys and values of earlier positions are still being loaded
-    drafted: int = 0
+    num_drafted: int = 0
     adapter: LoraAdapter | None = None  # what is added to the model's own products
-    scored: int = 0
+    num_scored: int = 0
     branches: tuple[Branch, ...] = ()
 
     @property
@@ -83,15 +82,15 @@ class SequenceSlice:
         return self.start + len(self.tokens) if self.positions is None else int(self.positions[-1]) + 1
 
     @property
-    def guessed(self) -> int:
-        """Guesses, those of branches too."""
-        return self.drafted + sum(len(branch.tokens) for branch in self.branches)
+    def num_draft_tokens(self) -> int:
+        """Number of draft tokens, including branches."""
+        return self.num_drafted + sum(len(branch.tokens) for branch in self.branches)
 
     def following(self, row: int) -> dict[int, int]:
-        """What is guessed behind one of the rows that are drawn from, and the row of each such token."""
+        """Maps the draft tokens after a sampled row to their rows."""
         found: dict[int, int] = {}
-        if row < self.drafted:
-            found[self.tokens[len(self.tokens) - self.drafted + row]] = row + 1
+        if row < self.num_drafted:
+            found[self.tokens[len(self.tokens) - self.num_drafted + row]] = row + 1
         for branch in self.branches:
             if branch.behind == row:
                 found[branch.tokens[0]] = branch.first
@@ -100,17 +99,17 @@ class SequenceSlice:
         return found
 
     def branch_of(self, row: int) -> Branch | None:
-        """The branch that a row belongs to; None for the span's own guesses."""
+        """Branch that a row belongs to; None for the slice's own draft tokens."""
         return next((branch for branch in self.branches if branch.first <= row < branch.end), None)
 
-    def without_guesses(self) -> SequenceSlice:
-        return replace(self, tokens=self.tokens[: len(self.tokens) - self.drafted], drafted=0, branches=())
+    def without_drafts(self) -> SequenceSlice:
+        return replace(self, tokens=self.tokens[: len(self.tokens) - self.num_drafted], num_drafted=0, branches=())
 
     def all_positions(self) -> NDArray[np.int64]:
         return np.arange(self.start, self.end) if self.positions is None else self.positions
 
     def slots(self) -> NDArray[np.int64]:
-        """Where each token's key and value go."""
+        """Pool slots of the tokens' keys and values."""
         if self.positions is None:
             return self.table.slots(self.start, self.end)
         return self.table.slots(0, self.end)[self.positions]
@@ -135,7 +134,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class CudaIndex:
-    """Where a batch's rows and keys are, on a CUDA device; the same for all layers."""
+    """Rows and key locations of a batch on a CUDA device; the same for all layers."""
 
     rows: AttentionRows
     first_slot: Tensor | None
@@ -178,13 +177,13 @@ class ForwardBatch:
     copies: SlotCopies | None = None
 
     def pass_layer(self, layer: int) -> None:
-        """Waits for what is still being loaded of a layer. Raises RestoreFailed."""
+        """Waits until a layer is loaded for all sequences. Raises LayerLoadFailed."""
         for gate in self.gates:
             gate.pass_layer(layer)
 
 
 class AttentionObserver(Protocol):
-    """Sees the attention of a batch with one segment, layer by layer."""
+    """Receives the attention of a batch with one segment, layer by layer."""
 
     def see(self, strongest: Tensor) -> None:
         """The strongest probability that any row gives each key, ``[heads, keys]``; keys behind the last may follow."""
@@ -192,7 +191,7 @@ class AttentionObserver(Protocol):
 
 
 def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) -> ForwardBatch:
-    """Packs spans into a batch. Each span's pages must hold its tokens, and what its rows see."""
+    """Packs slices into a batch. Each table must hold the slice's tokens and all keys that its rows see."""
     tokens: list[int] = []
     slots, positions, segments = [], [], []
     logit_rows: list[int] = []
@@ -201,10 +200,10 @@ def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) 
         segments.extend(_segments(span, len(tokens), pool, device))
         slots.append(span.slots())
         positions.append(span.all_positions())
-        logit_rows.extend(range(len(tokens), len(tokens) + span.scored))
+        logit_rows.extend(range(len(tokens), len(tokens) + span.num_scored))
         tokens.extend(span.tokens)
         if span.wants_logits:
-            drawn_from = len(tokens) - 1 - span.drafted
+            drawn_from = len(tokens) - 1 - span.num_drafted
             for branch in span.branches:
                 part = SequenceSlice(branch.tokens, branch.start, branch.table, True, adapter=branch.adapter)
                 segments.extend(_segments(part, len(tokens), pool, device))
@@ -252,7 +251,7 @@ def _copies(copied: list[tuple[int, int]], rows: int, device: torch.device) -> S
 
 
 def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
-    """The rows of a batch that want logits, each a segment of its own."""
+    """Reduces a batch to the rows that need logits, each a segment of its own."""
     wanted, segments = batch.logit_rows[: batch.wanted].tolist(), []
     for at, row in enumerate(wanted):
         whole = next(s for s in batch.segments if s.first_row <= row < s.first_row + s.rows)
@@ -294,7 +293,7 @@ def _adapted(segments: list[Segment], real: int) -> tuple[LoraRows, ...]:
 
 
 def _padded(keys: int) -> int:
-    """With so many keys, torch's kernel gives a row the same bits whatever is computed with it."""
+    """Rounds a number of keys up to KEY_BLOCK, so that torch's kernel gives a row the same bits in any batch."""
     return -(-keys // KEY_BLOCK) * KEY_BLOCK
 
 
@@ -315,6 +314,6 @@ def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.d
             there[there == UNMAPPED] = pool.padding_slot
             slots = torch.from_numpy(np.concatenate((there, padding))).to(device)
         positions = None if part is None else torch.from_numpy(part).to(device)
-        row, start, left = first_row + at, span.start + at, span.table.left
+        row, start, left = first_row + at, span.start + at, span.table.num_released
         out.append(Segment(row, count, start, positions, keys, padded, first, slots, left, span.adapter))
     return out

@@ -8,126 +8,33 @@ serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from kvkernels.cpu import cpu_attention as kernel
 from kvkernels.cpu import norm_rope_silu as cpu_rows
 from kvkernels.cpu.cpu_library import KernelCall
-from torch import Tensor, nn
+from torch import Tensor
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention, cpu_graph
 from inference_svc.model_runner.cpu_graph import CpuGraph
-from inference_svc.model_runner.decoder_layer import FusedLayerWeights, LayerWidths, LinearFn
 from inference_svc.model_runner.forward_batch import ForwardBatch, keep_logit_rows
-from inference_svc.models.attention_windows import window_of
+from inference_svc.models.fused_layer_weights import (
+    FusedLayerWeights,
+    LayerWidths,
+    LinearFn,
+    head_dim,
+    linear_form,
+    make_layer,
+    norm_weight,
+    take_weights,
+)
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSource
-from inference_svc.models.linear.dense_linear import DenseLinear, linear_for
-from inference_svc.models.linear.packed_linear import PackedLinear
-from inference_svc.models.linear.plain_linear import PlainLinear
-from inference_svc.models.linear.quantized_linear import QuantizedLinear, can_join, join_linears
 
-_LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 # The last layer is cut to the rows that want logits where they are at most one in so many.
 _FEW = 4
-# What each product of a layer computes, in the order of its outputs.
-FUSED_LINEARS = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "o": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-Joined = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
-
-
-def can_fuse_model(model: Any) -> bool:
-    """Whether the model's layers can be fused: on a CPU, of a known structure, with SiLU gates and whole heads
-    rotated."""
-    return all(can_fuse(layer, model.config) for layer in model.model.layers)
-
-
-def can_fuse(layer: Any, config: Any) -> bool:
-    """Whether one layer can be."""
-    return has_fusable_structure(layer, config) and layer.input_layernorm.weight.device.type == "cpu"
-
-
-def has_fusable_structure(layer: Any, config: Any) -> bool:
-    """Whether one layer can be when it is on a CPU."""
-    if type(layer).__name__ not in _LAYERS:
-        return False
-    weight = layer.input_layernorm.weight
-    rope = getattr(config, "rope_parameters", None) or {}
-    return (
-        weight.dtype in (torch.float32, torch.bfloat16)
-        and config.hidden_act == "silu"
-        and kernel.serves(weight.dtype, _head_dim(config))
-        and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
-        and all(can_join(parts) for parts in _together(layer))
-    )
-
-
-def _together(layer: Any) -> list[list[Any]]:
-    """Linear layers over the same input."""
-    return [[layer.get_submodule(path) for path in FUSED_LINEARS[name]] for name in ("qkv", "gate_up")]
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _join(parts: list[Any]) -> Joined:
-    """One product for several linear layers over the same input; the parts' own weights can go."""
-    if isinstance(parts[0], QuantizedLinear):
-        return join_linears(parts)
-    weight = torch.cat([p.weight for p in parts])
-    bias = torch.cat([p.bias for p in parts]) if parts[0].bias is not None else None
-    return linear_for(weight, bias)
-
-
-def _weight(norm: Any) -> Tensor:
-    return norm.weight.detach().float().contiguous()  # type: ignore[no-any-return]
-
-
-def take_weights(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
-    """The products of a layer and its norms, by the names of their fields. Drops its linear modules, so that each
-    weight is held once."""
-    a, m = layer.self_attn, layer.mlp
-    qkv, gate_up = _together(layer)
-    products = {"qkv": _join(qkv), "o": _join([a.o_proj]), "gate_up": _join(gate_up), "down": _join([m.down_proj])}
-    norms = {"input_norm": _weight(layer.input_layernorm), "post_norm": _weight(layer.post_attention_layernorm)}
-    if hasattr(a, "q_norm"):
-        norms |= {"q_norm": _weight(a.q_norm), "k_norm": _weight(a.k_norm)}
-    for module, names in ((a, ("q_proj", "k_proj", "v_proj", "o_proj")), (m, ("gate_proj", "up_proj", "down_proj"))):
-        for name in names:
-            setattr(module, name, nn.Identity())
-    return products, norms
-
-
-def make_layer(layer: Any, products: Mapping[str, LinearFn], norms: Mapping[str, Tensor]) -> FusedLayerWeights:
-    """A layer of what was ``gathered`` from it; its own module only says how it computes."""
-    a = layer.self_attn
-    return FusedLayerWeights(
-        qkv=products["qkv"],
-        o=products["o"],
-        gate_up=products["gate_up"],
-        down=products["down"],
-        input_norm=norms["input_norm"],
-        post_norm=norms["post_norm"],
-        head_norms=(norms.get("q_norm"), norms.get("k_norm")),
-        epsilon=float(layer.input_layernorm.variance_epsilon),
-        scale=float(a.scaling),
-        window=window_of(a),
-    )
-
-
-def linear_form(product: Any) -> tuple[object, ...]:
-    """What decides how a product is computed, but for its weights."""
-    kept, stored = getattr(product, "quantized", None), getattr(product, "dense", None)
-    width = (kept.bits, kept.group) if kept is not None else getattr(stored, "kept", "")
-    return type(product).__name__, product.in_features, product.out_features, product.bias is not None, width
 
 
 class _LayerPass:
@@ -179,12 +86,12 @@ class FusedLayers:
         config = model.config
         heads = int(config.num_attention_heads)
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        self.widths = LayerWidths(heads, kv_heads, _head_dim(config), int(config.intermediate_size))
+        self.widths = LayerWidths(heads, kv_heads, head_dim(config), int(config.intermediate_size))
         self._rotary = model.model.rotary_emb
         self._cos = self._sin = torch.empty(0, self.widths.dim)
         self._layers = given or [make_layer(layer, *take_weights(layer)) for layer in model.model.layers]
         self._source = source
-        self._final_norm = _weight(model.model.norm)
+        self._final_norm = norm_weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
         # By pool, whose thread alone runs them, and by capacity.
         self._chains: WeakKeyDictionary[KVPool, dict[int, CpuGraph | None]] = WeakKeyDictionary()
@@ -252,7 +159,7 @@ class FusedLayers:
         self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
 
     def form_of(self, i: int) -> tuple[object, ...]:
-        """What decides how layer ``i`` is computed; equal for layers that differ in their weights alone."""
+        """Describes how layer ``i`` is computed; equal for layers that differ in their weights only."""
         layer = self._layers[i]
         return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))
 
@@ -298,7 +205,7 @@ class FusedLayers:
         work.run(rotate, work.queries)
 
     def _chain(self, hidden: Tensor, batch: ForwardBatch) -> CpuGraph | None:
-        """What runs such a batch in one call; None where some product is no kernel of ours."""
+        """Returns the CPU graph for a batch, capturing it at first use; None where a product cannot be captured."""
         if self._source is not RESIDENT:
             return None
         capacity = next(most for most in cpu_graph.CAPACITIES if batch.real <= most)

@@ -1,4 +1,4 @@
-"""Layer-wise restore: the forward goes on while deeper layers are still being loaded."""
+"""Layerwise load: a step computes the first layers while deeper ones are still being loaded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvsidecar.errors import KVSidecarError
 
-from inference_svc.engine.engine_lost import EngineLost
+from inference_svc.model_runner.engine_lost import EngineLost
 
 # A copy from memory that takes longer than this hangs. Its thread may write to the pages at any time, so that nobody
 # can have them any more.
@@ -16,12 +16,11 @@ MAX_COPY_SECONDS = 60.0
 
 
 class LayerLoadFailed(KVSidecarError):
-    """Loading ended before all layers were there."""
+    """Error of a load that ended before all layers were complete."""
 
 
 class LayerReadyEvent:
-    """Says up to which layer a sequence's loaded keys and values are in the pool. The loader opens it layer by layer;
-    whoever reads a layer passes first. Thread-safe."""
+    """Number of a sequence's layers that are in the pool. The loader sets it; a step waits per layer. Thread-safe."""
 
     def __init__(self, layers: int) -> None:
         self._layers, self._ready = layers, 0
@@ -31,12 +30,12 @@ class LayerReadyEvent:
 
     @property
     def complete(self) -> bool:
-        """All layers are there."""
+        """True once all layers are loaded."""
         return self._ready == self._layers
 
     @property
     def done(self) -> bool:
-        """Loading is over, well or not: nobody writes any more."""
+        """True once loading ended, with or without success: no thread writes to the pages any more."""
         return self._failed or self.complete
 
     @property
@@ -45,11 +44,11 @@ class LayerReadyEvent:
 
     @property
     def restore_ms(self) -> float:
-        """From the gate's making to its last layer; 0 before."""
+        """Milliseconds from creation to the last layer; 0 before."""
         return max(0.0, self._completed - self._made) * 1e3
 
     def open(self, layers: int) -> None:
-        """The first ``layers`` layers are complete."""
+        """Marks the first ``layers`` layers as loaded."""
         with self._changed:
             if layers == self._layers:
                 self._completed = time.perf_counter()
@@ -57,13 +56,13 @@ class LayerReadyEvent:
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """No further layer will come. Without effect when all are there."""
+        """Marks the load as failed. No effect once all layers are loaded."""
         with self._changed:
             self._failed = self._ready < self._layers
             self._changed.notify_all()
 
     def pass_layer(self, layer: int) -> None:
-        """Waits until a layer is there. Raises LayerLoadFailed, EngineLost."""
+        """Waits until a layer is loaded. Raises LayerLoadFailed, EngineLost."""
         if self._ready > layer:
             return
         self._wait(lambda: self._failed or self._ready > layer)
@@ -71,7 +70,7 @@ class LayerReadyEvent:
             raise LayerLoadFailed(f"layer {layer} was not loaded")
 
     def wait_done(self) -> None:
-        """Waits until nobody writes any more. Raises EngineLost."""
+        """Waits until the loader has stopped writing. Raises EngineLost."""
         self._wait(lambda: self.done)
 
     def _wait(self, there: Callable[[], bool]) -> None:

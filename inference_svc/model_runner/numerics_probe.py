@@ -40,7 +40,7 @@ from inference_svc.model_runner.attention import attend_rows
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear.dense_linear import linear_for
 from inference_svc.models.linear.packed_linear import PackedLinear
-from inference_svc.models.linear.plain_linear import PlainLinear
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE, PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.numerics_identity import NumericsIdentity
@@ -52,7 +52,7 @@ _PREFILLED = range(480, 544)
 _POOL_TOKENS = 1344
 # How many positions of a model's context the angles are looked at.
 _ANGLES = 1024
-_ROWS = (forward_batch.ROW_MULTIPLE, len(_PREFILLED))
+_ROWS = (ROW_MULTIPLE, len(_PREFILLED))
 # Elements of a norm: one in 2^16 shows that a sum's last bit is another one.
 _ELEMENTS = 1 << 20
 _RANK, _OUTPUTS = 16, 64
@@ -70,7 +70,7 @@ class NumericsProbe:
 
     @torch.inference_mode()
     def id(self, bits: int) -> str:
-        """The identity of keys and values that are computed here and stored at so many bits per element."""
+        """Computes the identity of keys and values computed here and stored at ``bits`` bits per element."""
         digest = hashlib.sha256(b"kvsidecar/numerics/1\0")
 
         def see(tensor: Tensor) -> None:
@@ -93,7 +93,7 @@ class NumericsProbe:
         return digest.hexdigest()[:_ID_DIGITS]
 
     def _named(self) -> list[object]:
-        """What decides bits and is not seen in those of a few rows."""
+        """Names properties that decide bits and do not show in a few rows."""
         device = self._loaded.device
         if device.type == "cuda":
             name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -186,14 +186,14 @@ class NumericsProbe:
 
     def _see_norm(self, see: See) -> None:
         width = int(self._loaded.config.hidden_size)
-        count = -(-_ELEMENTS // width // forward_batch.ROW_MULTIPLE) * forward_batch.ROW_MULTIPLE
+        count = -(-_ELEMENTS // width // ROW_MULTIPLE) * ROW_MULTIPLE
         see(self._decoder.normalize(self._values((count, width), 8)))
 
     def _values(self, shape: Sequence[int], seed: int) -> Tensor:
         return _values(shape, seed, self._loaded.dtype).to(self._loaded.device)
 
     def _see_storage(self, bits: int, see: See) -> None:
-        """What a chunk of the fixed keys and values becomes when it is quantized."""
+        """Hashes the chunk that fixed keys and values become when quantized."""
         loaded, count = self._loaded, len(_PREFILLED)
         keys, values = (
             self._values((loaded.layers, loaded.kv_heads, count, loaded.head_dim), number) for number in (5, 6)
@@ -220,8 +220,10 @@ def with_numerics_identity(
     threads: int = 0,
     native: DeviceAttention | None = None,
 ) -> LoadedModel:
-    """The model with the identity of its numerics, for chunks of so many bits per element; ``threads`` is all cores
-    when 0. ``shared`` is ``--share-across-machines``."""
+    """Probes a model and returns it with the identity of its numerics.
+
+    ``bits`` per element of stored chunks; ``threads`` is all cores when 0. ``shared`` is ``--share-across-machines``.
+    """
     probe = NumericsProbe(loaded, decoder, threads or len(os.sched_getaffinity(0)), native)
     return replace(loaded, numerics=NumericsIdentity(probe.id(bits), shared))
 

@@ -1,11 +1,29 @@
-"""Sliding windows of a model's attention layers."""
+"""Attention of a model's layers: the name of the implementation, and sliding windows."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from transformers import AttentionInterface
+
+# Name of the worker's attention in ``transformers.AttentionInterface``; ``model_runner.attention`` implements it.
+ATTENTION_NAME = "kvsidecar_rows"
+
 # These read the window from the configuration, all others from the module.
 _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention", "Phi3Attention")
+
+
+def reserve_attention_name() -> None:
+    """Registers ATTENTION_NAME, so that models can be built with it. Idempotent.
+
+    ``model_runner.attention.register`` puts the implementation in its place when a decoder is made.
+    """
+    if ATTENTION_NAME not in AttentionInterface():
+        AttentionInterface.register(ATTENTION_NAME, _attend_without_decoder)
+
+
+def _attend_without_decoder(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("this model runs by inference_svc.model_runner.decoder.Decoder only")
 
 
 def window_of(attention: Any) -> int | None:

@@ -15,10 +15,9 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from inference_svc.model_runner.forward_batch import ROW_MULTIPLE
 from inference_svc.models.linear.dense_linear import DenseLinear, pack_linears
 from inference_svc.models.linear.packed_linear import PackedLinear
-from inference_svc.models.linear.plain_linear import PlainLinear
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE, PlainLinear
 from inference_svc.models.mkl_determinism import SETTING, make_mkl_deterministic, wanted_setting
 
 # Inputs and outputs of layers in models of 0.1 to 8 billion parameters, and an irregular one.

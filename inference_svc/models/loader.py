@@ -30,10 +30,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner.attention import ATTENTION_NAME, register
 from inference_svc.models import awq_checkpoint as quantized
 from inference_svc.models.architectures import check_architecture
-from inference_svc.models.attention_windows import windows_of
+from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name, windows_of
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_converter import SAMPLING, convert_gguf, open_source
@@ -240,7 +239,7 @@ def load(
     file instead of keeping them in memory. Raises ModelUnsupported, ConfigurationError.
     """
     make_mkl_deterministic()
-    register()
+    reserve_attention_name()
     register_experts()
     place = pick_device(device)
     stream = _streaming_on(place, stream)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 
-from inference_svc.model_runner.forward_batch import ROW_MULTIPLE
+from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
 EXPERTS = "kvsidecar_experts"
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.engine.sequence import FinishReason, Sequence
 from inference_svc.sampling.sampling_params import PromptLogprob, SampledToken
+from inference_svc.sequence.sequence import FinishReason, Sequence
 
 Decode = Callable[[list[int]], str]
 
@@ -28,7 +28,7 @@ def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]
 
     Takes as long as decoding each distinct token alone.
     """
-    if sequence.prompt_logprobs is None:
+    if sequence.request.num_prompt_logprobs is None:
         return []
     texts: dict[int, str] = {}
 
@@ -38,7 +38,7 @@ def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]
             texts[token] = decode(tokens)
         return texts[token]
 
-    scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_scores)
+    scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs)
     return [token_logprob(one, text) for one in scored]
 
 
@@ -53,7 +53,7 @@ def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.Generat
     """Write the request's stop string or stop token that ended the sequence into an answer."""
     if finish is not FinishReason.STOP:
         return
-    if sequence.text.stopped:
-        answer.stop_string = sequence.text.stopped_by
-    elif sequence.tokens[-1] in sequence.own_stops:
+    if sequence.detokenizer.stopped:
+        answer.stop_string = sequence.detokenizer.stopped_by
+    elif sequence.tokens[-1] in sequence.request.own_stop_token_ids:
         answer.stop_token_id = sequence.tokens[-1]

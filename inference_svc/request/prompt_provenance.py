@@ -7,9 +7,9 @@ from collections.abc import Callable
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.context_reuse.token_provenance import Provenance
-from inference_svc.engine.detokenizer import split_text
-from inference_svc.engine.sequence import Sequence
 from inference_svc.models.loader import LoadedModel
+from inference_svc.sequence.detokenizer import split_text
+from inference_svc.sequence.sequence import Sequence
 
 _READING = {
     Provenance.EXACT: pb.READING_EXACT,
@@ -24,11 +24,11 @@ def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list
 
     Takes as long as decoding the prompt twice.
     """
-    tokens = sequence.tokens[: sequence.prompt_tokens]
-    texts = split_text(decode, tokens, [part.end for part in sequence.parts])
+    tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
+    texts = split_text(decode, tokens, [part.end for part in sequence.usage.provenance])
     return [
         pb.PromptPart(reading=_READING[part.provenance], tokens=part.end - part.start, text=text)
-        for part, text in zip(sequence.parts, texts, strict=True)
+        for part, text in zip(sequence.usage.provenance, texts, strict=True)
     ]
 
 

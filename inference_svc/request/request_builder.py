@@ -12,14 +12,15 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
-from inference_svc.engine.sequence import Sequence, SequenceOutput
+from inference_svc.kv_pool.block_table import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.scheduling.pool_capacity import PoolCapacity
-from inference_svc.spec_decode.speculation_mode import MAX_BRANCHES, SpeculationMode
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
+from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
@@ -260,27 +261,24 @@ class RequestBuilder:
             request.min_tokens,
         )
         cache = request_options.cache_use(request.cache, marks)
-        return lambda steering: Sequence(
+        parameters = GenerationRequest(
             id=request.request_id or token_hex(12),
-            tokens=tokens,
-            prompt_tokens=len(tokens),
+            num_prompt_tokens=len(tokens),
             max_tokens=wanted,
-            params=params,
-            stop_tokens=stops,
-            text=text,
-            sink=sink,
+            sampling_params=params,
+            stop_token_ids=stops,
+            own_stop_token_ids=own_stops if request.ignore_eos else own_stops - ends,
+            include_stop=request.include_stop,
             cache=cache if scored is None else replace(cache, read=False),
-            logprobs=request_options.logprobs("logprobs", request),
-            steering=steering,
+            num_logprobs=request_options.logprobs("logprobs", request),
+            num_prompt_logprobs=scored,
             speculation=self.speculation(request.speculation),
-            branches=_branches(request.speculation_branches),
+            max_branches=_branches(request.speculation_branches),
             adapter=adapter,
-            arrived=arrived,
-            explain=request.explain,
-            own_stops=own_stops if request.ignore_eos else own_stops - ends,
-            keeps_stop=request.include_stop,
-            prompt_logprobs=scored,
+            report_provenance=request.explain,
+            arrived_at=arrived,
         )
+        return lambda grammar: Sequence(parameters, tokens, text, sink, grammar)
 
     def adapter(self, name: str) -> LoraAdapter | None:
         """Return the adapter of this name; None for the model itself. Raises UnknownModel."""
@@ -295,7 +293,7 @@ class RequestBuilder:
         """The prompt's text after truncation."""
         if request.prompt.WhichOneof("kind") == "text" and self._max_prompt_tokens(request) is None:
             return request.prompt.text
-        return self.text(sequence.tokens[: sequence.prompt_tokens])
+        return self.text(sequence.tokens[: sequence.request.num_prompt_tokens])
 
     def _max_prompt_tokens(self, request: pb.GenerateRequest) -> int | None:
         """Tokens to which a prompt is truncated; None for no truncation. Raises InvalidRequest."""

@@ -9,7 +9,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.engine.sequence import CacheParams
+from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
 # Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.

@@ -1,1 +1,4 @@
-"""Sampling: parameters, logits processing, log probabilities."""
+"""Sampling: parameters and state of a request, logits processing, log probabilities.
+
+May import ``structured_output`` only.
+"""

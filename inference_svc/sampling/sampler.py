@@ -27,9 +27,9 @@ SampleResult = SampledToken | GenerationFailed
 
 @torch.inference_mode()
 def sample(logits: Tensor, samplers: Sequence[SamplingState]) -> list[SampleResult]:
-    """A token for each row of ``logits [rows, vocabulary]``, on any device; ``logits`` is not changed.
+    """Samples a token for each row of ``logits [rows, vocabulary]``, on any device; ``logits`` is not changed.
 
-    Rows that hold NaN or infinity, or nothing that may be drawn, get a GenerationFailed instead.
+    Rows with NaN or infinity, or without any allowed token, get a GenerationFailed instead.
     """
     if not samplers:
         return []
@@ -58,7 +58,7 @@ def _likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
 
 
 def likeliest_beside(logits: Tensor, tokens: Sequence[int]) -> list[int]:
-    """Of each row of ``logits [rows, vocabulary]`` the likeliest token but for one."""
+    """Returns the likeliest token of each row of ``logits [rows, vocabulary]`` except the given one."""
     others = logits.to(torch.float32, copy=True)
     others[range(len(tokens)), tokens] = _LEAST
     return _likeliest(others)[0]
@@ -89,7 +89,7 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
     _apply_penalties(scores, samplers)
-    if not all(s.as_they_are for s in samplers):
+    if not all(s.is_unmodified for s in samplers):
         best = scores.amax(-1)
     able = torch.isfinite(best).tolist()
     cold = [i for i, s in enumerate(samplers) if s.params.greedy]
@@ -114,7 +114,7 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
 
 
 def _with_logprobs(token: int, line: Tensor, most: int) -> SampledToken:
-    """``line [vocabulary]`` has the log probabilities at temperature 1 of what may be drawn."""
+    """Adds log probabilities; ``line [vocabulary]`` has those of the allowed tokens at temperature 1."""
     if not most:
         return SampledToken(token, float(line[token]))
     top = torch.topk(line, min(most, len(line)))
@@ -123,14 +123,16 @@ def _with_logprobs(token: int, line: Tensor, most: int) -> SampledToken:
 
 
 def _apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) -> dict[int, GenerationFailed]:
-    """Leaves nothing but what may be drawn in ``scores [rows, padded vocabulary]``. Rows whose grammar failed keep
-    nothing; returns why."""
+    """Masks tokens that are not allowed in ``scores [rows, padded vocabulary]``.
+
+    Returns the failures of rows whose grammar failed, which are masked entirely.
+    """
     device, lost = scores.device, {}
     steered, masks = [], []
     for i, s in enumerate(samplers):
-        if s.steering is not None:
+        if s.grammar is not None:
             try:
-                masks.append(s.steering.mask())
+                masks.append(s.grammar.mask())
                 steered.append(i)
             except GenerationFailed as error:
                 scores[i].fill_(_LEAST)
@@ -184,7 +186,7 @@ def _apply_penalties(scores: Tensor, samplers: list[SamplingState]) -> None:
 
 
 def _sample_top_p(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> list[int]:
-    """Draws from ``scores [rows, padded vocabulary]``, whose largest are ``best [rows]``. Changes ``scores``."""
+    """Samples from ``scores [rows, padded vocabulary]``, with maxima ``best [rows]``. Changes ``scores``."""
     weights = _weights(scores, best, samplers)
     blocks = weights.view(len(samplers), -1, _BLOCK)
     nucleus = torch.tensor([s.params.top_p for s in samplers], dtype=torch.float64)
@@ -217,7 +219,7 @@ def _sample_top_p(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -
 
 
 def _mass_above(blocks: Tensor, rows: list[int], limits: Tensor) -> Tensor:
-    """Of some rows of ``blocks [.., blocks, block]`` the sums of what is larger than their limits, on the host."""
+    """Sums the weights above a limit in some rows of ``blocks [.., blocks, block]``; result on the host."""
     if blocks.device.type == "cpu":  # a row at a time stays in the CPU's cache
         each = zip(rows, limits.tolist(), strict=True)
         return torch.stack([F.threshold(blocks[i], limit, 0.0).sum(-1).double().sum() for i, limit in each])

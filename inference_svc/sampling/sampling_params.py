@@ -1,4 +1,4 @@
-"""How one request draws its tokens: parameters, state, seeds. What is done with logits is in ``drawing``."""
+"""Sampling parameters, and the sampling state of one request. ``sampler`` processes the logits."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ _TRIES = 64
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request draws its tokens. Raises InvalidRequest, naming the field, when a value is out of range.
+    """Sampling parameters of one request. Raises InvalidRequest, naming the field, for a value out of range.
 
-    In this order: tokens that are not allowed, here or by a grammar, are left out, biases are added, penalties
-    subtracted, the rest is divided by the temperature, and min_p, top_k and top_p cut the tail, each of what the one
-    before has left.
+    Order: tokens that are not allowed, here or by a grammar, are masked; biases are added, penalties subtracted; the
+    rest is divided by the temperature; min_p, top_k and top_p cut the tail, each of what the one before left.
     """
 
     temperature: float = 1.0
@@ -77,7 +76,7 @@ class SamplingParams:
 
     @property
     def counts(self) -> bool:
-        """Whether it matters which tokens there were."""
+        """True if penalties need token counts."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def check(self, vocabulary: int) -> None:
@@ -95,7 +94,7 @@ def _within(name: str, value: float, holds: bool, allowed: str) -> None:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """A token, with its log probability and the likeliest alternatives where asked for."""
+    """Token with its log probability and the likeliest alternatives, if requested."""
 
     token: int
     logprob: float | None = None
@@ -104,13 +103,13 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class PromptLogprob(SampledToken):
-    """A token of a prompt, with one more than there are likelier ones in its place."""
+    """Token of a prompt with its log probability, alternatives and rank (1 for the likeliest)."""
 
     rank: int = 0
 
 
 class TokenCounts:
-    """Which tokens there were in a prompt and, how often, in the answer to it."""
+    """Tokens of a prompt and its answer, with their number in the answer."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         known = np.unique(np.fromiter(prompt, np.int64))
@@ -124,7 +123,7 @@ class TokenCounts:
 
     @property
     def generated(self) -> NDArray[np.float32]:
-        """Of each, how often it was generated."""
+        """Number of times that each token was generated."""
         return self._generated[: len(self._at)]
 
     def copy(self) -> TokenCounts:
@@ -143,11 +142,11 @@ class TokenCounts:
 
 
 class SamplingState:
-    """The state of one request's drawing: how many tokens it has drawn, and which.
+    """Sampling state of one request: number and counts of its sampled tokens.
 
-    It goes on by ``accept`` alone, so that what is drawn and then dropped leaves no trace. Repeatable with a seed,
-    whatever else is in the batch and wherever the sequence was preempted: the random numbers of a place in the answer
-    are a function of the seed and that place.
+    Only ``accept`` advances it, so that a sampled and dropped token leaves no trace. Repeatable with a seed, whatever
+    else is in the batch and after preemptions: the random numbers of a position in the answer are a function of the
+    seed and the position.
     """
 
     def __init__(
@@ -155,55 +154,57 @@ class SamplingState:
         params: SamplingParams,
         logprobs: int | None = None,
         prompt: Iterable[int] = (),
-        steering: GrammarState | None = None,
+        grammar: GrammarState | None = None,
         stops: Iterable[int] = (),
     ) -> None:
         """``stops`` are the tokens that end the answer."""
-        self.params, self.logprobs, self.steering = params, logprobs, steering
+        self.params, self.logprobs, self.grammar = params, logprobs, grammar
         self.drawn = 0
         self._stops = sorted(stops) if params.min_tokens else []
         self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
         self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
 
     @property
-    def as_they_are(self) -> bool:
-        """Nothing is masked, added to or taken from the logits."""
-        kept = self.counts is None and self.steering is None and not self.too_early
+    def is_unmodified(self) -> bool:
+        """True if no mask, bias or penalty changes the logits."""
+        kept = self.counts is None and self.grammar is None and not self.too_early
         return kept and not self.params.logit_bias and self.params.allowed_tokens is None
 
     @property
     def plain_greedy(self) -> bool:
-        """The likeliest token of the logits as they are is all that is wanted."""
-        return self.logprobs is None and self.params.greedy and self.as_they_are
+        """True if only the argmax of the unmodified logits is needed."""
+        return self.logprobs is None and self.params.greedy and self.is_unmodified
 
     @property
     def too_early(self) -> list[int]:
-        """Tokens that would end an answer which is shorter than it may be."""
+        """Stop tokens that ``min_tokens`` still forbids."""
         return self._stops if self.drawn < self.params.min_tokens else []
 
     def uniform(self, attempt: int) -> float:
-        """A number in [0, 1) for the token drawn next; another one for each attempt. SplitMix64 (Steele, Lea, Flood,
-        "Fast splittable pseudorandom number generators", 2014) by its counter."""
+        """Returns a number in [0, 1) for the next token; another one for each attempt.
+
+        SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) by its counter.
+        """
         place = self.drawn * _TRIES + attempt % _TRIES + 1
         return (mix(self._start + place * _GOLDEN) >> 11) * 2.0**-53
 
     @property
     def complete(self) -> bool:
-        """The answer is what its grammar wants, and nothing may follow."""
-        return self.steering is not None and self.steering.complete
+        """True if the grammar is complete and no token may follow."""
+        return self.grammar is not None and self.grammar.complete
 
     def ahead(self) -> SamplingState:
-        """Another one that goes on from here, without the grammar: what it draws is a guess."""
+        """Returns a copy that continues from here without the grammar, for draft tokens."""
         other = copy(self)
-        other.logprobs, other.steering = None, None
+        other.logprobs, other.grammar = None, None
         other.counts = None if self.counts is None else self.counts.copy()
         return other
 
     def accept(self, token: int) -> None:
-        """The token is part of the answer. Raises GenerationFailed when its grammar cannot go on."""
+        """Appends a token to the answer. Raises GenerationFailed when its grammar cannot continue."""
         self.drawn += 1
-        if self.steering is not None:
-            self.steering.accept(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
         if self.counts is not None:
             self.counts.add(token)
 
@@ -217,5 +218,5 @@ def mix(word: int) -> int:
 
 
 def min_p_margin(min_p: float) -> float:
-    """How far below the largest logit a token may lie: its probability is then ``min_p`` of the likeliest one's."""
+    """Returns the distance below the largest logit at which a token has ``min_p`` of its probability."""
     return -math.log(min_p) if min_p > 0 else math.inf

@@ -1,130 +1,186 @@
-"""The next forward: whose tokens are computed, in pages that are made room in for them.
+"""Batch planner: builds the next batch, growing block tables and evicting cached prefixes if needed.
 
-Who gets rows and pages is decided by ``scheduler``, which knows numbers; here these become spans. Only the engine's
-thread uses this.
+``scheduler`` decides on numbers which sequences get rows and pages; the planner turns the decision into slices. It
+returns preemptions and failures instead of carrying them out: the engine core does that between ``decide`` and
+``build``, and after ``build``. Only the engine's thread uses this.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from kvsidecar.errors import OverflowFailed
 
-from inference_svc.engine.sequence import Sequence
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import PrefixCache
-from inference_svc.kv_pool.window_release import WindowReleaser
 from inference_svc.model_runner.forward_batch import SequenceSlice
-from inference_svc.sampling.prompt_logprobs import row_budget, rows_to_score
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.pool_capacity import LOOKAHEAD_TOKENS
 from inference_svc.scheduling.preemption import PreemptionSaver
 from inference_svc.scheduling.prefill_budget import PrefillBudget
-from inference_svc.scheduling.scheduler_entry import work_of
+from inference_svc.scheduling.window_release import WindowReleaser
+from inference_svc.sequence.prompt_logprobs import row_budget, rows_to_score
+from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.branch_tables import BranchTables
 from inference_svc.spec_decode.proposer import Draft
 from inference_svc.spec_decode.speculator import Speculator
 
 
-class BatchPlanner:
-    """Makes the spans of each forward, ``batch_tokens`` tokens at most beside guesses, and of prompts no more than
-    ``pace`` allows while others decode."""
+@dataclass(frozen=True)
+class PlannerServices:
+    """Shared parts of the engine that the planner uses, and the limits of a batch."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        residents: PrefixCache,
-        passing: WindowReleaser,
-        leaving: PreemptionSaver,
-        speculator: Speculator,
-        batch_tokens: int,
-        longest: int,
-        pace: PrefillBudget,
-        count_free: Callable[[], int],
-        preempt: Callable[[Sequence], None],
-        fail: Callable[[Sequence, Exception], None],
-    ) -> None:
-        """``count_free`` counts the pages that are free, or only kept for reuse; ``preempt`` takes a sequence out of
-        the batch, its pages with it, ``fail`` for good."""
-        self._pool, self._residents, self._passing, self._leaving = pool, residents, passing, leaving
-        self._speculator, self._batch_tokens, self._longest = speculator, batch_tokens, longest
-        self._pace, self._count_free, self._preempt, self._fail = pace, count_free, preempt, fail
-        # What branches of the last plan hold, until it is computed.
-        self.forks = BranchTables(pool, self._grow)
+    pool: KVPool
+    prefix_cache: PrefixCache
+    window_releaser: WindowReleaser
+    preemption_saver: PreemptionSaver
+    prefill_budget: PrefillBudget
+    speculator: Speculator
+    max_batch_tokens: int  # without draft tokens
+    max_sequence_tokens: int
 
-    def plan(self, able: list[Sequence]) -> list[tuple[Sequence, SequenceSlice]]:
-        """The spans of the next forward over sequences with pages, and room for their keys and values. May preempt
-        some of them."""
-        due = min(sum(s.missing for s in able), self._batch_tokens)
-        guessed = self._speculator.prepare([s for s in able if s.missing == 1 and not s.gated], due, self._longest)
-        scoring = row_budget(able)
-        able = [s for s in able if scoring.get(s, 1)]
-        step = self._decide(able, guessed, scoring)
-        if self._pool.window and (step.preempted or not (step.rows or self._coming)):
-            self._passing.make_room(able)  # what waits to be stored is worth less than what others have computed
-            step = self._decide(able, guessed, scoring)
-        for i in step.preempted:
-            self._preempt(able[i])
-        spans, verified, trees = list[tuple[Sequence, SequenceSlice]](), dict(step.guesses), dict[int, Draft]()
-        for sequence in able:
-            sequence.passed_over += 1
-        for i, count in step.rows:
-            sequence = able[i]
-            assert sequence.table is not None
-            end, scored = sequence.computed + count, rows_to_score(sequence, count)
-            if not self._grow(sequence.table, end):  # others are still being stored, or fewer pages than were counted
-                if not (self._leaving.sequences or self._passing.busy):
-                    self._preempt(sequence)
-                continue
-            try:
-                self._residents.back(sequence.table, sequence.computed, end + LOOKAHEAD_TOKENS)
-            except OverflowFailed as error:
-                self._fail(sequence, error)
-                continue
-            sequence.passed_over = 0
-            at, piece, last = sequence.computed, sequence.tokens[sequence.computed : end], end == len(sequence.tokens)
-            span = SequenceSlice(
-                piece, at, sequence.table, last, gate=sequence.gate, adapter=sequence.adapter, scored=scored
-            )
-            guesses = guessed.get(sequence, Draft())
-            guesses = guesses.chosen(range(verified.get(i, 0)))
-            if guesses and self._grow(sequence.table, end + guesses.depth):
-                first, *others = guesses.paths()
-                span = replace(span, tokens=piece + [guesses.tokens[at] for at in first], drafted=len(first))
-                if others:
-                    trees[len(spans)] = guesses
-            spans.append((sequence, span))
-        self._fork(spans, trees)
-        spans.sort(key=lambda one: one[0].realm.adapter)  # an adapter's rows are one piece then
-        return spans
 
-    def _fork(self, spans: list[tuple[Sequence, SequenceSlice]], trees: dict[int, Draft]) -> None:
-        """Adds the branches of what is guessed behind some spans, in pages that are left when everybody has theirs."""
-        began, branches = time.perf_counter(), 0
-        for i, guesses in trees.items():
-            sequence, span = spans[i]
-            found = self.forks.branches(sequence, guesses)
-            spans[i], branches = (sequence, replace(span, branches=found)), branches + len(found)
-        self._speculator.forked(branches, time.perf_counter() - began)
+@dataclass(frozen=True)
+class Decision:
+    """Rows of the next step: ``preempted`` sequences must leave the batch before ``BatchPlanner.build``."""
+
+    sequences: list[Sequence]
+    step: scheduler.StepPlan
+    drafts: dict[Sequence, Draft]
 
     @property
-    def _coming(self) -> int:
-        """Pages that are free as soon as what they hold is stored."""
-        return self._leaving.pages + self._passing.pages
+    def preempted(self) -> list[Sequence]:
+        """Sequences whose pages the others need."""
+        return [self.sequences[i] for i in self.step.preempted]
 
-    def _decide(
-        self, able: list[Sequence], guessed: dict[Sequence, Draft], scoring: dict[Sequence, int]
+
+@dataclass
+class PlannedBatch:
+    """Slices of the next step, and sequences that could not get the pages that were counted for them."""
+
+    slices: list[tuple[Sequence, SequenceSlice]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Sequence, OverflowFailed]] = field(default_factory=list)
+
+
+class BatchPlanner:
+    """Builds the slices of each step, and owns the branch tables of its draft trees until they are freed."""
+
+    def __init__(self, services: PlannerServices, count_free_pages: Callable[[], int]) -> None:
+        """``count_free_pages`` counts pages that are free or held by the prefix cache only."""
+        self._services, self._pool, self._count_free_pages = services, services.pool, count_free_pages
+        self.branch_tables = BranchTables(services.pool, self._grow)
+
+    def decide(self, sequences: list[Sequence]) -> Decision:
+        """Chooses rows, draft tokens and preemptions for a step over sequences with pages."""
+        services = self._services
+        rows = min(sum(s.num_uncomputed for s in sequences), services.max_batch_tokens)
+        decoding = [s for s in sequences if s.num_uncomputed == 1 and not s.kv.is_loading]
+        drafts = services.speculator.prepare(decoding, rows, services.max_sequence_tokens)
+        max_rows = row_budget(sequences)
+        sequences = [s for s in sequences if max_rows.get(s, 1)]
+        step = self._schedule(sequences, drafts, max_rows)
+        if self._pool.window and (step.preempted or not (step.rows or self._pending_pages)):
+            # Pages that wait to be stored are worth less than the computed pages of a sequence.
+            services.window_releaser.release_unsaved(sequences)
+            step = self._schedule(sequences, drafts, max_rows)
+        return Decision(sequences, step, drafts)
+
+    def build(self, decision: Decision) -> PlannedBatch:
+        """Grows the block tables for a decision and returns its slices."""
+        services, batch = self._services, PlannedBatch()
+        verified, trees = dict(decision.step.draft_rows), dict[int, Draft]()
+        for sequence in decision.sequences:
+            sequence.queue.steps_skipped += 1
+        for i, count in decision.step.rows:
+            sequence = decision.sequences[i]
+            kv = sequence.kv
+            assert kv.table is not None
+            end, to_score = kv.num_computed + count, rows_to_score(sequence, count)
+            if not self._grow(kv.table, end):
+                # Fewer pages than were counted. While pages are about to be freed, the sequence skips a step.
+                if not (services.preemption_saver.sequences or services.window_releaser.busy or batch.preempted):
+                    batch.preempted.append(sequence)
+                continue
+            try:
+                services.prefix_cache.reserve_disk(kv.table, kv.num_computed, end + LOOKAHEAD_TOKENS)
+            except OverflowFailed as error:
+                batch.failed.append((sequence, error))
+                continue
+            sequence.queue.steps_skipped = 0
+            tokens = sequence.tokens[kv.num_computed : end]
+            piece = SequenceSlice(
+                tokens,
+                kv.num_computed,
+                kv.table,
+                end == len(sequence.tokens),
+                gate=kv.layers,
+                adapter=sequence.request.adapter,
+                num_scored=to_score,
+            )
+            draft = decision.drafts.get(sequence, Draft()).select(range(verified.get(i, 0)))
+            if draft and self._grow(kv.table, end + draft.depth):
+                first, *others = draft.paths()
+                piece = replace(piece, tokens=tokens + [draft.tokens[at] for at in first], num_drafted=len(first))
+                if others:
+                    trees[len(batch.slices)] = draft
+            batch.slices.append((sequence, piece))
+        self._add_branches(batch.slices, trees)
+        batch.slices.sort(key=lambda one: one[0].cache_scope.adapter)  # rows of one adapter are contiguous
+        return batch
+
+    def _add_branches(self, slices: list[tuple[Sequence, SequenceSlice]], trees: dict[int, Draft]) -> None:
+        """Adds branches of draft trees in pages that are left once every slice has its own."""
+        began, count = time.perf_counter(), 0
+        for i, draft in trees.items():
+            sequence, piece = slices[i]
+            branches = self.branch_tables.fork(sequence, draft)
+            slices[i], count = (sequence, replace(piece, branches=branches)), count + len(branches)
+        self._services.speculator.record_branching(count, time.perf_counter() - began)
+
+    @property
+    def _pending_pages(self) -> int:
+        """Pages that will be free once what they hold is stored."""
+        return self._services.preemption_saver.pending_pages + self._services.window_releaser.pending_pages
+
+    def _schedule(
+        self, sequences: list[Sequence], drafts: dict[Sequence, Draft], max_rows: dict[Sequence, int]
     ) -> scheduler.StepPlan:
-        works = [work_of(s, self._pool, len(guessed.get(s, ())), scoring.get(s)) for s in able]
-        free, most = self._count_free(), self._pace.max_rows
-        return scheduler.plan_step(works, self._batch_tokens, free, BLOCK_TOKENS, self._coming, most)
+        entries = [make_entry(s, self._pool, len(drafts.get(s, ())), max_rows.get(s)) for s in sequences]
+        return scheduler.plan_step(
+            entries,
+            self._services.max_batch_tokens,
+            self._count_free_pages(),
+            PAGE_TOKENS,
+            self._pending_pages,
+            self._services.prefill_budget.max_rows,
+        )
 
     def _grow(self, table: BlockTable, tokens: int) -> bool:
-        """Makes room for so many tokens in all, if need be where residents were. False when there is none."""
+        """Grows a table to ``tokens`` tokens, evicting cached prefixes if needed. False when no page is left."""
         while not self._pool.grow(table, tokens):
-            if table.apart or not self._residents.evict():  # who is apart has had all that it needs from the start
+            # A table in the overflow got all the pages that it will ever need at admission.
+            if table.in_overflow or not self._services.prefix_cache.evict():
                 return False
         return True
+
+
+def make_entry(
+    sequence: Sequence, pool: KVPool, num_draft_tokens: int, max_tokens: int | None = None
+) -> scheduler.SchedulerEntry:
+    """Describes a sequence with pages to the scheduler, which knows numbers only."""
+    kv, missing = sequence.kv, sequence.num_uncomputed
+    assert kv.table is not None
+    return scheduler.SchedulerEntry(
+        arrived_at=sequence.request.arrived_at,
+        num_uncomputed=missing if max_tokens is None else min(missing, max_tokens),
+        free_slots=kv.table.tokens - kv.num_computed,
+        exclusive_pages=pool.count_exclusive_pages(kv.table),
+        steps_skipped=sequence.queue.steps_skipped,
+        is_loading=kv.is_loading,
+        num_draft_tokens=num_draft_tokens,
+        in_overflow=kv.table.in_overflow,
+    )

@@ -1,4 +1,4 @@
-"""What a request needs of the pool, next and at its peak, and so how long one may be."""
+"""Pool capacity: the pages that a request needs, and the longest request that fits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvsidecar.errors import PromptExceedsPool, PromptTooLong
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 
 # In the overflow, so many tokens behind those of a pass have room on disk before it: guesses are written there, by who
@@ -15,20 +15,24 @@ LOOKAHEAD_TOKENS = 128
 
 
 def peak_tokens(pool: KVPool, piece: int, tokens: int) -> int:
-    """For how many tokens a request holds pages at most that has so many with its answer, computed in pieces of so
-    many."""
-    return min(tokens, pool.window + piece + WINDOW_STEP + BLOCK_TOKENS) if pool.moves else tokens
+    """Returns the largest number of tokens for which a request holds pages at one time.
+
+    ``tokens`` of prompt and answer are computed in pieces of ``piece``.
+    """
+    return min(tokens, pool.window + piece + WINDOW_STEP + PAGE_TOKENS) if pool.reclaims_window else tokens
 
 
 def exceeds_pool(pool: KVPool, piece: int, tokens: int) -> bool:
-    """Whether a request of so many tokens with its answer needs more than all of the pool."""
-    return peak_tokens(pool, piece, tokens) > pool.pages * BLOCK_TOKENS
+    """True if a request of ``tokens`` tokens with its answer needs more than the whole pool."""
+    return peak_tokens(pool, piece, tokens) > pool.pages * PAGE_TOKENS
 
 
 @dataclass(frozen=True)
 class PoolCapacity:
-    """How many tokens a prompt and its answer may have together: ``context`` by the model, ``longest`` where the pool's
-    ``pages`` hold fewer, and its overflow's, too."""
+    """Limits of prompt and answer together, in tokens.
+
+    ``context`` is the model's limit; ``longest`` is lower where the pool's ``pages``, and its overflow's, hold fewer.
+    """
 
     context: int
     longest: int
@@ -37,14 +41,16 @@ class PoolCapacity:
 
     @classmethod
     def of(cls, pool: KVPool, piece: int, context: int) -> PoolCapacity:
-        """``piece`` tokens of a prompt are computed at once."""
-        most = max(pool.pages, pool.overflow_pages) * BLOCK_TOKENS
+        """Computes the limits of a pool; ``piece`` tokens of a prompt are computed at once."""
+        most = max(pool.pages, pool.overflow_pages) * PAGE_TOKENS
         longest = min(context, most) if exceeds_pool(pool, piece, context) else context
         return cls(context, longest, pool.pages, pool.overflow_pages)
 
     def check(self, tokens: int, counted: str = "it has") -> None:
-        """Refuses a prompt that leaves no room for an answer. Raises PromptTooLong, and where it is the pool that is
-        too small for it, PromptExceedsPool."""
+        """Refuses a prompt that leaves no token for an answer.
+
+        Raises PromptTooLong, or PromptExceedsPool where the pool is the limit.
+        """
         if tokens < self.longest:
             return
         if tokens >= self.context:
@@ -55,7 +61,7 @@ class PoolCapacity:
         beyond = f" and its overflow {self.overflow_pages}" if self.overflow_pages else ""
         raise PromptExceedsPool(
             f"the prompt is too long: {counted} {tokens} tokens, which with one of answer need "
-            f"{-(-(tokens + 1) // BLOCK_TOKENS)} pages of {BLOCK_TOKENS} tokens; this worker's pool has "
+            f"{-(-(tokens + 1) // PAGE_TOKENS)} pages of {PAGE_TOKENS} tokens; this worker's pool has "
             f"{self.pages}{beyond}, so at most {self.longest} tokens are allowed (of the {self.context} that the model "
             "allows): shorten it, or start the worker with a larger --pool-bytes or --overflow-bytes"
         )

@@ -1,56 +1,59 @@
-"""Preempted sequences: what they computed is stored before their pages go, so that it need not be computed again."""
+"""Preemption: stores what a preempted sequence computed before its pages are freed."""
 
 from __future__ import annotations
 
 import structlog
 
-from inference_svc.engine.kv_connector import KVConnector, SaveCallback
-from inference_svc.engine.sequence import Sequence, SequenceState, StoredPrefix
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.kv_connector import KVConnector, SaveCallback
+from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("engine")
 
-# Fewer tokens are computed again in about the time that storing and loading them takes.
+# Storing and loading fewer tokens takes about as long as computing them again.
 _MIN_SAVED_TOKENS = 128
 
 
 class PreemptionSaver:
-    """Sequences whose pages go as soon as they are stored. Only the engine's thread uses it. ``saved`` hears, on
-    another one, that they are, or that they could not be."""
+    """Preempted sequences whose pages are being stored. Only the engine's thread uses it.
 
-    def __init__(self, pool: KVPool, cache: KVConnector, saved: SaveCallback) -> None:
-        self._pool, self._cache, self._saved = pool, cache, saved
-        self._going: set[Sequence] = set()
+    ``on_saved`` is called on another thread with the stored prefix, None when saving failed.
+    """
+
+    def __init__(self, pool: KVPool, connector: KVConnector, on_saved: SaveCallback) -> None:
+        self._pool, self._connector, self._on_saved = pool, connector, on_saved
+        self._pending: set[Sequence] = set()
 
     @property
     def sequences(self) -> list[Sequence]:
-        return list(self._going)
+        """Sequences that still own pages here."""
+        return list(self._pending)
 
     @property
-    def pages(self) -> int:
-        """How many will be free then."""
-        return sum(self._pool.own_pages(s.table) for s in self._going if s.table is not None)
+    def pending_pages(self) -> int:
+        """Pages that will be free once everything pending is stored."""
+        return sum(self._pool.count_exclusive_pages(s.kv.table) for s in self._pending if s.kv.table is not None)
 
-    def begin(self, sequence: Sequence) -> bool:
-        """Begins to store a sequence that is in no list of the engine's any more. False when there is too little, or
-        nobody to store it."""
-        use, table, before = sequence.cache, sequence.table, sequence.stored.tokens
-        loaded = sequence.gate is None or sequence.gate.complete
-        if not (use.read and use.write and loaded) or table is None or before < table.since:
+    def save(self, sequence: Sequence) -> bool:
+        """Starts storing a sequence that left the batch. False when it is too short or cannot be stored."""
+        cache, kv = sequence.request.cache, sequence.kv
+        saved = kv.stored.tokens
+        if not (sequence.reads_cache and cache.write and kv.is_loaded) or kv.table is None:
             return False
-        if sequence.reusable - before < _MIN_SAVED_TOKENS:
+        if saved < kv.table.first_valid_token or kv.num_exact - saved < _MIN_SAVED_TOKENS:
             return False
         try:
-            if not self._cache.save_part(sequence, self._pool, table, sequence.reusable, self._saved):
+            if not self._connector.save_part(sequence, self._pool, kv.table, kv.num_exact, self._on_saved):
                 return False
-        except Exception:  # it is computed again then
-            log.exception("storing failed", request=sequence.id)
+        except Exception:  # its tokens are computed again instead
+            log.exception("storing a preempted sequence failed", request=sequence.request.id)
             return False
-        sequence.state = SequenceState.SAVING
-        self._going.add(sequence)
+        sequence.state = SequenceState.PREEMPTING
+        self._pending.add(sequence)
         return True
 
-    def end(self, sequence: Sequence, stored: StoredPrefix | None) -> None:
-        """Its pages may go."""
-        self._going.discard(sequence)
-        sequence.stored = stored or sequence.stored
+    def finish(self, sequence: Sequence, stored: StoredPrefix | None) -> None:
+        """Records the end of a save: the caller frees the pages."""
+        self._pending.discard(sequence)
+        sequence.kv.record_stored(stored)

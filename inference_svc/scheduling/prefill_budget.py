@@ -1,4 +1,4 @@
-"""How many rows of prompts fit into a step that others wait for."""
+"""Prefill budget: prompt rows per step while other sequences decode, by measured time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MAX_STRETCH = 2.0
 
 
 class PrefillBudget:
-    """Seconds of a step: a fixed part, and a part for each row of a prompt.
+    """Cost model of a step: a fixed part, and a part per prompt row.
 
-    Measured at the start and with every step. ``budget_seconds`` is what a step may take in which some sequences decode
-    and others are read; 0 for no limit. Only the engine's thread changes it.
+    Measured at the start and with every step. ``budget_seconds`` limits a step in which some sequences decode and
+    others are read; 0 for no limit. Only the engine's thread changes it.
     """
 
     def __init__(self, budget_seconds: float) -> None:
@@ -29,7 +29,7 @@ class PrefillBudget:
         self._row: float | None = None
 
     def learn(self, prompt_rows: int, seconds: float) -> None:
-        """Records a step in which so many rows were those of prompts."""
+        """Records the seconds of a step with ``prompt_rows`` prompt rows."""
         if not prompt_rows:
             self._fixed = _mean(self._fixed, seconds)
         elif prompt_rows >= _MIN_MEASURED_ROWS:
@@ -38,18 +38,18 @@ class PrefillBudget:
             self._row = _mean(self._row, each)
 
     def learn_step(self, spans: Iterable[SequenceSlice], seconds: float) -> None:
-        """The same of a step's spans; of one in which no layer was waited for."""
+        """Records the seconds of a step by its slices, unless it waited for a layer."""
         spans = list(spans)
         if all(span.gate is None for span in spans):
-            self.learn(sum(len(span.tokens) for span in spans if len(span.tokens) > 1 + span.drafted), seconds)
+            self.learn(sum(len(span.tokens) for span in spans if len(span.tokens) > 1 + span.num_drafted), seconds)
 
     def seconds(self, rows: int) -> float | None:
-        """Seconds of a step with so many rows of prompts; None as long as nothing is known."""
+        """Expected seconds of a step with prompt rows; None while unknown."""
         return None if self._row is None else (self._fixed or 0.0) + self._row * rows
 
     @property
     def max_rows(self) -> int | None:
-        """Rows of prompts in a step in which others decode; None for no limit."""
+        """Prompt rows of a step in which others decode; None for no limit."""
         if not self._budget or self._row is None or self._fixed is None:
             return None
         allowed = max(self._budget, _MAX_STRETCH * self._fixed)

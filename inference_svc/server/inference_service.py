@@ -28,12 +28,12 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.process.malloc_tuning import trim_freed_memory
 from kvsidecar.requests import add_calls
 
-from inference_svc.engine.sequence import Sequence, SequenceOutput
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel
 from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
+from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
 from inference_svc.server.runtime import Runtime
@@ -107,10 +107,10 @@ class InferenceService(InferenceServiceServicer):
             async for sequence, output in outputs:
                 if first:
                     calls = self._requests.call_parser(request)
-                part = self._part(sequence, output, sequence.id if first else "")
+                part = self._part(sequence, output, sequence.request.id if first else "")
                 if calls is not None:
                     read_calls(calls, part)
-                if first and (request.explain or request.echo or sequence.prompt_logprobs is not None):
+                if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
                     await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
                 first = False
                 yield part
@@ -175,7 +175,7 @@ class InferenceService(InferenceServiceServicer):
         self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse
     ) -> None:
         """Write the requested fields about the prompt into the first part."""
-        if sequence.parts:
+        if sequence.usage.provenance:
             part.prompt_parts.extend(prompt_parts(sequence, self._requests.text))
         if request.explain:
             part.numerics.CopyFrom(numerics_of(self._loaded))
@@ -185,20 +185,20 @@ class InferenceService(InferenceServiceServicer):
 
     def _part(self, sequence: Sequence, output: SequenceOutput, request_id: str) -> pb.GenerateStreamResponse:
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
-        if output.drawn is not None:
-            part.token_ids.append(output.drawn.token)
-            if output.drawn.logprob is not None:
-                part.logprobs.append(token_logprob(output.drawn, self._requests.text))
+        if output.token is not None:
+            part.token_ids.append(output.token.token)
+            if output.token.logprob is not None:
+                part.logprobs.append(token_logprob(output.token, self._requests.text))
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
             set_stop_reason(sequence, output.finish, part)
-            part.usage.prompt_tokens = sequence.prompt_tokens
-            part.usage.cached_tokens = sequence.cached_tokens
-            part.usage.generated_tokens = sequence.generated
-            part.usage.approximate_tokens = sequence.approximate_tokens
-            part.usage.recomputed_tokens = sequence.recomputed_tokens
-            part.usage.draft_tokens = sequence.draft_tokens
-            part.usage.accepted_tokens = sequence.accepted_tokens
+            part.usage.prompt_tokens = sequence.request.num_prompt_tokens
+            part.usage.cached_tokens = sequence.usage.num_cached
+            part.usage.generated_tokens = sequence.num_generated
+            part.usage.approximate_tokens = sequence.usage.num_approximate
+            part.usage.recomputed_tokens = sequence.usage.num_recomputed
+            part.usage.draft_tokens = sequence.speculation.num_draft_tokens
+            part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
@@ -229,7 +229,7 @@ class InferenceService(InferenceServiceServicer):
                 if output.stored_tokens is None:
                     self._engine.cancel(sequence)
             return pb.WarmResponse(
-                prompt_tokens=len(tokens), cached_tokens=sequence.cached_tokens, stored_tokens=output.stored_tokens
+                prompt_tokens=len(tokens), cached_tokens=sequence.usage.num_cached, stored_tokens=output.stored_tokens
             )
 
     # ---- tokens ---------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         waiting=waiting,
         pool_pages=engine.pool.pages,
         pool_free_pages=engine.free_pages,
-        page_tokens=BLOCK_TOKENS,
+        page_tokens=PAGE_TOKENS,
         cache_attached=cache is not None and cache.attached,
         pending_saves=saving,
         requests=engine.stats.requests,
@@ -327,7 +327,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         cache_failures=cache.stats.failures if cache else 0,
         preemptions=engine.stats.preemptions,
         resident_sequences=engine.resident_sequences,
-        resident_tokens=engine.stats.resident_tokens,
+        resident_tokens=engine.stats.pool_hit_tokens,
         approximate_tokens=engine.stats.approximate_tokens,
         recomputed_tokens=engine.stats.recomputed_tokens,
         stored_chunks=cache.stats.stored_chunks if cache else 0,
@@ -341,11 +341,11 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         streaming=_streaming_stats(engine.loaded.streamed),
         overflow_pages=engine.pool.overflow_pages,
         overflow_free_pages=engine.free_overflow_pages,
-        overflowed=engine.stats.overflowed,
+        overflowed=engine.stats.overflow_admissions,
         draft_branches=guessed.branches,
         branched_tokens=guessed.branched_tokens,
-        skipping_requests=engine.stats.skipping_requests,
-        skipping_tokens=engine.stats.skipping_tokens,
+        skipping_requests=engine.stats.bypassing_requests,
+        skipping_tokens=engine.stats.bypassing_tokens,
         bypassed_requests=cache.stats.bypassed if cache else 0,
     )
 

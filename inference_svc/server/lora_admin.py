@@ -23,7 +23,7 @@ from inference_svc.lora.adapter_dir import WEIGHTS, open_adapter_dir
 from inference_svc.lora.adapter_weights import Linears, linears_of, read_weights
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.lora.peft_config import CONFIG
-from inference_svc.model_runner.attention import ATTENTION_NAME
+from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.runtime import Runtime, daemon_connection, log_adapter_ready
 from inference_svc.server.worker_config import ADAPTER_NAME, ADAPTER_NAME_RULE, MAX_ADAPTERS

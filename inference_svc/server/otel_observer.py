@@ -15,7 +15,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.telemetry.otlp_export import OtelProviders
 from kvsidecar.telemetry.tracing import NOOP_SPAN, Span, error_name
 
-from inference_svc.engine.sequence import Sequence
+from inference_svc.sequence.sequence import Sequence
 
 SERVICE_NAME = "kvsidecar-worker"
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -110,15 +110,15 @@ class _OtelRequest(ObservedRequest):
             self._observer.duration.record(time.perf_counter() - self._began, {**self._attributes, **failed})
 
     def answered(self, sequence: Sequence) -> None:
-        timings, further = sequence.timings, sequence.generated - 1
+        timings, further = sequence.timings, sequence.num_generated - 1
         self._observer.ttft.record(timings.ttft_ms / 1e3, self._attributes)
         if further > 0:
             self._observer.time_per_token.record(timings.decode_ms / 1e3 / further, self._attributes)
         self.span.note(
             {
-                "gen_ai.usage.input_tokens": sequence.prompt_tokens,
-                "gen_ai.usage.cache_read.input_tokens": sequence.cached_tokens,
-                "gen_ai.usage.output_tokens": sequence.generated,
+                "gen_ai.usage.input_tokens": sequence.request.num_prompt_tokens,
+                "gen_ai.usage.cache_read.input_tokens": sequence.usage.num_cached,
+                "gen_ai.usage.output_tokens": sequence.num_generated,
                 "gen_ai.latency.time_to_first_token": timings.ttft_ms / 1e3,
                 "gen_ai.latency.time_in_queue": timings.queue_ms / 1e3,
                 "gen_ai.latency.time_in_model_prefill": timings.prefill_ms / 1e3,

@@ -37,12 +37,12 @@ from inference_svc.context_reuse.verify import (
     candidates,
     read_questions,
 )
-from inference_svc.engine.sequence import FinishReason, SequenceOutput
-from inference_svc.engine.sequence import Sequence as EngineSequence
 from inference_svc.kv_client.connector import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.logprobs_output import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import prompt_parts
+from inference_svc.sequence.sequence import FinishReason, SequenceOutput
+from inference_svc.sequence.sequence import Sequence as EngineSequence
 from inference_svc.server.runtime import Runtime, build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.tool_calls.call_response import FINISH, read_calls
@@ -242,7 +242,7 @@ class Engine:
         engine, cache = self._runtime.engine, self._runtime.cache
         found: dict[str, Any] = dict(vars(engine.stats))
         found["speculation"] = dict(vars(engine.speculator.stats))
-        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.reusing_tokens)
+        found["kv_reuse_ratio"] = engine.stats.cached_tokens / max(1, engine.stats.cacheable_tokens)
         if cache is not None:
             found |= {"attached": cache.attached, "cache_failures": cache.stats.failures}
             found["daemon"] = self._daemon_stats()
@@ -296,10 +296,10 @@ def _chunks(call: _Call) -> Iterator[Chunk]:
             raise output.error
         finish = output.finish
         part = pb.GenerateStreamResponse(text=output.text)
-        if output.drawn is not None:
-            part.token_ids.append(output.drawn.token)
-            if output.drawn.logprob is not None:
-                logprobs.append(token_logprob(output.drawn, call.decode))
+        if output.token is not None:
+            part.token_ids.append(output.token.token)
+            if output.token.logprob is not None:
+                logprobs.append(token_logprob(output.token, call.decode))
         if finish is not None:
             part.finish_reason = FINISH[finish]
             set_stop_reason(s, finish, part)
@@ -324,19 +324,19 @@ def _ended(
     total_ms = s.timings.ttft_ms + s.timings.decode_ms  # not the time until this function was called
     return Result(
         text=text,
-        token_ids=s.tokens[s.prompt_tokens :],
+        token_ids=s.tokens[s.request.num_prompt_tokens :],
         finish_reason="tool_calls" if called else finish.value,
-        prompt_tokens=s.prompt_tokens,
-        cached_tokens=s.cached_tokens,
-        draft_tokens=s.draft_tokens,
-        accepted_tokens=s.accepted_tokens,
+        prompt_tokens=s.request.num_prompt_tokens,
+        cached_tokens=s.usage.num_cached,
+        draft_tokens=s.speculation.num_draft_tokens,
+        accepted_tokens=s.speculation.num_accepted_tokens,
         ttft_ms=s.timings.ttft_ms,
         total_ms=total_ms,
-        tokens_per_sec=s.generated / (total_ms / 1e3),
+        tokens_per_sec=s.num_generated / (total_ms / 1e3),
         timings=dict(vars(s.timings)),
         tool_calls=calls,
         logprobs=logprobs,
-        prompt_parts=prompt_parts(s, call.decode) if s.parts else [],
+        prompt_parts=prompt_parts(s, call.decode) if s.usage.provenance else [],
         prompt_logprobs=prompt_logprobs(s, call.decode),
         stopped_by=None if ended_by is None else getattr(last, ended_by),
     )

@@ -25,18 +25,17 @@ from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shif
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_client.connector import DaemonConnector
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.adapter_dir import AdapterDir
 from inference_svc.lora.adapter_weights import AdapterWeights, linears_of, read_weights
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.model_runner.attention import ATTENTION_NAME
 from inference_svc.model_runner.cuda_attention import find_kernels, select_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.numerics_probe import with_numerics_identity
+from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.batch_invariance_probe import batch_variant_shapes, packed_linears_of
 from inference_svc.models.draft_loader import COPY_BITS, load_draft
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
@@ -46,6 +45,7 @@ from inference_svc.models.loader import LoadedModel, load
 from inference_svc.models.model_check import SELF
 from inference_svc.models.numerics_identity import NumericsIdentity
 from inference_svc.request.request_builder import RequestBuilder, RequestDefaults
+from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.preflight import check_draft, open_adapters
@@ -228,7 +228,7 @@ def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> 
         )
     draft = load_draft(config.draft_model, config.model, loaded, config.strict, config.context_length)
     copy = config.draft_model == SELF
-    own = pool if copy else _new_pool(draft, pool.pages * BLOCK_TOKENS)
+    own = pool if copy else _new_pool(draft, pool.pages * PAGE_TOKENS)
     vocabulary, longest = int(loaded.config.vocab_size), draft.context_length
     return DraftModelProposer(
         Decoder(draft), own, vocabulary, longest, config.batch_tokens, known=int(draft.config.vocab_size), copy=copy
@@ -295,7 +295,7 @@ def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
 
 def _prompt_counters(engine: Engine) -> ServedCounts:
     s = engine.stats
-    return ServedCounts(s.requests - s.skipping_requests, s.reusing_tokens, s.cached_tokens, s.resident_tokens)
+    return ServedCounts(s.requests - s.bypassing_requests, s.cacheable_tokens, s.cached_tokens, s.pool_hit_tokens)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
@@ -316,10 +316,10 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     tokens = config.pool_bytes // per_token
-    if tokens < 4 * BLOCK_TOKENS:
+    if tokens < 4 * PAGE_TOKENS:
         raise ConfigurationError(
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
-            f"at least {format_size(4 * BLOCK_TOKENS * per_token)}"
+            f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
         )
     # A batch cannot use more tokens than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)

@@ -16,7 +16,7 @@ from kvsidecar.process.runtime_dir import ensure_private_dir
 from kvsidecar.telemetry.otlp_export import OtelProviders, otlp_providers
 
 from inference_svc.engine.engine import Engine
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.models.progress_bar import disable_bars_off_terminal
 from inference_svc.server.inference_service import InferenceService
 from inference_svc.server.otel_observer import NOOP, SERVICE_NAME, OtelObserver
@@ -108,7 +108,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
             socket=str(config.socket),
             device=str(loaded.device),
             dtype=str(loaded.dtype),
-            pool_tokens=runtime.engine.pool.pages * BLOCK_TOKENS,
+            pool_tokens=runtime.engine.pool.pages * PAGE_TOKENS,
             cache=runtime.cache is not None and runtime.cache.attached,
             **({"vllm_grpc": addresses[-1]} if others else {}),
         )

@@ -1,5 +1,6 @@
-"""Speculative decoding: tokens are guessed, and verified as rows of the same forward (Leviathan et al., 2023).
+"""Speculative decoding: draft tokens, verified as rows of the same step (Leviathan et al., 2023).
 
-``proposer`` is the interface, ``lookup`` and ``draft_model`` guess, ``speculator`` decides how much of it is worth its
-rows. May import the engine's rooms but for ``loop``, which is the one that uses it.
+``proposer`` is the interface, ``ngram_proposer`` and ``draft_model_proposer`` propose, ``speculator`` decides how many
+draft tokens are worth their rows, ``tree_verifier`` accepts them. May import ``sequence``, ``sampling``,
+``model_runner`` and ``kv_pool``.
 """

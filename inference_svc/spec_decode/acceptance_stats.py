@@ -1,42 +1,90 @@
-"""How often guesses are right: of each sign in all, and in one answer."""
+"""Acceptance of draft tokens: rates by confidence bucket, and counters since the start."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-# A prior, and what all answers say, count as much as so many guesses; older ones fade.
+# A prior, and the rate over all answers, count as much as this many draft tokens; older ones fade.
 _PRIOR_WEIGHT, _COMMON_WEIGHT = 8.0, 4.0
 _COMMON_FADE, _OWN_FADE = 0.998, 0.96
 
 
 class AcceptanceCounts:
-    """Guesses and right ones, for each sign."""
+    """Proposed and accepted draft tokens per confidence bucket, fading."""
 
-    def __init__(self, seen: Sequence[float], right: Sequence[float], fade: float) -> None:
-        self.seen, self.right, self._fade = list(seen), list(right), fade
+    def __init__(self, proposed: Sequence[float], accepted: Sequence[float], fade: float) -> None:
+        self.proposed, self.accepted, self._fade = list(proposed), list(accepted), fade
 
-    def add(self, sign: int, right: bool) -> None:
-        self.seen[sign] = self.seen[sign] * self._fade + 1
-        self.right[sign] = self.right[sign] * self._fade + right
+    def add(self, bucket: int, accepted: bool) -> None:
+        """Counts one draft token."""
+        self.proposed[bucket] = self.proposed[bucket] * self._fade + 1
+        self.accepted[bucket] = self.accepted[bucket] * self._fade + accepted
 
 
 class AcceptanceStats:
-    """What a proposer's signs are worth."""
+    """Acceptance rates of one proposer, for all answers and for each."""
 
     def __init__(self, priors: Sequence[float]) -> None:
-        seen = [_PRIOR_WEIGHT] * len(priors)
-        self._common = AcceptanceCounts(seen, [p * _PRIOR_WEIGHT for p in priors], _COMMON_FADE)
+        proposed = [_PRIOR_WEIGHT] * len(priors)
+        self._common = AcceptanceCounts(proposed, [p * _PRIOR_WEIGHT for p in priors], _COMMON_FADE)
 
-    def own(self) -> AcceptanceCounts:
-        """For one answer."""
-        zeros = [0.0] * len(self._common.seen)
+    def new_counts(self) -> AcceptanceCounts:
+        """Creates the counts of one answer."""
+        zeros = [0.0] * len(self._common.proposed)
         return AcceptanceCounts(zeros, zeros, _OWN_FADE)
 
-    def chance(self, own: AcceptanceCounts, sign: int) -> float:
-        """That a guess of a sign is right, if those before it are."""
-        common = self._common.right[sign] / self._common.seen[sign]
-        return (own.right[sign] + _COMMON_WEIGHT * common) / (own.seen[sign] + _COMMON_WEIGHT)
+    def chance(self, own: AcceptanceCounts, bucket: int) -> float:
+        """Probability that a draft token of a bucket is accepted, given that its ancestors are."""
+        common = self._common.accepted[bucket] / self._common.proposed[bucket]
+        return (own.accepted[bucket] + _COMMON_WEIGHT * common) / (own.proposed[bucket] + _COMMON_WEIGHT)
 
-    def learn(self, own: AcceptanceCounts, sign: int, right: bool) -> None:
-        own.add(sign, right)
-        self._common.add(sign, right)
+    def learn(self, own: AcceptanceCounts, bucket: int, accepted: bool) -> None:
+        """Counts one draft token for its answer and for all."""
+        own.add(bucket, accepted)
+        self._common.add(bucket, accepted)
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """Result of verifying one sequence's draft tree in a step.
+
+    ``drafted`` tokens at up to ``depth`` positions were verified, ``branches`` of them beside the first path;
+    ``accepted`` became part of the answer, ``branched`` of these on another path than the first.
+    """
+
+    drafted: int
+    depth: int
+    accepted: int
+    branches: int = 0
+    branched: int = 0
+
+
+@dataclass
+class SpeculationStats:
+    """Counters of speculative decoding since the start.
+
+    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``, and so the steps with more than ``i`` accepted.
+    """
+
+    drafts: int = 0  # draft trees that were verified
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+    branches: int = 0  # beside the first path of a draft
+    branched_tokens: int = 0  # the part of accepted_tokens on such a branch
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0  # of steps with draft tokens
+    rows: Counter[int] = field(default_factory=Counter)  # steps that only decoded, by rows including draft tokens
+
+    def count(self, result: VerificationResult) -> None:
+        """Counts the verification of one sequence's draft."""
+        self.drafts += 1
+        self.draft_tokens += result.drafted
+        self.accepted_tokens += result.accepted
+        self.branches += result.branches
+        self.branched_tokens += result.branched
+        self.accepted_at.extend([0] * (result.depth - len(self.accepted_at)))
+        for i in range(result.accepted):
+            self.accepted_at[i] += 1

@@ -1,9 +1,9 @@
-"""Pages of branches: of guesses for a sequence that others stand beside, at the same positions.
+"""Branch tables: pool pages for the branches of draft trees, at the same positions as others.
 
-Attention sees what stands before a row in its table, so a branch gets a table of its own: the sequence's pages, and
-from the one on in which it begins others, for this pass alone. What that page holds before the branch is copied there,
-or, of rows of the same pass, written there as well. So a row's keys lie in the same order, in the same blocks, as they
-would without any other branch, and it has the same bits. Nothing is copied back but what becomes part of the answer.
+Attention sees the keys before a row in its table, so a branch gets a table of its own: the sequence's pages, and new
+ones from the page in which it begins, for one step. The keys before the branch in that page are copied, or, for rows of
+the same step, written there as well. A row's keys therefore lie in the same order and blocks as without branches, and
+it has the same bits. Only accepted rows are copied back.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
-from inference_svc.engine.sequence import Sequence
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.forward_batch import Branch, SequenceSlice
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.proposer import Draft
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 
 
 class BranchTables:
-    """Only the engine's thread uses it. Owns the branches' pages until ``release``."""
+    """Tables of draft branches. Owns their pages until ``free``. Only the engine's thread uses it."""
 
     def __init__(self, pool: KVPool, grow: Callable[[BlockTable, int], bool]) -> None:
         """``grow`` makes room in a table for so many tokens in all, or says that there is none."""
@@ -32,84 +32,90 @@ class BranchTables:
 
     @property
     def tables(self) -> list[BlockTable]:
-        """What is held of the pool."""
+        """Tables that hold pool pages."""
         return [table for tables in self._held.values() for table in tables]
 
-    def branches(self, sequence: Sequence, guesses: Draft) -> tuple[Branch, ...]:
-        """Those of ``guesses`` that do not go on where their first child does. The sequence's table has room for the
-        deepest. Where no page is left there are fewer of them, or none."""
-        assert sequence.table is not None
+    def fork(self, sequence: Sequence, draft: Draft) -> tuple[Branch, ...]:
+        """Allocates the branches of a draft tree, except its first path.
+
+        The sequence's table has room for the deepest. Where pages run out, fewer branches or none are returned.
+        """
+        assert sequence.kv.table is not None
         root = len(sequence.tokens) - 1
-        first, *others = guesses.paths()
+        first, *others = draft.paths()
         # Of each row that is drawn from: its node, and where its keys and values lie.
-        tables = [sequence.table] * (1 + len(first))
+        tables = [sequence.kv.table] * (1 + len(first))
         rows = {-1: 0} | {node: row for row, node in enumerate(first, 1)}
         found = list[Branch]()
         for path in others:
-            behind = rows.get(guesses.parents[path[0]])
+            behind = rows.get(draft.parents[path[0]])
             if behind is None:
                 continue  # what it goes on from found no room
-            ancestors = [rows[node] for node in guesses.ancestors(path[0])]
+            ancestors = [rows[node] for node in draft.ancestors(path[0])]
             start = root + len(ancestors)
-            table = self._fork(sequence, tables[behind], start, start + len(path))
+            table = self._fork_table(sequence, tables[behind], start, start + len(path))
             if table is None:
                 continue
-            page = start // BLOCK_TOKENS * BLOCK_TOKENS
+            page = start // PAGE_TOKENS * PAGE_TOKENS
             places = [(row, position) for position, row in enumerate(ancestors, root) if position >= page]
             copied = tuple((row, int(table.slots(position, position + 1)[0])) for row, position in places)
-            tokens, at = [guesses.tokens[node] for node in path], len(tables)
-            found.append(Branch(tokens, start, behind, at, table, copied, sequence.adapter))
+            tokens, at = [draft.tokens[node] for node in path], len(tables)
+            found.append(Branch(tokens, start, behind, at, table, copied, sequence.request.adapter))
             rows |= {node: row for row, node in enumerate(path, at)}
             tables += [table] * len(path)
         return tuple(found)
 
-    def adopt(self, sequence: Sequence, branch: Branch, row: int) -> None:
-        """Copies keys and values of a branch's row into the sequence's own pages, for it is part of the answer."""
-        assert sequence.table is not None
+    def commit_row(self, sequence: Sequence, branch: Branch, row: int) -> None:
+        """Copies keys and values of an accepted row of a branch into the sequence's own pages."""
+        assert sequence.kv.table is not None
         position = branch.start + row - branch.first
-        source, target = (int(t.slots(position, position + 1)[0]) for t in (branch.table, sequence.table))
+        source, target = (int(t.slots(position, position + 1)[0]) for t in (branch.table, sequence.kv.table))
         self._pool.copy_slots(source, target, 1)
 
-    def erase(self, sequence: Sequence) -> None:
-        """Clears a failed sequence's: what is not finite must not reach whoever gets the pages next."""
+    def zero(self, sequence: Sequence) -> None:
+        """Zeroes the branch pages of a failed sequence: NaN must not reach their next owner."""
         for table in self._held.get(sequence, ()):
-            self._pool.erase(table)
+            self._pool.zero_exclusive(table)
 
-    def check(self, spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
-        """Raises GenerationFailed where guesses made rows of ``logits [rows, vocabulary]``, those that spans draw from,
-        NaN or infinite: a right row that attends beside theirs, too. Their keys and values are cleared then, and
-        nothing more is guessed for these sequences."""
-        if not any(span.guessed for _, span in spans):
+    def check_finite(self, spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
+        """Raises GenerationFailed if draft tokens made rows of ``logits [rows, vocabulary]`` NaN or infinite.
+
+        A true row that attends beside theirs is affected, too. Their keys and values are zeroed, and speculation is off
+        for these sequences from then on.
+        """
+        if not any(span.num_draft_tokens for _, span in spans):
             return
         # A row that is not finite somewhere in the model is not so in any logit.
-        sound, at, spoiled = torch.isfinite(logits[:, 0]).tolist(), 0, list[str]()
+        finite, at, not_finite = torch.isfinite(logits[:, 0]).tolist(), 0, list[str]()
         for sequence, span in spans:
-            rows = 1 + span.guessed if span.wants_logits else 0
-            if span.guessed and not all(sound[at : at + rows]):
-                self._pool.clear(span.table, span.end - span.drafted, span.end)
-                self.erase(sequence)
-                sequence.speculation = SpeculationMode.OFF
-                spoiled.append(sequence.id)
+            rows = 1 + span.num_draft_tokens if span.wants_logits else 0
+            if span.num_draft_tokens and not all(finite[at : at + rows]):
+                self._pool.zero_tokens(span.table, span.end - span.num_drafted, span.end)
+                self.zero(sequence)
+                sequence.speculation.mode = SpeculationMode.OFF
+                not_finite.append(sequence.request.id)
             at += rows
-        if spoiled:
-            raise GenerationFailed(f"the model computed NaN or infinity of what was guessed for {', '.join(spoiled)}")
+        if not_finite:
+            raise GenerationFailed(
+                f"the model computed NaN or infinity of what was guessed for {', '.join(not_finite)}"
+            )
 
-    def release(self) -> None:
-        """Frees all pages. The branches are of no use any more."""
+    def free(self) -> None:
+        """Frees all pages; the branches are invalid then."""
         for table in self.tables:
             self._pool.free(table)
         self._held.clear()
 
-    def _fork(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> BlockTable | None:
-        """A table that goes another way from ``start`` on, with room up to ``end``, and what is computed before."""
-        page = start // BLOCK_TOKENS * BLOCK_TOKENS
+    def _fork_table(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> BlockTable | None:
+        """Returns a table that leaves ``table`` at ``start``, sized to ``end``, with the computed keys copied."""
+        page = start // PAGE_TOKENS * PAGE_TOKENS
         own = BlockTable()
         if not self._grow(own, end - page):
             return None
         self._held.setdefault(sequence, []).append(own)
-        fork = table.head(page)
+        fork = table.prefix(page)
         fork.ranges += own.ranges
-        computed = sequence.computed - page
+        computed = sequence.kv.num_computed - page
         if computed > 0:
             source, target = (int(t.slots(page, page + 1)[0]) for t in (table, fork))
             self._pool.copy_slots(source, target, computed)

@@ -1,4 +1,4 @@
-"""Which guesses are worth their rows: those that give the most tokens per second. Pure: numbers in, decisions out."""
+"""Draft budget: selects the draft tokens that give the most tokens per second. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BRANCH_MARGIN = 1.01
 
 @dataclass(frozen=True)
 class DraftNode:
-    """The guess at a place of a sequence's draft, and the chance that it becomes part of the answer."""
+    """Draft token at a place of a sequence's draft, with the probability that it is accepted."""
 
     chance: float
     sequence: int
@@ -22,7 +22,7 @@ class DraftNode:
 
 @dataclass(frozen=True)
 class DraftSelection:
-    """Guesses, the likeliest first, so that what comes before one is there, and the tokens per second of all."""
+    """Selected draft tokens, likeliest first, so that ancestors come first; and the expected tokens per second."""
 
     nodes: tuple[DraftNode, ...] = ()
     rate: float = 0.0
@@ -30,8 +30,10 @@ class DraftSelection:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What a pass costs: its seconds by the rows of guesses beside the others, and those of a branch more; ``plain`` of
-    its tokens come without any guess."""
+    """Costs of a step: seconds by its number of draft rows, and seconds per branch.
+
+    ``plain`` tokens are sampled without any draft token.
+    """
 
     seconds: Callable[[int], float]
     branch_seconds: float
@@ -39,7 +41,10 @@ class StepCosts:
 
 
 def select_drafts(nodes: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts) -> DraftSelection:
-    """The best chains, or the best trees where these are better, of at most so many branches for each sequence."""
+    """Selects the best chains, or the best trees where these gain more.
+
+    ``widths`` limits the branches of each sequence.
+    """
     # What follows a guess is worth less than it: those before a place in this order are whole beginnings.
     ordered = sorted(nodes, key=lambda node: -node.chance)
     best = _best(ordered, [1] * len(widths), prices)
@@ -63,7 +68,7 @@ def _best(ordered: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts
 
 
 def _fitting(ordered: Sequence[DraftNode], widths: Sequence[int]) -> tuple[list[DraftNode], list[bool]]:
-    """Those that make no sequence's tree wider, and of each whether it begins another branch."""
+    """Keeps the nodes that respect the branch limits, and marks those that begin another branch."""
     taken, forked = list[DraftNode](), list[bool]()
     there, children, branches = set[tuple[int, int]](), set[tuple[int, int]](), Counter[int]()
     for node in ordered:

@@ -1,8 +1,8 @@
-"""Guesses by a smaller model with the same tokens (Leviathan et al., 2023), or by the model itself at fewer bits.
+"""Draft-model proposer: a smaller model with the same tokenizer, or the model itself at fewer bits.
 
-A guess is drawn from the draft's logits with the sampler and the random number that the true token will be drawn with:
-where both models agree they draw the same token, also at high temperatures, and a draft that is the model itself is
-always right.
+Leviathan et al., 2023. A draft token is sampled from the draft's logits with the sampling state and the random number
+of the true token: where both models agree they sample the same token, also at high temperatures, and the draft tokens
+of a draft that is the model itself are always accepted.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.sampling.sampler import SampleResult, likeliest_beside, sample
 from inference_svc.sampling.sampling_params import SampledToken, SamplingState
+from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 
 _FADE = 0.8
@@ -28,8 +28,10 @@ _FADE = 0.8
 
 @dataclass
 class _DraftState:
-    """What the draft's pool has of a sequence: keys and values of ``computed`` leading tokens, which were ``known``
-    when something was last guessed behind them."""
+    """Draft state of a sequence: keys and values of ``computed`` leading tokens in the draft's pool.
+
+    ``known`` tokens were in the sequence at the last proposal.
+    """
 
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
@@ -39,10 +41,12 @@ class _DraftState:
 
 @dataclass
 class _PendingDraft:
-    """A guess in the making: the next token follows the last row that was computed. ``others`` are what was the
-    likeliest beside each of the ``tokens``."""
+    """Draft under construction: the next token follows the last computed row.
 
-    wish: DraftRequest
+    ``others`` are the likeliest alternatives to each of ``tokens``.
+    """
+
+    request: DraftRequest
     kept: _DraftState
     sampler: SamplingState
     tokens: list[int] = field(default_factory=list)
@@ -53,15 +57,15 @@ class _PendingDraft:
         """The tokens, and beside each the other one: it has the sign 1."""
         count, others = len(self.tokens), self.others[: len(self.tokens)]
         before = [*range(ROOT, count - 1)]
-        signs = (0,) * count + (1,) * len(others)
-        return Draft((*self.tokens, *others), (*before, *before[: len(others)]), signs)
+        buckets = (0,) * count + (1,) * len(others)
+        return Draft((*self.tokens, *others), (*before, *before[: len(others)]), buckets)
 
 
 class DraftModelProposer:
-    """A ``Proposer`` with keys and values of its own, or, as a copy of the model, with the model's.
+    """``Proposer`` over a draft model, with a KV pool of its own, or, as a copy of the model, with the model's pool.
 
-    A copy reads what the model has computed and writes what it guesses into the slots that verification then fills
-    anew: it needs no room, and never reads a prompt.
+    A copy reads what the model has computed and writes into the slots that verification overwrites: it needs no pages,
+    and never reads a prompt.
     """
 
     # Of what it would have drawn, and of the second token beside it, which is compared before it is ever verified.
@@ -98,21 +102,21 @@ class DraftModelProposer:
 
     @property
     def copies(self) -> bool:
-        """It works in the model's pool, with the pages of the sequences themselves."""
+        """True if it works in the model's pool, in the sequences' own pages."""
         return self._copy
 
     def tables(self) -> list[BlockTable]:
-        """What is held of a pool of its own."""
+        """Tables in the proposer's own pool."""
         return [kept.table for kept in self._kept.values()]
 
-    def propose(self, wishes: abc.Sequence[DraftRequest]) -> list[Draft]:
+    def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
         budget, spans, due = self._piece_rows, list[forward_batch.SequenceSlice](), list[_PendingDraft]()
-        for wish in wishes:
-            kept, tokens = self._kept_of(wish.sequence), wish.sequence.tokens
+        for request in requests:
+            kept, tokens = self._kept_of(request.sequence), request.sequence.tokens
             kept.strange = kept.strange or any(token >= self._known for token in tokens[kept.known :])
             kept.known = len(tokens)
             piece = tokens[kept.computed : kept.computed + budget]
-            most = self._room(kept.table, len(tokens), wish.most)
+            most = self._room(kept.table, len(tokens), request.max_tokens)
             if kept.strange or not piece or not most:
                 continue
             whole = kept.computed + len(piece) == len(tokens)
@@ -120,8 +124,8 @@ class DraftModelProposer:
             budget -= len(piece)
             kept.computed += len(piece)
             if whole:
-                due.append(_PendingDraft(replace(wish, most=most), kept, wish.sequence.sampler.ahead()))
-        found = {one.wish.sequence: one for one in due}
+                due.append(_PendingDraft(replace(request, max_tokens=most), kept, request.sequence.sampling.ahead()))
+        found = {one.request.sequence: one for one in due}
         while spans:
             began, alone = time.perf_counter(), all(len(span.tokens) == 1 for span in spans)
             logits = self._logits(spans)
@@ -134,7 +138,7 @@ class DraftModelProposer:
                 seconds = time.perf_counter() - began
                 self._seconds = seconds + _FADE * (self._seconds - seconds) if self._seconds else seconds
             spans = [_next_row(one) for one in due]
-        return [found[wish.sequence].draft if wish.sequence in found else Draft() for wish in wishes]
+        return [found[request.sequence].draft if request.sequence in found else Draft() for request in requests]
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         kept = self._kept.get(sequence)
@@ -143,7 +147,7 @@ class DraftModelProposer:
             kept.computed = kept.known + min(accepted, max(drafted - 1, 0))
 
     def finish(self, sequence: Sequence) -> None:
-        """Nothing is learnt."""
+        """Learns nothing from an answer."""
 
     def forget(self, sequence: Sequence) -> None:
         kept = self._kept.pop(sequence, None)
@@ -153,8 +157,8 @@ class DraftModelProposer:
     def _kept_of(self, sequence: Sequence) -> _DraftState:
         if not self._copy:
             return self._kept.setdefault(sequence, _DraftState())
-        assert sequence.table is not None
-        return _DraftState(sequence.table, sequence.computed, len(sequence.tokens))
+        assert sequence.kv.table is not None
+        return _DraftState(sequence.kv.table, sequence.kv.num_computed, len(sequence.tokens))
 
     def _room(self, table: BlockTable, tokens: int, most: int) -> int:
         """For how many guesses behind so many tokens there is room, ``most`` at the most. A copy takes no page that
@@ -164,13 +168,15 @@ class DraftModelProposer:
         return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0
 
     def _clear(self, failed: list[_PendingDraft]) -> None:
-        """Of guesses from which nothing can be drawn, keys and values may not be finite, and they lie in the model's
-        own pages: attention may read behind a sequence's end."""
+        """Zeroes keys and values of draft tokens whose sampling failed: they may not be finite.
+
+        They lie in the model's own pages, and attention may read beyond a sequence's end.
+        """
         for one in failed:
-            self._pool.clear(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))
+            self._pool.zero_tokens(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))
 
     def _logits(self, spans: list[forward_batch.SequenceSlice]) -> Tensor:
-        """As wide as the model's: what the draft does not know is never guessed."""
+        """Computes draft logits, as wide as the model's: unknown tokens are -inf and never proposed."""
         logits = self._decoder(forward_batch.build_batch(spans, self._pool, self._pool.keys.device))[
             :, : self._vocabulary
         ]
@@ -179,8 +185,12 @@ class DraftModelProposer:
 
 
 def _add_others(due: list[_PendingDraft], logits: Tensor, drawn: list[SampleResult]) -> None:
-    """Notes the likeliest token but for the drawn one, for those who ask for more than one branch."""
-    wide = [(i, one.token) for i, one in enumerate(drawn) if due[i].wish.width > 1 and isinstance(one, SampledToken)]
+    """Notes the likeliest token beside the sampled one, for requests with more than one branch."""
+    wide = [
+        (i, one.token)
+        for i, one in enumerate(drawn)
+        if due[i].request.max_branches > 1 and isinstance(one, SampledToken)
+    ]
     if wide:
         lines = [i for i, _ in wide]
         for i, other in zip(lines, likeliest_beside(logits[lines], [token for _, token in wide]), strict=True):
@@ -188,12 +198,12 @@ def _add_others(due: list[_PendingDraft], logits: Tensor, drawn: list[SampleResu
 
 
 def _goes_on(one: _PendingDraft, drawn: SampleResult) -> bool:
-    """Takes what was drawn; False when that was the last, or nothing could be."""
+    """Appends a sampled token; False when it was the last, or sampling failed."""
     if not isinstance(drawn, SampledToken):
         return False
     one.tokens.append(drawn.token)
     one.sampler.accept(drawn.token)
-    return len(one.tokens) < one.wish.most
+    return len(one.tokens) < one.request.max_tokens
 
 
 def _next_row(one: _PendingDraft) -> forward_batch.SequenceSlice:

@@ -1,8 +1,8 @@
-"""Where a run of tokens stood before, and what followed it.
+"""N-gram index: the places of recent n-grams and the tokens that followed them.
 
-Two hash tables over the runs of LONG and of SHORT tokens lead to the last place of each, and from every place a chain
-goes to the one before: as LZ77 finds its matches (RFC 1951, section 4). What hashes alike is compared, so a collision
-costs a step and no more. 28 to 44 bytes for each token there is room for.
+Two hash tables over n-grams of LONG_NGRAM and SHORT_NGRAM tokens lead to the last place of each, and a chain leads from
+every place to the one before, as LZ77 finds its matches (RFC 1951, section 4). Candidates are compared, so a hash
+collision costs a step and no more. 28 to 44 bytes per token of capacity.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _MANY = 48
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """The ``length`` last tokens that were looked for end at ``place``."""
+    """The last ``length`` tokens of a query end at ``place`` of the index."""
 
     place: int
     length: int
 
 
 class NgramIndex:
-    """Tokens in the order in which they came, ``capacity`` at most, and an index over them. Raises IndexError when more
-    are added."""
+    """Index over a token sequence of up to ``capacity`` tokens. Raises IndexError when it is full."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
@@ -62,13 +61,11 @@ class NgramIndex:
                     heads[at] = place
 
     def find(self, tail: Sequence[int]) -> NgramMatch | None:
-        """The longest match, among those the latest, of a text's last tokens that something follows here. None for less
-        than SHORT tokens."""
+        """Returns the longest, then latest, match of a text's last tokens; None below SHORT_NGRAM tokens."""
         return next(iter(self.find_many(tail, 1)), None)
 
     def find_many(self, tail: Sequence[int], most: int) -> list[NgramMatch]:
-        """Matches that different tokens follow, ``most`` at most: of each the longest, among those the latest. The
-        longest comes first."""
+        """Returns up to ``most`` matches with different next tokens, longest first; of each the latest."""
         best: dict[int, NgramMatch] = {}
         longest, whole = 0, min(len(tail), MAX_MATCHED)
         for n in (LONG_NGRAM, SHORT_NGRAM):
@@ -88,7 +85,7 @@ class NgramIndex:
         return sorted(best.values(), key=lambda match: (-match.length, -match.place))[:most]
 
     def follow(self, place: int, most: int) -> list[int]:
-        """What follows a place, at most so much; what is beyond the end repeats, as it would if it were written."""
+        """Returns up to ``most`` tokens after a place; beyond the end they repeat, as if they had been appended."""
         found = self._tokens[place + 1 : min(place + 1 + most, self.length)].tolist()
         period = len(found)
         while 0 < len(found) < most:
@@ -110,7 +107,7 @@ class NgramIndex:
         return (word ^ (word >> 15)) & self._mask
 
     def _enter(self, n: int, start: int, end: int) -> None:
-        """What ``add`` does one by one, for the places ``start`` to ``end``."""
+        """Indexes the places ``start`` to ``end`` by NumPy, as ``add`` does one by one."""
         first = max(start, n - 1)
         if first >= end:
             return

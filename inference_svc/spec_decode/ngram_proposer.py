@@ -1,8 +1,8 @@
-"""Guesses by looking up what followed the same tokens before: in the prompt and the answer so far, and in answers that
-the same tenant got before (as in suffix decoding, Oliaro et al., 2024, with chains of matches for its trees).
+"""N-gram proposer: continuations of the same tokens in the prompt, the answer and past answers.
 
-What followed the longest match comes first. Other branches are what followed in other places, where that was something
-else: behind the text itself, and behind the first guesses, as if they were right.
+Past answers are the tenant's own (as in suffix decoding, Oliaro et al., 2024, with chains of matches for its trees).
+The continuation of the longest match comes first. Other branches are different continuations of other matches: after
+the text itself, and after the first draft tokens, as if these were accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from inference_svc.engine.sequence import CacheScope, Sequence
+from inference_svc.kv_pool.prefix_cache import CacheScope
+from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.ngram_index import MAX_MATCHED, SHORT_NGRAM, NgramIndex, NgramMatch
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 
@@ -34,14 +35,16 @@ _CONTEXT = 4
 
 
 class AnswerHistory:
-    """What a tenant was answered last by the model, or by an adapter, bounded; those that ask least recently are
-    forgotten first. Nothing of one realm is ever found by another."""
+    """Recent answers per tenant and adapter, bounded; the least recently used tenant is dropped first.
+
+    No cache scope ever reads the answers of another one.
+    """
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[CacheScope, list[NgramIndex]] = OrderedDict()
 
     def add(self, realm: CacheScope, tokens: abc.Sequence[int]) -> None:
-        """Remembers an answer's last tokens."""
+        """Adds tokens. See the class."""
         kept = [*tokens[-(_GENERATION - 1) :], _END]
         generations = self._tenants.setdefault(realm, [])
         self._tenants.move_to_end(realm)
@@ -58,8 +61,11 @@ class AnswerHistory:
 
 
 class NgramProposer:
-    """A ``Proposer`` that computes nothing: what followed the longest match is the guess. Its signs are the lengths of
-    matches in the sequence itself, behind them those in past answers, then those that other branches begin with."""
+    """``Proposer`` without computation: the continuation of the longest match is the draft.
+
+    Its buckets are the match lengths in the sequence itself, then those in past answers, then those that other branches
+    begin with.
+    """
 
     step_seconds = 0.0
     priors = (*_PRIORS, *_PRIORS, *_OTHER_PRIORS)
@@ -68,15 +74,15 @@ class NgramProposer:
         self._own: dict[Sequence, NgramIndex] = {}
         self._past = AnswerHistory()
 
-    def propose(self, wishes: abc.Sequence[DraftRequest]) -> list[Draft]:
-        return [self._guess(wish.sequence, wish.most, wish.width) for wish in wishes]
+    def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
+        return [self._guess(request.sequence, request.max_tokens, request.max_branches) for request in requests]
 
     def _guess(self, sequence: Sequence, most: int, width: int) -> Draft:
         own = self._own.get(sequence)
         tokens = len(sequence.tokens)
         if own is None or own.capacity < tokens:
             # Twice what is there, and again when that is full: many answers may be as long as the context, and few are.
-            longest = sequence.prompt_tokens + sequence.max_tokens
+            longest = sequence.request.num_prompt_tokens + sequence.request.max_tokens
             own = self._own[sequence] = NgramIndex(max(tokens, min(longest, _ROOM * -(-2 * tokens // _ROOM))))
         own.add(sequence.tokens[own.length :])
         tail, tree = sequence.tokens[-MAX_MATCHED:], _DraftBuilder(most)
@@ -91,10 +97,10 @@ class NgramProposer:
         return tree.draft
 
     def _find(self, sequence: Sequence, own: NgramIndex, tail: list[int], most: int) -> list[_Continuation]:
-        """What followed the longest matches of a text's end, each beginning with another token; the longest first."""
+        """Returns continuations of the longest matches, each with another first token, longest match first."""
         found = [_Continuation(own, match, 0) for match in own.find_many(tail, most)]
-        if sequence.cache.read and (not found or found[0].match.length < MAX_MATCHED):
-            past = self._past.find(sequence.realm, tail, most)
+        if sequence.reads_cache and (not found or found[0].match.length < MAX_MATCHED):
+            past = self._past.find(sequence.cache_scope, tail, most)
             found += [_Continuation(chains, match, len(_SIGNS)) for chains, match in past]
         if not found:
             return found
@@ -106,12 +112,12 @@ class NgramProposer:
         return list(different.values())[:most]
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """The sequence itself says it all."""
+        """Ignores results: the sequence itself contains them."""
 
     def finish(self, sequence: Sequence) -> None:
-        if sequence.cache.write and sequence.generated > SHORT_NGRAM:
-            start = max(0, sequence.prompt_tokens - _CONTEXT)
-            self._past.add(sequence.realm, sequence.tokens[start:])
+        if sequence.request.cache.write and sequence.num_generated > SHORT_NGRAM:
+            start = max(0, sequence.request.num_prompt_tokens - _CONTEXT)
+            self._past.add(sequence.cache_scope, sequence.tokens[start:])
 
     def forget(self, sequence: Sequence) -> None:
         self._own.pop(sequence, None)
@@ -119,29 +125,29 @@ class NgramProposer:
 
 @dataclass(frozen=True)
 class _Continuation:
-    """What followed a match. Its signs begin at ``first_sign``."""
+    """Continuation of a match. Its buckets begin at ``first_sign``."""
 
     chains: NgramIndex
     match: NgramMatch
     first_sign: int
 
     def tokens(self, most: int) -> list[int]:
-        """At most so many, and none from the end of an answer on."""
+        """Returns at most ``most`` tokens, up to the end of an answer."""
         found = self.chains.follow(self.match.place, most)
         return found[: found.index(_END)] if _END in found else found
 
-    def signs(self, count: int) -> list[int]:
+    def buckets(self, count: int) -> list[int]:
         """Once a token is right, the match is one longer."""
         lengths = (min(self.match.length + i, MAX_MATCHED) for i in range(count))
         return [self.first_sign + bisect_right(_SIGNS, length) - 1 for length in lengths]
 
 
 class _DraftBuilder:
-    """A draft in the making, ``most`` tokens deep."""
+    """Draft under construction, ``most`` tokens deep."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.tokens, self._parents, self._signs = list[int](), list[int](), list[int]()
+        self.tokens, self._parents, self._buckets = list[int](), list[int](), list[int]()
         self.first = 0  # tokens of the first path
 
     def add(self, parent: int, continuation: _Continuation) -> None:
@@ -150,15 +156,15 @@ class _DraftBuilder:
         found = continuation.tokens(min(depth, _MAX_BRANCH_TOKENS) if self.first else depth)
         if not found:
             return
-        signs, at = continuation.signs(len(found)), len(self.tokens)
+        buckets, at = continuation.buckets(len(found)), len(self.tokens)
         if self.first:
-            signs[0] = 2 * len(_SIGNS) + signs[0] % len(_SIGNS)
+            buckets[0] = 2 * len(_SIGNS) + buckets[0] % len(_SIGNS)
         else:
             self.first = len(found)
         self.tokens += found
         self._parents += [parent, *range(at, at + len(found) - 1)]
-        self._signs += signs
+        self._buckets += buckets
 
     @property
     def draft(self) -> Draft:
-        return Draft(tuple(self.tokens), tuple(self._parents), tuple(self._signs))
+        return Draft(tuple(self.tokens), tuple(self._parents), tuple(self._buckets))

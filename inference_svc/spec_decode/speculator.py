@@ -1,14 +1,13 @@
-"""How much is guessed in a pass, so that it never takes longer than it saves.
+"""Speculator: decides how many draft tokens each step verifies, so that they never cost more than they save.
 
-Guesses that cost nothing are made for every sequence that decodes. Each is worth the chance that it is right, which is
-measured, and costs what a row more costs, which is measured too; those are verified that give the most tokens per
-second (goodput, Liu et al., 2024, arXiv:2406.14066). So speculation goes away by itself when a batch is large enough to
-keep the device busy, or when guesses are wrong. What was guessed is compared with what was drawn even where it was not
-verified: finding out that guesses are right again costs no row. Guesses that must be computed are tried again after
-pauses that grow.
+Drafts that cost nothing are made for every decoding sequence. A draft token is worth its measured acceptance
+probability and costs what a further row costs, measured too; those are verified that give the most tokens per second
+(goodput, Liu et al., 2024, arXiv:2406.14066). Speculation therefore stops by itself when a batch keeps the device busy,
+or when drafts are rejected. Drafts are compared with sampled tokens even where they were not verified: noticing that
+drafts have become good again costs no row. Drafts that must be computed are tried again after growing pauses.
 
-A second branch is looked for, and verified, where that is worth more than the chain alone would be, and no longer than
-the looking takes. What it would have gained is compared, too, where it was not verified.
+A second branch is looked for, and verified, where it is worth more than the chain alone, and no longer than the lookup
+takes. Its gain is measured, too, where it was not verified.
 """
 
 from __future__ import annotations
@@ -19,12 +18,16 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
-from inference_svc.engine.engine_stats import SpeculationStats, VerificationResult
-from inference_svc.engine.sequence import Sequence
-from inference_svc.spec_decode.acceptance_stats import AcceptanceCounts, AcceptanceStats
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.sequence import Sequence
+from inference_svc.spec_decode.acceptance_stats import (
+    AcceptanceCounts,
+    AcceptanceStats,
+    SpeculationStats,
+    VerificationResult,
+)
 from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest, Proposer
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.step_cost_model import StepCostModel
 
 log = structlog.get_logger("engine")
@@ -44,7 +47,7 @@ _LEAST_CHANCE = 0.02
 
 @dataclass
 class _ProposedDraft:
-    """What was guessed for a sequence, of which those at the places ``drafted`` were handed out to be verified."""
+    """Draft of a sequence; the tokens at the places ``drafted`` are verified in this step."""
 
     proposer: Proposer
     draft: Draft
@@ -54,7 +57,7 @@ class _ProposedDraft:
 
 @dataclass
 class _SequenceState:
-    """What is known of one sequence's guesses."""
+    """Acceptance history of one sequence."""
 
     tallies: dict[Proposer, AcceptanceCounts] = field(default_factory=dict)
     gain: float = 1.0  # accepted each time it was asked for, lately
@@ -63,7 +66,7 @@ class _SequenceState:
 
 
 class Speculator:
-    """Only the engine's thread uses it. Nothing that fails here fails a request: it goes on without guesses."""
+    """Plans speculation. A failure here fails no request: it continues without drafts. Engine thread only."""
 
     def __init__(
         self, proposers: abc.Mapping[SpeculationMode, Proposer], costs: StepCostModel, most: int, branches: int = 1
@@ -74,42 +77,44 @@ class Speculator:
         self._proposers, self._most, self._branches = dict(proposers), most, branches
         self._acceptance = {p: AcceptanceStats(p.priors) for p in proposers.values()}
         self._own: dict[Sequence, _SequenceState] = {}
-        self._guesses: dict[Sequence, _ProposedDraft] = {}
+        self._drafts: dict[Sequence, _ProposedDraft] = {}
         # For one sequence, by whether other branches are asked for as well.
         self._asking_seconds = {False: 0.0, True: 0.0}
         self._pause, self._left = _PAUSE, _PAUSE
         self._model_pause, self._model_left = _MODEL_PAUSE, 1
 
     def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
-        """What to verify behind those of ``decoding`` sequences, in a pass that has so many ``rows`` without them.
-        Answers end by ``longest`` tokens, prompt included."""
-        self._guesses.clear()
-        self._prepare(decoding, rows, longest)
-        return {s: guess.draft.chosen(guess.drafted) for s, guess in self._guesses.items() if guess.drafted}
+        """Chooses the drafts to verify for ``decoding`` sequences, in a step with ``rows`` other rows.
 
-    def passed(self, rows: int, drafted: int, seconds: float) -> None:
-        """A pass of decoding sequences alone took so long; ``rows`` of which ``drafted`` were guesses."""
+        Answers end by ``longest`` tokens, prompt included.
+        """
+        self._drafts.clear()
+        self._prepare(decoding, rows, longest)
+        return {s: proposed.draft.select(proposed.drafted) for s, proposed in self._drafts.items() if proposed.drafted}
+
+    def record_step(self, rows: int, drafted: int, seconds: float) -> None:
+        """Records the seconds of a step that only decoded: ``rows`` of which ``drafted`` were draft tokens."""
         self.costs.learn(rows, drafted > 0, seconds)
         self.stats.rows[rows] += 1
         if drafted:
             self.stats.verify_seconds += seconds
 
-    def forked(self, branches: int, seconds: float) -> None:
-        """So many branches got pages of their own in so long."""
+    def record_branching(self, branches: int, seconds: float) -> None:
+        """Records the seconds to allocate pages for branches."""
         if branches:
             self.costs.learn_branches(branches, seconds)
 
-    def judge(self, sequence: Sequence, verified: VerificationResult, drawn: abc.Sequence[int]) -> None:
-        """``drawn`` became part of a sequence's answer."""
-        guess = self._guesses.pop(sequence, None)
-        if guess is None:
+    def record_result(self, sequence: Sequence, verified: VerificationResult, drawn: abc.Sequence[int]) -> None:
+        """Records the verification of a sequence's draft; ``drawn`` are its new tokens."""
+        proposed = self._drafts.pop(sequence, None)
+        if proposed is None:
             return
-        own, draft = self._own.setdefault(sequence, _SequenceState()), guess.draft
-        tally, acceptance = self._tally(own, guess.proposer), self._acceptance[guess.proposer]
-        way = draft.followed(drawn)
+        own, draft = self._own.setdefault(sequence, _SequenceState()), proposed.draft
+        tally, acceptance = self._tally(own, proposed.proposer), self._acceptance[proposed.proposer]
+        way = draft.accepted_path(drawn)
         for at, true in zip([ROOT, *way], drawn, strict=False):
             for i in draft.children(at):
-                acceptance.learn(tally, draft.signs[i], draft.tokens[i] == true)
+                acceptance.learn(tally, draft.buckets[i], draft.tokens[i] == true)
         first = draft.paths()[0]
         along = next((i for i, (a, b) in enumerate(zip(way, first, strict=False)) if a != b), min(len(way), len(first)))
         own.gain += verified.accepted * (1 - _FADE)
@@ -117,12 +122,12 @@ class Speculator:
             own.branched += (len(way) - along) * (1 - _FADE)
         if verified.drafted:
             self.stats.count(verified)
-        drafted = sum(at in first for at in guess.drafted[: verified.drafted])
-        guess.proposer.observe(sequence, drafted, min(along, verified.accepted))
+        drafted = sum(at in first for at in proposed.drafted[: verified.drafted])
+        proposed.proposer.observe(sequence, drafted, min(along, verified.accepted))
 
     def finish(self, sequence: Sequence) -> None:
-        """Its answer is complete. ``judge`` and ``forget`` may follow."""
-        if sequence.speculation is SpeculationMode.OFF:
+        """Lets proposers learn from a complete answer. ``record_result`` and ``forget`` may follow."""
+        if sequence.speculation.mode is SpeculationMode.OFF:
             return
         for proposer in self._proposers.values():
             try:
@@ -131,33 +136,37 @@ class Speculator:
                 log.exception("learning from an answer failed")
 
     def forget(self, sequence: Sequence) -> None:
-        """It is in the batch no longer."""
+        """Drops the state of a sequence that left the batch."""
         self._own.pop(sequence, None)
-        self._guesses.pop(sequence, None)
+        self._drafts.pop(sequence, None)
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
     # ---- guessing -------------------------------------------------------------------------------------------
 
     def _prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> None:
-        wishes = [wish for s in decoding if (wish := self._wish(s, longest)) is not None]
-        if not wishes or not self._may_pay(len(decoding), rows):
+        requests = [request for s in decoding if (request := self._make_request(s, longest)) is not None]
+        if not requests or not self._may_pay(len(decoding), rows):
             return
         began = time.perf_counter()
-        self._ask(wishes, len(decoding), rows)
+        self._ask(requests, len(decoding), rows)
         self.stats.draft_seconds += time.perf_counter() - began
         self._choose(len(decoding), rows)
 
-    def _wish(self, sequence: Sequence, longest: int) -> DraftRequest | None:
-        """With so many guesses right, one more token is drawn, and the answer may end there."""
-        if sequence.speculation is SpeculationMode.OFF:
+    def _make_request(self, sequence: Sequence, longest: int) -> DraftRequest | None:
+        """Limits a draft: if all of it is accepted, one more token is sampled and the answer may end there."""
+        if sequence.speculation.mode is SpeculationMode.OFF:
             return None
-        room = min(sequence.max_tokens - sequence.generated, longest - len(sequence.tokens)) - 1
-        width = self._branches if sequence.branches is None else min(sequence.branches, self._branches)
+        room = min(sequence.request.max_tokens - sequence.num_generated, longest - len(sequence.tokens)) - 1
+        width = (
+            self._branches
+            if sequence.request.max_branches is None
+            else min(sequence.request.max_branches, self._branches)
+        )
         return DraftRequest(sequence, min(room, self._most), width) if room > 0 else None
 
     def _may_pay(self, sequences: int, rows: int) -> bool:
-        """Whether there is a number of guesses that would pay if all were right."""
+        """True if some number of draft tokens would pay if all were accepted."""
         now = sequences / self.costs.seconds(rows, False)
         more = sequences * self._most
         while more:
@@ -166,30 +175,30 @@ class Speculator:
             more //= 2
         return False
 
-    def _ask(self, wishes: list[DraftRequest], sequences: int, rows: int) -> None:
+    def _ask(self, requests: list[DraftRequest], sequences: int, rows: int) -> None:
         lookup, model = (self._proposers.get(mode) for mode in (SpeculationMode.NGRAM, SpeculationMode.DRAFT))
         if lookup is not None:
-            asked = [w for w in wishes if w.sequence.speculation is not SpeculationMode.DRAFT]
+            asked = [w for w in requests if w.sequence.speculation.mode is not SpeculationMode.DRAFT]
             asked = [self._fitted(w, sequences, rows) for w in asked if self._pays(w.sequence, sequences, rows)]
             known = [w for w in asked if self._own[w.sequence].passes > 1]
             # The first time all of a prompt is entered, which tells nothing of the others.
             self._take(SpeculationMode.NGRAM, [w for w in asked if w not in known])
             for wide in (False, True):
-                self._look_up([w for w in known if (w.width > 1) is wide], wide)
+                self._look_up([w for w in known if (w.max_branches > 1) is wide], wide)
         if model is not None:
-            self._ask_model(model, wishes, sequences, rows)
+            self._ask_model(model, requests, sequences, rows)
 
-    def _ask_model(self, model: Proposer, wishes: list[DraftRequest], sequences: int, rows: int) -> None:
-        """Lets the model guess as far as pays, for those for whom nothing better was looked up."""
+    def _ask_model(self, model: Proposer, requests: list[DraftRequest], sequences: int, rows: int) -> None:
+        """Lets the draft model propose as deep as pays, for sequences without a better n-gram draft."""
         group = list[tuple[DraftRequest, float]]()
-        for wish in wishes:
-            own, guess = self._own.setdefault(wish.sequence, _SequenceState()), self._guesses.get(wish.sequence)
+        for request in requests:
+            own, proposed = self._own.setdefault(request.sequence, _SequenceState()), self._drafts.get(request.sequence)
             chance = self._acceptance[model].chance(self._tally(own, model), 0)
-            if wish.sequence.speculation is SpeculationMode.DRAFT or (
-                wish.sequence.speculation is SpeculationMode.AUTO
-                and (guess is None or self._first_chance(own, guess) < chance)
+            if request.sequence.speculation.mode is SpeculationMode.DRAFT or (
+                request.sequence.speculation.mode is SpeculationMode.AUTO
+                and (proposed is None or self._first_chance(own, proposed) < chance)
             ):
-                group.append((wish, chance))
+                group.append((request, chance))
         if not group:
             return
         best, depth = sequences / self.costs.seconds(rows, False) * _MARGIN, 0
@@ -207,18 +216,20 @@ class Speculator:
                 return
             self._model_pause = min(2 * self._model_pause, _MOST_MODEL_PAUSE)
             self._model_left, depth = self._model_pause, 1
-        self._take(SpeculationMode.DRAFT, [replace(wish, most=min(wish.most, depth)) for wish, _ in group])
+        self._take(
+            SpeculationMode.DRAFT, [replace(request, max_tokens=min(request.max_tokens, depth)) for request, _ in group]
+        )
 
-    def _look_up(self, wishes: list[DraftRequest], wide: bool) -> None:
-        """Looks up for those that are known, and notes how long that takes."""
-        if wishes:
+    def _look_up(self, requests: list[DraftRequest], wide: bool) -> None:
+        """Looks up drafts of known sequences, and measures the time."""
+        if requests:
             began = time.perf_counter()
-            self._take(SpeculationMode.NGRAM, wishes)
-            each, before = (time.perf_counter() - began) / len(wishes), self._asking_seconds[wide]
+            self._take(SpeculationMode.NGRAM, requests)
+            each, before = (time.perf_counter() - began) / len(requests), self._asking_seconds[wide]
             self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
 
     def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
-        """Whether looking up is worth its own time, or it is this sequence's turn to find out."""
+        """True if a lookup is worth its own time, or if it is due to be tried again."""
         own = self._own.setdefault(sequence, _SequenceState())
         own.passes += 1
         saved = own.gain * self.costs.seconds(rows, False) / sequences
@@ -228,45 +239,49 @@ class Speculator:
             own.gain *= _FADE
         return pays
 
-    def _fitted(self, wish: DraftRequest, sequences: int, rows: int) -> DraftRequest:
-        """Without other branches, where looking for them takes longer than they save, but for a turn in many."""
-        own = self._own[wish.sequence]
+    def _fitted(self, request: DraftRequest, sequences: int, rows: int) -> DraftRequest:
+        """Drops further branches where looking for them takes longer than they save, except for one try in many."""
+        own = self._own[request.sequence]
         saved = own.branched * self.costs.seconds(rows, False) / sequences
         more = self._asking_seconds[True] - self._asking_seconds[False]
-        if wish.width == 1 or (saved < more and own.passes % _RARELY):
-            return replace(wish, width=1)
+        if request.max_branches == 1 or (saved < more and own.passes % _RARELY):
+            return replace(request, max_branches=1)
         own.branched *= _FADE
-        return wish
+        return request
 
-    def _take(self, mode: SpeculationMode, wishes: list[DraftRequest]) -> None:
+    def _take(self, mode: SpeculationMode, requests: list[DraftRequest]) -> None:
         proposer = self._proposers.get(mode)
-        if proposer is None or not wishes:
+        if proposer is None or not requests:
             return
         try:
-            drafts = proposer.propose(wishes)
+            drafts = proposer.propose(requests)
         except Exception:
             log.exception("guessing failed, and is off from now on; answers go on without", by=mode.value)
             for sequence in self._own:
                 proposer.forget(sequence)
             del self._proposers[mode]
             return
-        for wish, draft in zip(wishes, drafts, strict=True):
+        for request, draft in zip(requests, drafts, strict=True):
             if draft:
-                self._guesses[wish.sequence] = _ProposedDraft(proposer, draft, min(wish.width, len(draft.paths())))
+                self._drafts[request.sequence] = _ProposedDraft(
+                    proposer, draft, min(request.max_branches, len(draft.paths()))
+                )
 
-    def _first_chance(self, own: _SequenceState, guess: _ProposedDraft) -> float:
-        return self._acceptance[guess.proposer].chance(self._tally(own, guess.proposer), guess.draft.signs[0])
+    def _first_chance(self, own: _SequenceState, proposed: _ProposedDraft) -> float:
+        return self._acceptance[proposed.proposer].chance(
+            self._tally(own, proposed.proposer), proposed.draft.buckets[0]
+        )
 
     def _choose(self, sequences: int, rows: int) -> None:
-        """Hands out those guesses that give the most tokens per second."""
-        nodes, asked = list[DraftNode](), list(self._guesses.items())
-        for number, (sequence, guess) in enumerate(asked):
-            nodes += self._nodes(number, sequence, guess)
+        """Selects the draft tokens that give the most tokens per second."""
+        nodes, asked = list[DraftNode](), list(self._drafts.items())
+        for number, (sequence, proposed) in enumerate(asked):
+            nodes += self._nodes(number, sequence, proposed)
         if not nodes:
             return
         plain = sequences / self.costs.seconds(rows, False)
         prices = StepCosts(lambda more: self.costs.seconds(rows + more, True), self.costs.branch_seconds, sequences)
-        choice = select_drafts(nodes, [guess.width for _, guess in asked], prices)
+        choice = select_drafts(nodes, [proposed.width for _, proposed in asked], prices)
         chosen = choice.nodes if choice.rate > plain * _MARGIN else ()
         if chosen:
             self._pause = self._left = _PAUSE
@@ -279,14 +294,14 @@ class Speculator:
         for node in chosen:
             asked[node.sequence][1].drafted.append(node.place)
 
-    def _nodes(self, number: int, sequence: Sequence, guess: _ProposedDraft) -> list[DraftNode]:
-        """The guesses for a sequence, but for those that are too unlikely."""
-        tally = self._tally(self._own.setdefault(sequence, _SequenceState()), guess.proposer)
-        acceptance, draft = self._acceptance[guess.proposer], guess.draft
+    def _nodes(self, number: int, sequence: Sequence, proposed: _ProposedDraft) -> list[DraftNode]:
+        """Draft tokens of a sequence, without those that are too unlikely."""
+        tally = self._tally(self._own.setdefault(sequence, _SequenceState()), proposed.proposer)
+        acceptance, draft = self._acceptance[proposed.proposer], proposed.draft
         chances, nodes = {ROOT: 1.0}, list[DraftNode]()
-        for place, (parent, sign) in enumerate(zip(draft.parents, draft.signs, strict=True)):
+        for place, (parent, bucket) in enumerate(zip(draft.parents, draft.buckets, strict=True)):
             before = chances.get(parent, 0.0)
-            chance = before * acceptance.chance(tally, sign) if before else 0.0
+            chance = before * acceptance.chance(tally, bucket) if before else 0.0
             if chance >= _LEAST_CHANCE:
                 chances[place] = chance
                 nodes.append(DraftNode(chance, number, place, parent))
@@ -295,5 +310,5 @@ class Speculator:
     def _tally(self, own: _SequenceState, proposer: Proposer) -> AcceptanceCounts:
         found = own.tallies.get(proposer)
         if found is None:
-            found = own.tallies[proposer] = self._acceptance[proposer].own()
+            found = own.tallies[proposer] = self._acceptance[proposer].new_counts()
         return found

@@ -1,37 +1,63 @@
-"""What a pass costs by its number of rows: measured at the start, and with every pass.
+"""Cost model of a step by its number of rows: calibrated at start, corrected by every step.
 
-Machines are shared and contexts grow, so all costs rise and fall together: what is learnt quickly is a common scale,
-and only slowly how the costs of different numbers of rows compare.
+Machines are shared and contexts grow, so all costs rise and fall together: a common scale is learnt quickly, the
+relative costs of different numbers of rows slowly.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-# A row's cost as a share of the first one's, until it is measured.
+# Cost of a further row relative to the first one, until it is measured.
 _SLOPE = 0.04
 _SCALE_GAIN, _SHAPE_GAIN = 0.25, 0.04
-# One pass that was interrupted teaches no more than this.
-_MOST_RATIO = 2.0
-# Of a branch, until some were made.
+# An interrupted step changes the model by no more than this factor.
+_MAX_RATIO = 2.0
+# Initial cost of a branch.
 _BRANCH_SECONDS = 2e-4
+# Calibration: rows of the timed steps, repeats of each, and the time after which no larger step is timed.
+_TIMED_ROWS, _REPEATS, _MAX_TIMING_SECONDS = (1, 2, 4, 8, 16, 32, 64), 3, 2.0
+
+
+def time_steps(run: Callable[[int], None], min_rows: int = 1) -> dict[int, float]:
+    """Measures seconds of ``run`` by its number of rows, ``min_rows`` or more: the minimum of a few repeats.
+
+    Other load on the machine is no cost of the step. Times two numbers of rows at least; a large model is timed by few,
+    the rest is extrapolated and learnt later.
+    """
+    found: dict[int, float] = {}
+    began = time.perf_counter()
+    for rows in _TIMED_ROWS[bisect_left(_TIMED_ROWS, min_rows) :]:
+        run(rows)  # warms up: kernels are chosen, memory is allocated
+        found[rows] = min(time_once(run, rows) for _ in range(_REPEATS))
+        if len(found) > 1 and time.perf_counter() - began > _MAX_TIMING_SECONDS:
+            break
+    return found
+
+
+def time_once(run: Callable[[int], None], rows: int) -> float:
+    """Measures seconds of one ``run``."""
+    began = time.perf_counter()
+    run(rows)
+    return time.perf_counter() - began
 
 
 class StepCostModel:
-    """Seconds of a pass. Where passes without guesses are recorded (CUDA graphs), they have prices of their own."""
+    """Expected seconds of a step. Captured steps without draft tokens (CUDA graphs) have costs of their own."""
 
     def __init__(self, recorded: bool) -> None:
         self._scale = math.nan
         shape = [1 + _SLOPE * (n - _ROWS[0]) for n in _ROWS]
-        # What a branch more takes beside its rows: its pages, and what is copied there.
+        # Cost of a branch beside its rows: allocating pages and copying into them.
         self.branch_seconds = _BRANCH_SECONDS
         self._shape = {True: shape, False: list(shape) if recorded else shape}
 
     def calibrate(self, drafted: Mapping[int, float], plain: float) -> None:
-        """Sets seconds of passes with so many rows, at least two of them; ``plain`` is one row's without guesses."""
+        """Sets costs from steps with draft tokens, by rows (two at least), and from one row without (``plain``)."""
         measured = sorted(drafted.items())
         self._scale = measured[0][1]
         for i, n in enumerate(_ROWS):
@@ -41,29 +67,29 @@ class StepCostModel:
             self._shape[False] = [price * plain / self._scale for price in self._shape[True]]
 
     def seconds(self, rows: int, drafted: bool) -> float:
-        """Of a pass over so many rows; relative to a pass over few until one was measured."""
+        """Expected seconds of a step; relative to a small step until one was measured."""
         relative = _interpolated(_ROWS, self._shape[drafted], rows)
         return relative * (1.0 if math.isnan(self._scale) else self._scale)
 
     def learn_branches(self, branches: int, seconds: float) -> None:
-        """So many branches got their pages in so long."""
-        each = min(seconds / branches, _MOST_RATIO * self.branch_seconds)
+        """Records the time to allocate pages for branches."""
+        each = min(seconds / branches, _MAX_RATIO * self.branch_seconds)
         self.branch_seconds += _SHAPE_GAIN * (each - self.branch_seconds)
 
     def learn(self, rows: int, drafted: bool, seconds: float) -> None:
-        """A pass took so long."""
+        """Records the time of a step."""
         expected = self.seconds(rows, drafted)
         if math.isnan(self._scale):
             self._scale = seconds / expected
             return
-        ratio = min(max(seconds / expected, 1 / _MOST_RATIO), _MOST_RATIO)
+        ratio = min(max(seconds / expected, 1 / _MAX_RATIO), _MAX_RATIO)
         self._scale *= ratio**_SCALE_GAIN
         nearest = min(range(len(_ROWS)), key=lambda i: abs(_ROWS[i] - rows))
         self._shape[drafted][nearest] *= ratio**_SHAPE_GAIN
 
 
 def _interpolated(places: Sequence[int], values: Sequence[float], at: int) -> float:
-    """On the line between the two places around, or beyond the ends; nothing is cheaper than the first."""
+    """Interpolates linearly, also beyond the ends; nothing is cheaper than the first value."""
     i = min(max(bisect_left(places, at), 1), len(places) - 1)
     a, x = places[i - 1], values[i - 1]
     found = x + (values[i] - x) * (at - a) / (places[i] - a)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.engine.sequence import FinishReason
+from inference_svc.sequence.sequence import FinishReason
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINISH_REASON_LENGTH}

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from inference_svc.structured_output.grammar_state import GrammarState
-from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 
 # Drawn more often, or it would write every name letter by letter; and the end, where there may be one.
 _LONG = frozenset(i for i in range(len(TOKENIZER)) if len(TOKENIZER.decode([i])) > 1) | END

@@ -17,18 +17,20 @@ from inference_svc.context_reuse.chunking import FixedChunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector, SaveCallback
-from inference_svc.engine.sequence import CacheParams, Sequence, SequenceOutput, StoredPrefix
 from inference_svc.kv_client.connector import DaemonConnector
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.generation_request import CacheParams
+from inference_svc.sequence.kv_connector import NullKVConnector, SaveCallback
+from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from tests.inference_svc.models.test_architectures import build
 from tests.inference_svc.server.test_load import Request, idle
 
 WINDOW, PIECE, CHUNK, CONTEXT = 96, 128, 64, 4096
 ALL, SOME = "MistralForCausalLM", "Gemma3ForCausalLM"  # have windows in all layers, in some
-LIMITS = {"batch_tokens": PIECE}
+LIMITS = {"max_num_batched_tokens": PIECE}
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -49,7 +51,7 @@ class Windowed:
 
     def request(self, ids: list[int], length: int = 20, **use: Any) -> Request:
         request = Request(ids, length)
-        request.sequence.cache = CacheParams(**use)
+        request.sequence.request = replace(request.sequence.request, cache=CacheParams(**use))
         sink = request.sequence.sink
 
         def note(output: SequenceOutput) -> None:
@@ -67,7 +69,7 @@ class Windowed:
         tokens = request.tokens()
         idle(self.engine)
         self.engine.check_integrity()
-        return tokens, request.sequence.cached_tokens
+        return tokens, request.sequence.usage.num_cached
 
     def close(self) -> None:
         self.engine.stop()

@@ -16,7 +16,7 @@ from kvsidecar.models.model_library import SOURCE, check_disk_space
 from kvsidecar.process.malloc_tuning import trim_freed_memory
 from torch import Tensor, nn
 
-from inference_svc.model_runner import fused_layers
+from inference_svc.models import fused_layer_weights
 from inference_svc.models.layer_streaming import onednn_weights
 from inference_svc.models.layer_streaming.layer_file import LayerWriter, StoredWeight
 from inference_svc.models.layer_streaming.vocabulary_writer import EMBEDDING, HEAD, VocabularyWriter
@@ -130,12 +130,12 @@ class _LayerFileBuilder:
             self._materials.fill(layer, prefix)
         else:
             self._fill_quantized(layer, prefix)
-        can = fused_layers.can_fuse(layer, recipe.config)
+        can = fused_layer_weights.can_fuse(layer, recipe.config)
         if self._fused not in (None, can):
             raise ModelUnsupported(f"{recipe.name} has layers of two kinds, which are not streamed; use --stream off")
         self._fused = can
         if can:
-            products, vectors = fused_layers.take_weights(layer)
+            products, vectors = fused_layer_weights.take_weights(layer)
         else:
             products, vectors = self._own(layer)
         start = prefix.removeprefix("model.")

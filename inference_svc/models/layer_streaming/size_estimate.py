@@ -13,7 +13,7 @@ from kvkernels.cpu import code_recovery, quantized_gemm
 from kvkernels.cpu import f32_gemm as dense
 from torch import nn
 
-from inference_svc.model_runner import fused_layers
+from inference_svc.models import fused_layer_weights
 from inference_svc.models.layer_streaming.layer_file import padded
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe, is_feed_forward
 from inference_svc.models.layer_streaming.residency_plan import WeightSizes
@@ -66,8 +66,8 @@ class _Counting:
         """Bytes of a layer's attention, and of its feed-forward part."""
         linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
         products = {name: [name] for name in linears}
-        if fused_layers.has_fusable_structure(layer, self._recipe.config):
-            products = {name: list(parts) for name, parts in fused_layers.FUSED_LINEARS.items()}
+        if fused_layer_weights.has_fusable_structure(layer, self._recipe.config):
+            products = {name: list(parts) for name, parts in fused_layer_weights.FUSED_LINEARS.items()}
         found = [0, 0]
         for name, parts in products.items():
             found[is_feed_forward(name)] += self._product([linears[part] for part in parts], prefix, parts)

@@ -20,9 +20,9 @@ from kvsidecar.models.model_library import ModelLibrary
 from kvsidecar.process.free_memory import free_bytes
 from torch import Tensor
 
-from inference_svc.model_runner import fused_layers as fused
-from inference_svc.model_runner.decoder_layer import FusedLayerWeights
+from inference_svc.models import fused_layer_weights
 from inference_svc.models.attention_windows import windows_of
+from inference_svc.models.fused_layer_weights import FusedLayerWeights
 from inference_svc.models.layer_streaming import onednn_weights
 from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.layer_file import (
@@ -221,7 +221,7 @@ class _ModelAssembly:
         for i, layer in enumerate(inner.layers):
             vectors = self._vectors(f"layers.{i}.")
             if index.fused:
-                made.append(fused.make_layer(layer, products[i], vectors))
+                made.append(fused_layer_weights.make_layer(layer, products[i], vectors))
             else:
                 _set_parameters(layer, products[i], vectors)
         if index.fused:

@@ -6,6 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Matrix kernels give a row the same bits in every batch whose number of rows is a multiple of this.
+ROW_MULTIPLE = 4
+
 
 class PlainLinear(nn.Module):
     """``[..., in] -> [..., out]`` over a weight ``[out, in]`` that may be exchanged."""

@@ -20,8 +20,8 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 
-from inference_svc.engine.sequence import Sequence, SequenceOutput
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
+from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.inference_service import InferenceService, worker_stats
 from inference_svc.server.otel_observer import RequestObserver
@@ -159,7 +159,7 @@ class VllmEngine(VllmEngineServicer):
             server_type="kvsidecar",
             data_parallel_size=1,
             kv_cache_dtype="auto",
-            block_size=BLOCK_TOKENS,
+            block_size=PAGE_TOKENS,
             model_dtype=str(self._loaded.dtype),
             max_num_seqs=self._runtime.config.batch_sequences,
             constrained_decoding_start="first_token",
@@ -173,8 +173,8 @@ class VllmEngine(VllmEngineServicer):
             num_running_reqs=stats.running,
             num_waiting_reqs=stats.waiting,
             num_total_reqs=stats.running + stats.waiting,
-            num_used_tokens=used * BLOCK_TOKENS,
-            max_total_num_tokens=stats.pool_pages * BLOCK_TOKENS,
+            num_used_tokens=used * PAGE_TOKENS,
+            max_total_num_tokens=stats.pool_pages * PAGE_TOKENS,
             token_usage=share,
             cache_hit_rate=stats.cached_tokens / max(1, stats.prompt_tokens - stats.skipping_tokens),
             utilization=share,

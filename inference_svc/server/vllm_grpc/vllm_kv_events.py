@@ -19,7 +19,7 @@ from kvsidecar.events.vllm_events import AllBlocksCleared, BlockRemoved, BlockSt
 from kvsidecar.net.channel import ServiceAddress
 from smg_grpc_proto.generated import common_pb2 as common
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
 # A subscriber that falls further behind is disconnected, and starts over when it subscribes again.
 _MAX_BEHIND = 4096
@@ -49,7 +49,7 @@ async def kv_event_batches(
                 raise from_rpc(error) from error
 
     scope = {"namespace": namespace, "tenant_salt": b""}
-    follower = EventFollower(reach, scope, BlockLedger(BLOCK_TOKENS, b"", DEFAULT_SEED))
+    follower = EventFollower(reach, scope, BlockLedger(PAGE_TOKENS, b"", DEFAULT_SEED))
 
     def follow() -> None:
         try:

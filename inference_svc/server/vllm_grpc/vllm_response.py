@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.sampling.sampling_params import SampledToken
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 ABORTED = "abort"
@@ -26,15 +26,15 @@ class VllmResponse:
     def take(self, sequence: Sequence, output: SequenceOutput) -> vllm.GenerateResponse | None:
         """Add an output. Returns its chunk, or None for an output without a token."""
         first, self.sequence = not self.drawn, sequence
-        if output.drawn is None:
+        if output.token is None:
             return None
-        self.drawn.append(output.drawn)
+        self.drawn.append(output.token)
         chunk = vllm.GenerateStreamChunk(
-            token_ids=[output.drawn.token],
-            prompt_tokens=sequence.prompt_tokens,
+            token_ids=[output.token.token],
+            prompt_tokens=sequence.request.num_prompt_tokens,
             completion_tokens=1,  # those of this piece, as vLLM counts
-            cached_tokens=sequence.cached_tokens,
-            output_logprobs=_output_logprobs(sequence, [output.drawn]),
+            cached_tokens=sequence.usage.num_cached,
+            output_logprobs=_output_logprobs(sequence, [output.token]),
             input_logprobs=_input_logprobs(sequence) if first else None,
             index=self.index,
         )
@@ -62,10 +62,10 @@ class VllmResponse:
 
 def _fill(sequence: Sequence, drawn: Many[SampledToken], whole: vllm.GenerateComplete) -> None:
     told = vllm.GenerateComplete(
-        prompt_tokens=sequence.prompt_tokens,
-        cached_tokens=sequence.cached_tokens,
-        spec_draft_tokens=sequence.draft_tokens,
-        spec_accepted_tokens=sequence.accepted_tokens,
+        prompt_tokens=sequence.request.num_prompt_tokens,
+        cached_tokens=sequence.usage.num_cached,
+        spec_draft_tokens=sequence.speculation.num_draft_tokens,
+        spec_accepted_tokens=sequence.speculation.num_accepted_tokens,
         output_logprobs=_output_logprobs(sequence, drawn),
         input_logprobs=_input_logprobs(sequence),
     )
@@ -73,33 +73,33 @@ def _fill(sequence: Sequence, drawn: Many[SampledToken], whole: vllm.GenerateCom
     if whole.finish_reason != _FINISH[FinishReason.STOP]:
         return
     # Nothing is said of the model's own end.
-    if sequence.text.stopped:
-        whole.matched_stop_str = sequence.text.stopped_by
-    elif sequence.tokens[-1] in sequence.own_stops:
+    if sequence.detokenizer.stopped:
+        whole.matched_stop_str = sequence.detokenizer.stopped_by
+    elif sequence.tokens[-1] in sequence.request.own_stop_token_ids:
         whole.matched_token_id = sequence.tokens[-1]
 
 
 def _output_logprobs(sequence: Sequence, drawn: Many[SampledToken]) -> vllm.OutputLogProbs | None:
-    if sequence.logprobs is None or not drawn:
+    if sequence.request.num_logprobs is None or not drawn:
         return None
     return vllm.OutputLogProbs(
         token_logprobs=[one.logprob or 0.0 for one in drawn],
         token_ids=[one.token for one in drawn],
-        top_logprobs=_tops(sequence.logprobs, drawn),
+        top_logprobs=_tops(sequence.request.num_logprobs, drawn),
     )
 
 
 def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
     """Prompt logprobs; the first token has none, because no token precedes it."""
-    if sequence.prompt_logprobs is None:
+    if sequence.request.num_prompt_logprobs is None:
         return None
-    scored: list[SampledToken] = [SampledToken(sequence.tokens[0]), *sequence.prompt_scores]
+    scored: list[SampledToken] = [SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs]
     return vllm.InputLogProbs(
         token_logprobs=[
             vllm.InputTokenLogProb(value=(one.logprob or 0.0) if i else None) for i, one in enumerate(scored)
         ],
         token_ids=[one.token for one in scored],
-        top_logprobs=_tops(sequence.prompt_logprobs, scored),
+        top_logprobs=_tops(sequence.request.num_prompt_logprobs, scored),
     )
 
 

@@ -162,7 +162,7 @@ class Machine(Traffic):
             if (await heard).outcome is not PutOutcome.STORED:
                 return False
             # A retried write that found no room may have made the store give up more meanwhile.
-            if not (writer._removals or writer._owed.remove):
+            if not (writer._removals or writer._unflushed.remove):
                 return True
 
     @step(at=where)

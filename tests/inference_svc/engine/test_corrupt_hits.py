@@ -12,7 +12,7 @@ import torch
 
 from inference_svc import Engine
 from inference_svc.kv_client import chunk_saver
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
 OPTIONS: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
@@ -63,7 +63,7 @@ def test_a_corrupt_chunk_costs_one_prefill_and_is_deleted(
     inner, cache = engine._runtime.engine, engine._runtime.cache
     assert cache is not None
     while inner.resident_sequences:
-        inner.between_steps(inner._loop.residents.evict)
+        inner.between_steps(inner._core.prefix_cache.evict)
     plain = engine.generate([*ids, 5], skip_cache=True, **OPTIONS)
     found = engine.generate([*ids, 5], **OPTIONS)
     assert found.token_ids == plain.token_ids
@@ -91,7 +91,7 @@ def test_corrupt_residents_are_dropped_with_all_that_begin_so(engine: Engine) ->
     cache = engine._runtime.cache
     assert cache is not None
     with torch.inference_mode():
-        slots = inner.resident(0).table.slots(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS)
+        slots = inner.resident(0).table.slots(2 * PAGE_TOKENS, 3 * PAGE_TOKENS)
         inner.between_steps(lambda: inner.pool.values[1].index_fill_(1, torch.from_numpy(slots), float("nan")))
     plain = engine.generate([*one, 7], skip_cache=True, **OPTIONS)
     assert engine.generate([*one, 7], **OPTIONS).token_ids == plain.token_ids
@@ -105,8 +105,8 @@ def test_a_model_that_computes_nan_by_itself_fails_as_before(engine: Engine, mon
     ids, inner = prompt(6, 200), engine._runtime.engine
     engine.generate(ids, **OPTIONS)
     settled(engine)
-    compute = inner._loop.compute
-    monkeypatch.setattr(inner._loop, "compute", lambda spans: compute(spans) * float("nan"))
+    compute = inner._core.compute
+    monkeypatch.setattr(inner._core, "compute", lambda spans: compute(spans) * float("nan"))
     with pytest.raises(Exception, match="computed NaN or infinity"):
         engine.generate([*ids, 5], **OPTIONS)
     assert inner.stats.corrupt_hits == 0

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 
-from inference_svc.engine import engine_core
+from inference_svc.engine import batch_sampler
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import CacheParams, FinishReason, Sequence
 from inference_svc.gateway.worker_router import is_retryable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.sampling.sampler import SampleResult
 from inference_svc.sampling.sampling_params import SamplingState
+from inference_svc.sequence.generation_request import CacheParams
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import FinishReason, Sequence
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle
 
@@ -32,17 +34,17 @@ class Refusing(NullKVConnector):
         self.load_fails = self.save_fails = self.probe_fails = ""
 
     def load(self, sequence: Sequence, pool: KVPool, done: Any) -> bool:
-        if sequence.id == self.load_fails:
+        if sequence.request.id == self.load_fails:
             raise OSError("the load was planted")
         return False
 
     def save(self, sequence: Sequence, pool: KVPool, done: Any) -> bool:
-        if sequence.id == self.save_fails:
+        if sequence.request.id == self.save_fails:
             raise OSError("the save was planted")
         return False
 
     def probe(self, sequence: Sequence, done: Any) -> None:
-        if sequence.id == self.probe_fails:
+        if sequence.request.id == self.probe_fails:
             raise OSError("the probe was planted")
 
 
@@ -65,7 +67,7 @@ def cache() -> Refusing:
 def engine(cache: Refusing) -> Iterator[Engine]:
     loaded = poisoned()
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 8192, loaded.dtype, loaded.device)
-    found = Engine(loaded, pool, cache, EngineLimits(batch_tokens=96))
+    found = Engine(loaded, pool, cache, EngineLimits(max_num_batched_tokens=96))
     yield found
     idle(found)
     found.check_integrity()
@@ -75,7 +77,7 @@ def engine(cache: Refusing) -> Iterator[Engine]:
 def others(engine: Engine, count: int = 6) -> list[Request]:
     requests = [Request(prompt(i, 20 + 5 * i), 12, seed=i if i % 2 else None) for i in range(count)]
     for request in requests:
-        request.sequence.cache = CacheParams(read=False, write=False)
+        request.sequence.request = replace(request.sequence.request, cache=CacheParams(read=False, write=False))
         engine.submit(request.sequence)
     return requests
 
@@ -114,7 +116,7 @@ def test_who_waits_is_told_even_where_pages_cannot_be_cleared(engine: Engine, mo
     def broken(_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(engine.pool, "erase", broken)
+    monkeypatch.setattr(engine.pool, "zero_exclusive", broken)
     bad = Request([POISON, 5], 5)
     engine.submit(bad.sequence)
     assert "NaN" in str(failure(bad))
@@ -123,14 +125,14 @@ def test_who_waits_is_told_even_where_pages_cannot_be_cleared(engine: Engine, mo
 def test_a_drawing_that_raises_for_the_batch_is_done_for_each_alone(
     engine: Engine, want: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = engine_core.draw
+    real = batch_sampler.sample
 
     def short_of_memory(logits: torch.Tensor, samplers: list[SamplingState]) -> list[SampleResult]:
         if len(samplers) > 1:
             raise torch.OutOfMemoryError("rows times the vocabulary")
         return real(logits, samplers)
 
-    monkeypatch.setattr(engine_core, "sample", short_of_memory)
+    monkeypatch.setattr(batch_sampler, "sample", short_of_memory)
     assert [r.tokens() for r in others(engine)] == want
 
 
@@ -145,7 +147,7 @@ def test_its_error_is_internal_and_not_for_another_worker(engine: Engine) -> Non
 
 def test_a_temperature_near_zero_fails_nobody(engine: Engine, want: list[list[int]]) -> None:
     cold, greedy = Request(prompt(60, 30), 8, seed=1), Request(prompt(60, 30), 8)
-    cold.sequence.sampler.params = type(cold.sequence.params)(temperature=1e-38)
+    cold.sequence.sampling.params = type(cold.sequence.request.sampling_params)(temperature=1e-38)
     engine.submit(cold.sequence)
     beside = others(engine)
     engine.submit(greedy.sequence)
@@ -175,7 +177,8 @@ def test_a_load_that_raises_fails_its_sequence_and_leaves_no_page(
     engine: Engine, cache: Refusing, want: list[list[int]]
 ) -> None:
     bad = Request(prompt(80, 100), 5)
-    bad.sequence.id = cache.load_fails = "unlucky"
+    cache.load_fails = "unlucky"
+    bad.sequence.request = replace(bad.sequence.request, id=cache.load_fails)
     engine.submit(bad.sequence)
     beside = others(engine)
     assert "the load was planted" in str(failure(bad))
@@ -186,8 +189,8 @@ def test_a_load_that_raises_fails_its_sequence_and_leaves_no_page(
 
 def test_a_save_or_a_probe_that_raises_fails_nobody(engine: Engine, cache: Refusing) -> None:
     request = Request(prompt(90, 40), 5)
-    request.sequence.id = cache.save_fails = cache.probe_fails = "unsaved"
-    request.sequence.cache = CacheParams(read=False)
+    cache.save_fails = cache.probe_fails = "unsaved"
+    request.sequence.request = replace(request.sequence.request, id="unsaved", cache=CacheParams(read=False))
     engine.submit(request.sequence)
     assert len(request.tokens()) == 5
     idle(engine)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.engine.request_lifecycle import append_token
-from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_client.load_cost_model import LoadCostModel
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
@@ -15,9 +13,12 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerLoadFailed, LayerReadyEvent
 from inference_svc.models.loader import load
 from inference_svc.sampling.sampling_params import SampledToken, SamplingParams
-from tests.inference_svc.engine.test_detokenizer import TOKENIZER
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import GenerationRequest
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.kv_pool.test_prefix_cache import answer
+from tests.inference_svc.sequence.test_detokenizer import TOKENIZER
 from tests.inference_svc.server.test_load import small_engine
 
 
@@ -27,7 +28,7 @@ def test_a_stop_string_in_what_was_held_back_is_a_stop() -> None:
     broken = next(i for i in [half, *range(300)] if TOKENIZER.decode([i]) == "\ufffd")
     outputs: list[SequenceOutput] = []
     text = IncrementalDetokenizer(TOKENIZER, ("\ufffd",), frozenset())
-    sequence = Sequence("s", [5, 6], 2, 1, SamplingParams(), frozenset(), text, outputs.append)
+    sequence = Sequence(GenerationRequest("s", 2, 1, SamplingParams(), frozenset()), [5, 6], text, outputs.append)
     assert append_token(sequence, SampledToken(broken), 100) is FinishReason.STOP
     assert (outputs[-1].text, outputs[-1].finish) == ("", FinishReason.STOP)
 

@@ -26,12 +26,12 @@ from inference_svc import Engine as Embedded
 from inference_svc.engine import engine_core as loops
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import LoadCallback, LoadResult, NullKVConnector, SaveCallback
-from inference_svc.engine.sequence import FinishReason, Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import layerwise_load as gates
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.models.loader import load
+from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, NullKVConnector, SaveCallback
+from inference_svc.sequence.sequence import FinishReason, Sequence
 from inference_svc.server.worker_server import EXIT_ENGINE_STOPPED
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, small_engine
@@ -41,7 +41,7 @@ class HungCache(NullKVConnector):
     """Loads prompts of 100 tokens and saves all answers, but nothing of it comes to an end."""
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
-        return sequence.prompt_tokens == 100
+        return sequence.request.num_prompt_tokens == 100
 
     def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
         return True
@@ -62,7 +62,7 @@ def ends(engine: Engine) -> str:
 
 
 def test_whatever_leaves_the_loop_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_over(HungCache(), batch_sequences=3)
+    engine = engine_over(HungCache(), max_num_seqs=3)
     saved = Request(prompt(1, 20), 1)
     engine.submit(saved.sequence)
     saved.tokens()
@@ -72,7 +72,7 @@ def test_whatever_leaves_the_loop_is_told_to_everybody(monkeypatch: pytest.Monke
     while not running.outputs:
         time.sleep(0.001)
     assert engine.ailment == ""
-    monkeypatch.setattr(engine._loop, "count_free", broken)
+    monkeypatch.setattr(engine._core, "count_free_pages", broken)
     assert "MemoryError: injected" in ends(engine)
     for request in (loading, running, waiting):
         assert request.ended.wait(5)
@@ -97,14 +97,14 @@ def test_what_is_asked_of_a_stopping_engine_is_answered(monkeypatch: pytest.Monk
         assert go_on.wait(20)
         return broken()
 
-    monkeypatch.setattr(engine._loop, "count_free", break_late)
+    monkeypatch.setattr(engine._core, "count_free_pages", break_late)
     first, second = Request(prompt(1, 30), 5), Request(prompt(2, 30), 5)
     engine.submit(first.sequence)
     assert entered.wait(20)
     engine.submit(second.sequence)
     with ThreadPoolExecutor(1) as threads:
         work = threads.submit(engine.between_steps, lambda: None)
-        while len(engine._mail._letters) < 2:
+        while len(engine._events._events) < 2:
             time.sleep(0.001)
         go_on.set()
         with pytest.raises(Unavailable, match="the engine has stopped"):
@@ -143,9 +143,9 @@ def test_a_lost_device_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(device)
         fail()
 
-    monkeypatch.setattr(engine._loop, "compute", fail)
+    monkeypatch.setattr(engine._core, "compute", fail)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    monkeypatch.setattr(engine._loop, "_device", torch.device("cuda", 0))
+    monkeypatch.setattr(engine._core, "_device", torch.device("cuda", 0))
     engine.submit(request.sequence)
     assert "cuda:0 computes no more: CUDA error" in ends(engine)
     assert request.ended.wait(5)
@@ -154,17 +154,17 @@ def test_a_lost_device_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_device_that_goes_on_fails_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = small_engine(4096)
-    compute, request, after = engine._loop.compute, Request(prompt(1, 30), 5), Request(prompt(2, 30), 5)
+    compute, request, after = engine._core.compute, Request(prompt(1, 30), 5), Request(prompt(2, 30), 5)
 
     def fail(*_: object) -> torch.Tensor:
         raise RuntimeError("no memory for it")
 
     monkeypatch.setattr(loops, "check_device", lambda device, error: None)
-    monkeypatch.setattr(engine._loop, "compute", fail)
+    monkeypatch.setattr(engine._core, "compute", fail)
     engine.submit(request.sequence)
     assert request.ended.wait(20)
     assert "no memory for it" in str(request.outputs[-1].error)
-    monkeypatch.setattr(engine._loop, "compute", compute)
+    monkeypatch.setattr(engine._core, "compute", compute)
     engine.submit(after.sequence)
     assert len(after.tokens()) == 5
     engine.stop()
@@ -232,7 +232,7 @@ def test_the_embedded_engine_raises_when_it_has_stopped() -> None:
     with Embedded.from_pretrained("demo", cache=None, threads=1, pool_bytes=64 << 20) as engine:
         stream = engine.stream("hello", max_tokens=3000, ignore_eos=True)
         next(stream)
-        engine._runtime.engine._loop.count_free = broken  # type: ignore[method-assign]
+        engine._runtime.engine._core.count_free_pages = broken  # type: ignore[method-assign]
         with pytest.raises(Unavailable, match="the engine has stopped"):
             list(stream)
         for call in (engine.generate, engine.warm):

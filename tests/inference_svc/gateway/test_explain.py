@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from benchmarks.node import Node
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.token_provenance import Provenance, provenance_spans
-from inference_svc.engine.detokenizer import split_text
 from inference_svc.models.loader import DEMO_MODEL
+from inference_svc.sequence.detokenizer import split_text
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.gateway.conftest import Gateway
 

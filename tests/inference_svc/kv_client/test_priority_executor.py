@@ -16,12 +16,12 @@ from kvsidecar.kv_transfer.session import Session
 from inference_svc import Engine
 from inference_svc.engine.engine import Engine as InnerEngine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import LoadCallback, LoadResult, NullKVConnector
-from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_client import chunk_loader, connector
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import load
+from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, NullKVConnector
+from inference_svc.sequence.sequence import Sequence
 from inference_svc.server.python_api import Result
 from tests.inference_svc.server.test_load import Request, idle
 
@@ -116,7 +116,7 @@ def test_a_prompt_computes_what_it_shares_with_a_slow_load(engine: Engine, slow_
     result = beside(engine, slow_match, SLOW[:64] + prompt(3, 30))
     assert result.cached_tokens in (0, 64)  # its own load may find the beginning
     engine_ = engine._runtime.engine
-    computing = engine_._loop.pace.seconds(94)
+    computing = engine_._core.prefill_budget.seconds(94)
     assert computing is not None
     assert result.timings["queue_ms"] < 2e3 * computing + 500, "it waited for longer than computing takes"
 
@@ -227,7 +227,7 @@ class SlowLoads(NullKVConnector):
         self.asked = threading.Event()
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
-        if sequence.prompt_tokens < LONG:
+        if sequence.request.num_prompt_tokens < LONG:
             return False
         self.loads.append((sequence, done))
         self.asked.set()
@@ -245,8 +245,8 @@ def shared_with_a_load(expected: float, row_seconds: float) -> tuple[InnerEngine
     """An engine in which a long prompt is being loaded, and a short one that shares its beginning was submitted."""
     cache, loaded = SlowLoads(expected), load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 4096, loaded.dtype, loaded.device)
-    engine = InnerEngine(loaded, pool, cache, EngineLimits(residents=0))
-    engine._loop.pace._row = row_seconds
+    engine = InnerEngine(loaded, pool, cache, EngineLimits(prefix_cache_sequences=0))
+    engine._core.prefill_budget._row = row_seconds
     long, short = Request(SLOW, 2), Request(SLOW[:64] + prompt(4, 30), 2)
     engine.submit(long.sequence)
     assert cache.asked.wait(20)
@@ -256,12 +256,12 @@ def shared_with_a_load(expected: float, row_seconds: float) -> tuple[InnerEngine
 
 def test_a_prompt_waits_for_a_load_that_is_faster_than_computing() -> None:
     engine, cache, long, short = shared_with_a_load(expected=0.0, row_seconds=100.0)
-    eventually(lambda: engine._loop.admission.wake_at is not None)
+    eventually(lambda: engine._core.admission.wake_at is not None)
     assert not short.outputs
     cache.end()
     long.tokens()
     short.tokens()
-    assert short.sequence.resident_tokens >= 64, "it was computed again"
+    assert short.sequence.usage.num_pool_hits >= 64, "it was computed again"
     engine.stop()
 
 

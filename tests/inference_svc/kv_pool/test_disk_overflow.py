@@ -15,10 +15,10 @@ from kvsidecar.errors import OverflowFailed, PromptExceedsPool, status_of
 
 from benchmarks.node import Node
 from inference_svc.engine import request_lifecycle
-from inference_svc.engine.sequence import FinishReason
 from inference_svc.kv_pool import disk_overflow
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.sequence.sequence import FinishReason
 from inference_svc.server.inference_service import worker_stats
 from inference_svc.server.python_api import Engine as Api
 from inference_svc.server.worker_metrics import WorkerCollector
@@ -82,7 +82,7 @@ def test_four_times_the_pool_answers_as_an_unlimited_pool_does_and_others_go_on(
     assert [r.tokens() for r in requests] == want
     idle(engine.engine)
     engine.engine.check_integrity()
-    assert long.sequence.cached_tokens == 0
+    assert long.sequence.usage.num_cached == 0
     assert engine.engine.free_overflow_pages == engine.engine.pool.overflow_pages
     # The next turn goes on where it lies, and who shares its beginning copies that.
     more = LONG + wanted + prompt(220, 30)
@@ -106,8 +106,8 @@ def test_an_answer_that_outgrows_the_pool_goes_on_in_the_overflow(tmp_path: Path
     request, other = engine.request(ids, 350), engine.request(prompt(236, 50), 100)
     assert request.tokens() == right(answers, ids, 350)
     assert other.tokens() == right(answers, prompt(236, 50), 100)
-    assert request.sequence.cached_tokens == 0, "what it says of the prompt is of the first time"
-    assert engine.engine.stats.overflowed == 1
+    assert request.sequence.usage.num_cached == 0, "what it says of the prompt is of the first time"
+    assert engine.engine.stats.overflow_admissions == 1
     idle(engine.engine)
     engine.engine.check_integrity()
     engine.close()
@@ -201,7 +201,7 @@ def test_on_a_full_disk_who_comes_gets_the_room_of_those_who_are_done(
     pool = engine.engine.pool
     assert pool.overflow is not None
     most = pool.overflow.backed_pages
-    assert most >= len(LONG) // BLOCK_TOKENS > 48, "it stays"
+    assert most >= len(LONG) // PAGE_TOKENS > 48, "it stays"
 
     def fallocate(handle: int, mode: int, at: int, size: int) -> None:
         assert pool.overflow is not None
@@ -228,7 +228,7 @@ def test_whoever_guesses_finds_room_on_disk(tmp_path: Path, monkeypatch: pytest.
         for one in decoding:
             asked.append(one.computed)
             end = min(one.computed + 64, one.table.tokens)
-            pages = {int(slot) // BLOCK_TOKENS - beyond.first_page for slot in one.table.slots(one.computed, end)}
+            pages = {int(slot) // PAGE_TOKENS - beyond.first_page for slot in one.table.slots(one.computed, end)}
             without.extend(page for page in pages if page // beyond._group not in beyond._users)
         return real(decoding, rows, longest)
 
@@ -285,11 +285,11 @@ def test_it_is_stored_and_loaded_as_any_other(daemon: Node, tmp_path: Path, answ
     assert first.answer(LONG) == (want, 0)
     assert first.stored == len(LONG) + 19
     first.close()
-    second = small(tmp_path, daemon, residents=0)
+    second = small(tmp_path, daemon, prefix_cache_sequences=0)
     assert second.answer(LONG) == (want, len(LONG) - 1)
     # An answer that outgrows the pool is stored before it moves, and loaded again.
     ids = prompt(290, 220)
     assert second.answer(ids, 300)[0] == right(answers, ids, 300)
-    assert second.engine.stats.overflowed == 2
+    assert second.engine.stats.overflow_admissions == 2
     assert on_disk(second.engine.pool) <= METADATA
     second.close()

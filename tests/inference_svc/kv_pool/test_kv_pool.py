@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS, UNMAPPED, BlockTable
+from inference_svc.kv_pool.block_table import PAGE_TOKENS, UNMAPPED, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 STEPS = st.lists(st.tuples(st.sampled_from(["new", "grow", "share", "trim", "free"]), st.integers(1, 400)), max_size=50)
@@ -12,7 +12,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["new", "grow", "share", "trim", "fre
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
 def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
-    pool = KVPool(1, 1, 2, 32 * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
+    pool = KVPool(1, 1, 2, 32 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
     tables: list[BlockTable] = []
     for what, n in steps:
         held = {s for t in tables for s in t.slots(0, t.tokens).tolist()}
@@ -30,19 +30,19 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
                 assert table.slots(0, len(before)).tolist() == before
             elif what == "share":
                 shared = pool.share(table, min(n, len(before)))
-                assert shared.tokens == min(n, len(before)) // BLOCK_TOKENS * BLOCK_TOKENS
+                assert shared.tokens == min(n, len(before)) // PAGE_TOKENS * PAGE_TOKENS
                 assert shared.slots(0, shared.tokens).tolist() == before[: shared.tokens]
                 tables.append(shared)
             elif what == "trim":
                 pool.trim(table, n)
-                assert table.slots(0, table.tokens).tolist() == before[: -(-n // BLOCK_TOKENS) * BLOCK_TOKENS]
+                assert table.slots(0, table.tokens).tolist() == before[: -(-n // PAGE_TOKENS) * PAGE_TOKENS]
             else:
                 pool.free(tables.pop(n % len(tables)))
         used = {s for t in tables for s in t.slots(0, t.tokens).tolist()}
-        assert len(used) == (pool.pages - pool.free_pages) * BLOCK_TOKENS
+        assert len(used) == (pool.pages - pool.free_pages) * PAGE_TOKENS
         assert all(s < pool.padding_slot for s in used)
         pool.check_integrity()
-        assert pool.held_by(tables)
+        assert pool.references_match(tables)
     for table in tables:
         pool.free(table)
         pool.free(table)
@@ -50,25 +50,25 @@ def test_no_page_is_lost_or_given_twice(steps: list[tuple[str, int]]) -> None:
 
 
 def test_shared_pages_are_not_writable_until_the_other_lets_go() -> None:
-    pool = KVPool(1, 1, 2, 16 * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
-    table = pool.allocate(4 * BLOCK_TOKENS)
+    pool = KVPool(1, 1, 2, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
+    table = pool.allocate(4 * PAGE_TOKENS)
     assert table is not None
     assert pool.writable(table, 0)
-    shared = pool.share(table, 2 * BLOCK_TOKENS + 5)
+    shared = pool.share(table, 2 * PAGE_TOKENS + 5)
     assert not pool.writable(table, 0)
-    assert pool.writable(table, 2 * BLOCK_TOKENS)
+    assert pool.writable(table, 2 * PAGE_TOKENS)
     pool.free(shared)
     assert pool.writable(table, 0)
 
 
 def test_copies_reach_exactly_the_tokens_asked_for() -> None:
-    pool = KVPool(2, 1, 4, 16 * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
+    pool = KVPool(2, 1, 4, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
     pool.keys.normal_()
     pool.values.normal_()
     first, scattered = pool.allocate(100), BlockTable()
     assert first is not None
     for _ in range(4):
-        part, spacer = pool.allocate(BLOCK_TOKENS), pool.allocate(1)
+        part, spacer = pool.allocate(PAGE_TOKENS), pool.allocate(1)
         assert part is not None
         assert spacer is not None
         scattered.ranges.extend(part.ranges)
@@ -83,9 +83,9 @@ def test_copies_reach_exactly_the_tokens_asked_for() -> None:
 
 
 def test_what_is_moved_twice_lies_behind_one_gap() -> None:
-    table = BlockTable([(3, 1)]).spread(0, 64).spread(64, 192)
+    table = BlockTable([(3, 1)]).shift(0, 64).shift(64, 192)
     assert table.ranges == [(UNMAPPED, 6), (3, 1)]
-    assert table.left == 192
+    assert table.num_released == 192
 
 
 @settings(max_examples=100, deadline=None)
@@ -96,7 +96,7 @@ def test_what_is_moved_twice_lies_behind_one_gap() -> None:
     )
 )
 def test_what_a_window_has_left_is_free_and_the_rest_stays_where_it_was(steps: list[tuple[str, int]]) -> None:
-    pool = KVPool(1, 1, 2, 32 * BLOCK_TOKENS, torch.float32, torch.device("cpu"), [100])
+    pool = KVPool(1, 1, 2, 32 * PAGE_TOKENS, torch.float32, torch.device("cpu"), [100])
     tables: list[BlockTable] = []
     for what, n in steps:
         if what == "new" and (table := pool.allocate(n)) is not None:
@@ -104,10 +104,10 @@ def test_what_a_window_has_left_is_free_and_the_rest_stays_where_it_was(steps: l
         elif what == "new" or not tables:
             continue
         table = tables[n % len(tables)]
-        before, left = table.slots(0, table.tokens), pool.first_whole(n)
+        before, left = table.slots(0, table.tokens), pool.round_to_step(n)
         if what == "leave":
-            pool.leave(table, left)
-            gone = max(table.left, 0)
+            pool.release_prefix(table, left)
+            gone = max(table.num_released, 0)
             assert gone >= min(left, len(before))
             assert (table.slots(0, gone) == UNMAPPED).all()
             assert np.array_equal(table.slots(gone, len(before)), before[gone:])
@@ -117,17 +117,17 @@ def test_what_a_window_has_left_is_free_and_the_rest_stays_where_it_was(steps: l
         elif what == "share":
             tables.append(pool.share(table, min(n, len(before))))
             assert np.array_equal(tables[-1].slots(0, tables[-1].tokens), before[: tables[-1].tokens])
-        elif what == "spread" and table.left < len(before):
-            at = table.left
-            moved = table.spread(at, at + left)
+        elif what == "spread" and table.num_released < len(before):
+            at = table.num_released
+            moved = table.shift(at, at + left)
             assert np.array_equal(moved.slots(at + left, moved.tokens), before[at:])
             tables[n % len(tables)] = moved
         elif what == "free":
             pool.free(tables.pop(n % len(tables)))
-        if table.first_slot is not None and table.left < table.tokens:
-            assert table.first_slot + table.left == table.slots(table.left, table.left + 1)[0]
+        if table.first_slot is not None and table.num_released < table.tokens:
+            assert table.first_slot + table.num_released == table.slots(table.num_released, table.num_released + 1)[0]
         pool.check_integrity()
-        assert pool.held_by(tables)
+        assert pool.references_match(tables)
     for table in tables:
         pool.free(table)
     assert pool.free_pages == pool.pages

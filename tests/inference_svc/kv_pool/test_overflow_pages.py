@@ -16,9 +16,8 @@ import torch
 from kvsidecar.errors import ConfigurationError, OverflowFailed
 from structlog.testing import capture_logs
 
-from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_pool import disk_overflow
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import PrefixCache
@@ -26,6 +25,7 @@ from inference_svc.models.loader import load
 from inference_svc.scheduling.admission import Admission
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
+from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.worker_config import WorkerConfig
 from tests.inference_svc.kv_pool.test_disk_overflow import BEYOND, LONG, METADATA, POOL, on_disk
@@ -38,11 +38,11 @@ def test_memory_and_file_are_one_tensor(tmp_path: Path, head_dim: int, dtype: to
     pool = KVPool(3, 2, head_dim, 128, dtype, torch.device("cpu"), (), beyond)
     assert os.listdir(tmp_path) == [], "its name is gone, and so it is with the process"
     assert (pool.pages, pool.overflow_pages >= 128) == (4, True)
-    inside, apart = pool.allocate(128), pool.allocate_apart(pool.overflow_pages * 32)
+    inside, apart = pool.allocate(128), pool.allocate_overflow(pool.overflow_pages * 32)
     assert inside is not None
     assert apart is not None
     assert on_disk(pool) <= METADATA, "nothing is taken before it is needed"
-    pool.back(apart, 0, 100)
+    pool.reserve_disk(apart, 0, 100)
     assert on_disk(pool) >= beyond.backed_pages * 12 * 32 * head_dim * dtype.itemsize >= 4 * 12 * 32 * head_dim
     there, here = torch.from_numpy(apart.slots(0, 100)), torch.from_numpy(inside.slots(0, 100))
     drawn = torch.randn(3, 2, 100, head_dim).to(dtype)
@@ -74,11 +74,11 @@ def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle, mode, at, size)
 
-    one, other = pool.allocate_apart(256), pool.allocate_apart(256)
+    one, other = pool.allocate_overflow(256), pool.allocate_overflow(256)
     assert one is not None
     assert other is not None
-    pool.back(one, 0, 256)
-    pool.back(other, 0, 256)
+    pool.reserve_disk(one, 0, 256)
+    pool.reserve_disk(other, 0, 256)
     mine, theirs = (torch.from_numpy(table.slots(0, 256)) for table in (one, other))
     for tensor in (pool.keys, pool.values):
         tensor[:, :, mine], tensor[:, :, theirs] = torch.nan, 1.0
@@ -90,9 +90,9 @@ def test_where_blocks_are_not_taken_back_pages_are_cleared_and_not_lost(
     for tensor in (pool.keys, pool.values):
         assert not tensor[:, :, mine].any(), "who gets them next finds zeros"
         assert (tensor[:, :, theirs] == 1.0).all()
-    again = pool.allocate_apart(pool.free_overflow_pages * BLOCK_TOKENS)
+    again = pool.allocate_overflow(pool.free_overflow_pages * PAGE_TOKENS)
     assert again is not None, "none is lost"
-    pool.back(again, 0, again.tokens)
+    pool.reserve_disk(again, 0, again.tokens)
     monkeypatch.undo()
     pool.free(again)
     pool.free(other)
@@ -110,10 +110,10 @@ def test_a_full_disk_that_takes_nothing_back_either_is_still_that_requests_error
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(disk_overflow, "_fallocate", fallocate)
-    table = pool.allocate_apart(256)
+    table = pool.allocate_overflow(256)
     assert table is not None
     with pytest.raises(OverflowFailed, match="has no room for"):
-        pool.back(table, 0, 256)
+        pool.reserve_disk(table, 0, 256)
     assert beyond.backed_pages == 0
     pool.free(table)
     pool.check_integrity()
@@ -130,7 +130,7 @@ def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_onl
     overflow = DiskOverflow(tmp_path, 1, 1, 64, POOL, BEYOND, torch.bfloat16)
     pool = KVPool(1, 1, 64, POOL, torch.bfloat16, torch.device("cpu"), (), overflow)
     admission = Admission(pool, PrefixCache(pool, 4), 128, BEYOND, PrefillBudget(0.0), NullKVConnector())
-    taken = pool.allocate_apart(BEYOND // 2)
+    taken = pool.allocate_overflow(BEYOND // 2)
     large, less, little = (Request(LONG[:tokens], 20).sequence for tokens in (1500, 700, 100))
     assert admission.next(deque([large, less]), []) is None
     found = admission.next(deque([large, less, little]), [])
@@ -144,15 +144,15 @@ def test_who_waits_for_the_overflow_is_overtaken_by_those_who_do_not_need_it_onl
 
 
 def test_whose_pages_are_the_overflows_gives_none_to_others() -> None:
-    apart = SchedulerEntry(arrived=0.0, missing=1, room=9, pages=0, apart=True)
+    apart = SchedulerEntry(arrived_at=0.0, num_uncomputed=1, free_slots=9, exclusive_pages=0, in_overflow=True)
     old, young = (
-        SchedulerEntry(arrived=1.0, missing=1, room=0, pages=4),
-        SchedulerEntry(arrived=2.0, missing=1, room=0, pages=4),
+        SchedulerEntry(arrived_at=1.0, num_uncomputed=1, free_slots=0, exclusive_pages=4),
+        SchedulerEntry(arrived_at=2.0, num_uncomputed=1, free_slots=0, exclusive_pages=4),
     )
     for order in ([apart, old, young], [old, apart, young], [old, young, apart]):
         step = plan_step(order, 64, 0, 32)
         assert [order[i] for i in step.preempted] == [young]
-        assert sorted(order[i].arrived for i, _ in step.rows) == sorted([apart.arrived, old.arrived])
+        assert sorted(order[i].arrived_at for i, _ in step.rows) == sorted([apart.arrived_at, old.arrived])
     assert plan_step([apart, old], 64, 0, 32).preempted == (), "it waits for those that are being stored"
 
 
@@ -165,7 +165,7 @@ def test_auto_has_what_the_longest_context_needs_and_no_more_than_a_share_of_the
     def opened(pool: int, **settings: Any) -> int:
         config = WorkerConfig(model="demo", **{"overflow_dir": folder} | settings)
         found = open_overflow(config, loaded, pool)
-        return 0 if found is None else found.pages * BLOCK_TOKENS
+        return 0 if found is None else found.pages * PAGE_TOKENS
 
     assert opened(loaded.context_length) == 0, "the pool holds it"
     assert not folder.exists()

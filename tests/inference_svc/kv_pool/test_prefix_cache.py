@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from benchmarks.node import Node
-from inference_svc.engine.sequence import CacheParams, SequenceOutput
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.prefix_cache import MIN_SHARED_TOKENS
+from inference_svc.sequence.generation_request import CacheParams
+from inference_svc.sequence.sequence import SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
 
 def answer(engine: object, ids: list[int], length: int = 20, **use: object) -> tuple[list[int], int]:
     request = Request(ids, length)
-    request.sequence.cache = CacheParams(**use)  # type: ignore[arg-type]
+    request.sequence.request = replace(request.sequence.request, cache=CacheParams(**use))
     engine.submit(request.sequence)  # type: ignore[attr-defined]
     tokens = request.tokens()
     idle(engine)  # type: ignore[arg-type]
-    return tokens, request.sequence.cached_tokens
+    return tokens, request.sequence.usage.num_cached
 
 
 def test_a_conversation_goes_on_in_its_own_pages() -> None:
@@ -71,7 +73,7 @@ def test_what_begins_alike_takes_no_second_room() -> None:
     for i in range(3):
         assert answer(engine, system + prompt(10 + i, 10), 2)[1] >= 320
         pages.append(engine.pool.free_pages)
-    own = -(-(10 + 2) // BLOCK_TOKENS) + 1
+    own = -(-(10 + 2) // PAGE_TOKENS) + 1
     assert all(before - after <= own for before, after in pairwise(pages)), pages
     engine.check_integrity()
     engine.stop()
@@ -95,21 +97,21 @@ def test_when_room_is_short_pages_are_shared_and_residents_go() -> None:
 
 
 def test_a_common_prefix_is_read_once() -> None:
-    engine = small_engine(8192, batch_tokens=64)
+    engine = small_engine(8192, max_num_batched_tokens=64)
     system = prompt(1, 600)
     requests = [Request(system + prompt(10 + i, 20), 5) for i in range(6)]
     for request in requests:
         engine.submit(request.sequence)
     for request in requests:
         request.tokens()
-    cached = sorted(r.sequence.cached_tokens for r in requests)
+    cached = sorted(r.sequence.usage.num_cached for r in requests)
     assert cached[0] == 0
     assert cached[1] > 600 - MIN_SHARED_TOKENS
     engine.stop()
 
 
 def test_the_longest_known_prefix_goes_first_but_nobody_waits_for_ever() -> None:
-    engine = small_engine(2048, batch_sequences=1)
+    engine = small_engine(2048, max_num_seqs=1)
     known = prompt(1, 300)
     answer(engine, known)
     blocker = Request(prompt(50, 20), 60)
@@ -119,7 +121,7 @@ def test_the_longest_known_prefix_goes_first_but_nobody_waits_for_ever() -> None
     def queued(name: str, ids: list[int]) -> Request:
         request = Request(ids, 2)
         sink = request.sequence.sink
-        request.sequence.id = name
+        request.sequence.request = replace(request.sequence.request, id=name)
 
         def note(output: SequenceOutput) -> None:
             if output.finish is not None:
@@ -142,7 +144,8 @@ def test_the_longest_known_prefix_goes_first_but_nobody_waits_for_ever() -> None
     unknown_ids = prompt(61, 300)
     engine.submit(blocker.sequence)
     unknown = queued("unknown", unknown_ids)
-    unknown.sequence.arrived -= 10
+    waiting_since = unknown.sequence.request.arrived_at - 10
+    unknown.sequence.request = replace(unknown.sequence.request, arrived_at=waiting_since)
     hit = queued("known", [*known, 8])
     for request in (unknown, hit):
         request.tokens()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from benchmarks.node import Node
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import CacheParams, CacheScope, StoredPrefix
-from inference_svc.kv_pool import window_release
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
-from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache
+from inference_svc.kv_pool.prefix_cache import CachedSequence, CacheScope, PrefixCache, StoredPrefix
+from inference_svc.scheduling import window_release
 from inference_svc.scheduling.admission import Admission, PrefixSource
 from inference_svc.scheduling.prefill_budget import PrefillBudget
+from inference_svc.sequence.generation_request import CacheParams
+from inference_svc.sequence.kv_connector import NullKVConnector
 from tests.inference_svc.server.test_load import Request, idle
 from tests.inference_svc.windowed import (
     ALL,
@@ -50,8 +51,8 @@ def test_the_models_windows_are_those_that_attention_gets() -> None:
     assert windowed(ALL).engine.pool.windows == (WINDOW,) * 4
     some = windowed(SOME).engine.pool
     assert some.windows == (WINDOW, None, WINDOW, None)
-    assert (some.window, some.reach, some.wide_layers) == (0, WINDOW, (1, 3))
-    assert windowed("LlamaForCausalLM").engine.pool.reach == 0
+    assert (some.window, some.max_window, some.wide_layers) == (0, WINDOW, (1, 3))
+    assert windowed("LlamaForCausalLM").engine.pool.max_window == 0
 
 
 def test_a_long_prompt_keeps_the_pages_of_its_window(answers: Windowed) -> None:
@@ -59,14 +60,14 @@ def test_a_long_prompt_keeps_the_pages_of_its_window(answers: Windowed) -> None:
     want, _ = answers.answer(ids, 200, read=False, write=False)
     engine = windowed()
     assert engine.answer(ids, 200)[0] == want
-    assert max(engine.pages) <= (WINDOW + PIECE + 64) // BLOCK_TOKENS + 2
-    assert max(answers.pages) >= 1500 // BLOCK_TOKENS
+    assert max(engine.pages) <= (WINDOW + PIECE + 64) // PAGE_TOKENS + 2
+    assert max(answers.pages) >= 1500 // PAGE_TOKENS
     # What stays for the next turn is the window, and as much more as an answer's end may be told differently.
     resident = engine.engine.resident(0)
     assert len(resident.tokens) == 1699
     assert len(engine.engine.pool.layers) == 4
     held = engine.engine.pool.pages - engine.engine.pool.free_pages
-    assert WINDOW // BLOCK_TOKENS <= held <= (WINDOW + 2 * 64) // BLOCK_TOKENS + 2
+    assert WINDOW // PAGE_TOKENS <= held <= (WINDOW + 2 * 64) // PAGE_TOKENS + 2
     engine.close()
 
 
@@ -96,7 +97,7 @@ def test_the_next_turn_goes_on_and_an_earlier_one_begins_anew(answers: Windowed)
 
 def test_the_next_turn_goes_on_where_the_pool_has_no_room_beside_the_last(answers: Windowed) -> None:
     """It fits by itself, and that must be enough."""
-    engine = windowed(tokens=WINDOW + PIECE + WINDOW_STEP + BLOCK_TOKENS)
+    engine = windowed(tokens=WINDOW + PIECE + WINDOW_STEP + PAGE_TOKENS)
     assert engine.engine.context_length == CONTEXT
     ids = prompt(15, 600)
     for turn in range(2):
@@ -112,28 +113,28 @@ def test_several_answers_to_a_prompt_read_it_once(answers: Windowed) -> None:
     want, _ = answers.answer(ids, read=False, write=False)
     requests = [engine.request(ids) for _ in range(2)]
     assert [r.tokens() for r in requests] == [want] * 2
-    assert requests[1].sequence.cached_tokens == len(ids) - 1
+    assert requests[1].sequence.usage.num_cached == len(ids) - 1
     engine.close()
 
 
 def test_a_source_that_goes_to_make_room_is_not_gone_on_from() -> None:
     """Its begun page is gone with it, and the whole ones before it do not reach as far back as is seen."""
-    pool = KVPool(1, 1, 8, 20 * BLOCK_TOKENS, torch.float32, torch.device("cpu"), [WINDOW])
+    pool = KVPool(1, 1, 8, 20 * PAGE_TOKENS, torch.float32, torch.device("cpu"), [WINDOW])
     residents = PrefixCache(pool, 4)
-    table = pool.allocate(10 * BLOCK_TOKENS)
+    table = pool.allocate(10 * PAGE_TOKENS)
     assert table is not None
     ids, begun = prompt(19, 319), 2 * WINDOW_STEP + WINDOW - 1
-    pool.leave(table, 2 * WINDOW_STEP)
-    residents.keep(CachedSequence(np.asarray(ids, np.uint32), table, CacheScope(), StoredPrefix()))
-    assert pool.reaches(table, begun)
-    others = pool.allocate(12 * BLOCK_TOKENS)
+    pool.release_prefix(table, 2 * WINDOW_STEP)
+    residents.insert(CachedSequence(np.asarray(ids, np.uint32), table, CacheScope(), StoredPrefix()))
+    assert pool.covers_window(table, begun)
+    others = pool.allocate(12 * PAGE_TOKENS)
     request = Request(ids[:begun] + prompt(20, 40), 1)
-    request.sequence.cache = CacheParams(write=False)
-    source = PrefixSource(begun, resident=residents.held[0])
+    request.sequence.request = replace(request.sequence.request, cache=CacheParams(write=False))
+    source = PrefixSource(begun, cached=residents.entries[0])
     admission = Admission(pool, residents, WINDOW_STEP, 640, PrefillBudget(0.0), NullKVConnector())
     if admission.allocate(request.sequence, source, pool.pages, 0):
-        assert request.sequence.table is not None
-        assert pool.reaches(request.sequence.table, request.sequence.computed)
+        assert request.sequence.kv.table is not None
+        assert pool.covers_window(request.sequence.kv.table, request.sequence.kv.num_computed)
     assert others is not None
 
 
@@ -157,14 +158,14 @@ def test_while_parts_are_stored_nobody_is_preempted(answers: Windowed) -> None:
     engine = windowed(tokens=704, slow=slow)
     requests = [engine.request(ids) for ids in prompts]
     slow.wait()
-    while engine.engine._loop.busy:  # until all that is free is taken
+    while engine.engine._core.busy:  # until all that is free is taken
         requests[0].ended.wait(0.001)
-    assert engine.engine._loop.passing.pages > 0
+    assert engine.engine._core.window_releaser.pending_pages > 0
     engine.engine.check_integrity()
     slow.go_on()
     assert [r.tokens() for r in requests] == want
     assert engine.engine.stats.preemptions == 0
-    assert all(r.sequence.stored.tokens >= 640 for r in requests), "what was waiting to be stored went unstored"
+    assert all(r.sequence.kv.stored.tokens >= 640 for r in requests), "what was waiting to be stored went unstored"
     idle(engine.engine)
     engine.engine.check_integrity()
     engine.close()
@@ -291,12 +292,12 @@ def test_cancelled_while_parts_are_stored_leaves_nothing() -> None:
     slow.wait()
     engine.engine.cancel(request.sequence)
     assert request.ended.wait(30)
-    assert engine.engine._loop.passing.busy
+    assert engine.engine._core.window_releaser.busy
     assert engine.engine.load[2] == 1, "what is still being stored is told"
     engine.engine.check_integrity()
     slow.go_on()
     idle(engine.engine)
-    assert not engine.engine._loop.passing.busy
+    assert not engine.engine._core.window_releaser.busy
     engine.engine.check_integrity()
     assert engine.engine.free_pages == engine.engine.pool.pages
     engine.close()
@@ -312,7 +313,7 @@ def test_a_pool_that_the_prompts_own_pages_nearly_fill_stores_all_of_it(daemon: 
 
 def test_pieces_larger_than_what_waits_to_be_stored_are_stored(daemon: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window_release, "_MAX_UNSAVED_TOKENS", 256)
-    engine, ids = windowed(node=daemon, batch_tokens=1024), prompt(82, 1500)
+    engine, ids = windowed(node=daemon, max_num_batched_tokens=1024), prompt(82, 1500)
     engine.answer(ids)
     assert engine.stored == len(ids) + 19
     engine.close()

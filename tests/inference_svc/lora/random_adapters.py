@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference_svc.lora.adapter_dir import open_adapter_dir
 from inference_svc.lora.adapter_weights import AdapterWeights, Linears, linears_of, read_weights
-from inference_svc.model_runner.attention import ATTENTION_NAME
+from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.loader import LoadedModel
 
 ATTENTION_ONLY = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")

@@ -4,6 +4,7 @@ preempted and repaired, each answer is the one that it gets alone; nothing of on
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +17,15 @@ from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
 from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import CacheParams, CacheScope, FinishReason
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import CacheScope
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import load
+from inference_svc.sequence.generation_request import CacheParams, SpeculationMode
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import FinishReason
 from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 from inference_svc.spec_decode.ngram_proposer import AnswerHistory
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.lora.random_adapters import adapter, linears, tensors, write
 from tests.inference_svc.server.test_load import Request, idle
@@ -69,9 +71,9 @@ def ask(
     guessed: SpeculationMode = SpeculationMode.OFF,
 ) -> Request:
     request = Request(ids, length, seed)
-    request.sequence.adapter = engine.adapters[name] if name else None
-    request.sequence.cache = CacheParams(read=keep, write=keep)
-    request.sequence.speculation = guessed
+    request.sequence.request = replace(request.sequence.request, adapter=engine.adapters[name] if name else None)
+    request.sequence.request = replace(request.sequence.request, cache=CacheParams(read=keep, write=keep))
+    request.sequence.speculation.mode = guessed
     engine.submit(request.sequence)
     return request
 
@@ -93,11 +95,11 @@ def test_what_one_has_read_no_other_reuses(engine: Engine) -> None:
     want = {name: ask(engine, name, ids).tokens() for name in NAMES}
     first = {name: ask(engine, name, ids, keep=True) for name in NAMES}  # together: none waits for another's
     assert {name: request.tokens() for name, request in first.items()} == want
-    assert [request.sequence.cached_tokens for request in first.values()] == [0, 0, 0]
+    assert [request.sequence.usage.num_cached for request in first.values()] == [0, 0, 0]
     idle(engine)
     again = {name: ask(engine, name, ids, keep=True) for name in NAMES}
     assert {name: request.tokens() for name, request in again.items()} == want
-    assert [request.sequence.cached_tokens for request in again.values()] == [199, 199, 199]
+    assert [request.sequence.usage.num_cached for request in again.values()] == [199, 199, 199]
 
 
 def test_past_answers_are_of_one_tenant_and_one_adapter() -> None:
@@ -126,7 +128,7 @@ def test_guesses_are_verified_with_the_adapter(engine: Engine) -> None:
         }
         assert {key: request.tokens() for key, request in guessed.items()} == want
     # The second time all of them have a past answer that says it all.
-    assert all(request.sequence.accepted_tokens > 20 for request in guessed.values())
+    assert all(request.sequence.speculation.num_accepted_tokens > 20 for request in guessed.values())
 
 
 @pytest.mark.skipif(quantized_gemm.kernel() is None, reason="no CPU kernels run here")
@@ -136,7 +138,7 @@ def test_the_models_low_bit_copy_guesses_without_the_adapter_and_answers_stay(tm
         want = ask(engine, name, prompt(4, 50), 20).tokens()
         request = ask(engine, name, prompt(4, 50), 20, guessed=SpeculationMode.DRAFT)
         assert request.tokens() == want
-        assert request.sequence.draft_tokens > 0
+        assert request.sequence.speculation.num_draft_tokens > 0
     idle(engine)
     engine.check_integrity()
     engine.stop()

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import structlog
 from kvsidecar.errors import Unavailable, UnknownModel
 
-from inference_svc.engine.kv_connector import LoadCallback, LoadResult, NullKVConnector
-from inference_svc.engine.sequence import CacheParams, FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
+from inference_svc.sequence.generation_request import CacheParams, SpeculationMode
+from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, NullKVConnector
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.lora.random_adapters import adapter
 from tests.inference_svc.lora.test_engine import ask, engine_of
@@ -40,9 +41,9 @@ def failure(request: Request) -> str:
 
 
 def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> None:
-    engine = engine_of(2048, tmp_path, batch_sequences=4)
+    engine = engine_of(2048, tmp_path, max_num_seqs=4)
     slow = Slow()
-    engine._loop._cache = slow
+    engine._core._connector = slow
     reached, go_on, stack = threading.Event(), threading.Event(), ExitStack()
     try:
         loading = ask(engine, "a", prompt(3, 40), 8, keep=True)
@@ -56,8 +57,9 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
             reached.set()
             assert go_on.wait(120)
 
-        running.sequence.sink, running.sequence.adapter = hold, engine.adapters["a"]
-        running.sequence.cache = CacheParams(read=False, write=False)
+        running.sequence.sink = hold
+        running.sequence.request = replace(running.sequence.request, adapter=engine.adapters["a"])
+        running.sequence.request = replace(running.sequence.request, cache=CacheParams(read=False, write=False))
         engine.submit(running.sequence)
         assert reached.wait(120)
         other = ask(engine, "b", prompt(4, 40), 8)
@@ -69,7 +71,7 @@ def test_sequences_of_every_state_end_and_no_page_is_lost(tmp_path: Path) -> Non
             go_on.set()
             assert dropped.result(120) is gone
         late = Request(prompt(9, 40), 8)
-        late.sequence.adapter = gone
+        late.sequence.request = replace(late.sequence.request, adapter=gone)
         engine.submit(late.sequence)
         assert not loading.ended.is_set()  # another thread has its pages
         for sequence, done in slow.asked:
@@ -112,7 +114,7 @@ def test_loading_and_unloading_again_and_again_changes_no_answer_of_others(tmp_p
 
 
 def test_unloading_while_guesses_are_verified_ends_those_that_name_it_alone(tmp_path: Path) -> None:
-    engine = engine_of(2048, tmp_path, draft_branches=3)
+    engine = engine_of(2048, tmp_path, num_speculative_branches=3)
     part = prompt(3, 24)
     ids = part + prompt(503, 6) + part
     try:

@@ -12,8 +12,9 @@ from kvkernels.cpu import quantized_gemm
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.model_runner import forward_batch, fused_layers
+from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
+from inference_svc.models import fused_layer_weights
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel, load
@@ -100,8 +101,8 @@ def test_in_bfloat16_too(name: str, tmp_path: Path) -> None:
 
 def test_fused_layers_and_the_models_own_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    for suits in (fused_layers.can_fuse_model, lambda model: False):
-        monkeypatch.setattr(fused_layers, "can_fuse_model", suits)
+    for suits in (fused_layer_weights.can_fuse_model, lambda model: False):
+        monkeypatch.setattr(fused_layer_weights, "can_fuse_model", suits)
         loaded, _, pool = build("Qwen3ForCausalLM")
         decoder = Decoder(loaded)
         a, b = (decoder.adopt(adapter(place, loaded)) for place in folders(tmp_path, loaded))
@@ -135,8 +136,8 @@ def test_weights_at_any_width_and_streamed_ones_carry_adapters(
     def computed(stream: StreamingOptions, one_by_one: bool = False) -> list[torch.Tensor]:
         with monkeypatch.context() as patch:
             if one_by_one:
-                patch.setattr(fused_layers, "can_fuse_model", lambda model: False)
-                patch.setattr(fused_layers, "can_fuse", lambda layer, config: False)
+                patch.setattr(fused_layer_weights, "can_fuse_model", lambda model: False)
+                patch.setattr(fused_layer_weights, "can_fuse", lambda layer, config: False)
             loaded = load("demo", device="cpu", dtype="float32", weights=bits, stream=stream)
             pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 512, loaded.dtype, loaded.device)
             decoder = Decoder(loaded)

@@ -8,9 +8,10 @@ import transformers as t
 from inference_svc.kv_pool.block_table import UNMAPPED, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.attention import ATTENTION_NAME, register
+from inference_svc.model_runner.attention import register
 from inference_svc.model_runner.cuda_attention import CudaAttention, select_cuda_attention
 from inference_svc.model_runner.decoder import Decoder
+from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.loader import LoadedModel
 from tests.kvkernels.emulated.conftest import Emulated, library
 
@@ -67,7 +68,7 @@ def logits(decoder: Decoder, model: LoadedModel, kernels: Emulated | None) -> to
 @pytest.mark.parametrize("name", CONFIGS)
 def test_both_attentions_give_the_same_logits(emulated: Emulated, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU's fused layers have an attention of their own; what runs here is what a CUDA device runs.
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     model = loaded(name)
     decoder = Decoder(model)
     ours, torch_s = logits(decoder, model, emulated), logits(decoder, model, None)
@@ -80,7 +81,7 @@ def test_what_a_window_has_left_is_not_read(
     emulated: Emulated, pages: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece the first token would lie before the pool; in several its place is nowhere."""
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     model = loaded("MistralForCausalLM")
     decoder, ids = Decoder(model), torch.randint(0, 300, (201,), generator=torch.Generator().manual_seed(2)).tolist()
 
@@ -91,13 +92,13 @@ def test_what_a_window_has_left_is_not_read(
         return made
 
     whole, part = pool(), pool()
-    table, left = whole.allocate(256), BlockTable([(UNMAPPED, 4), *pages], since=128)
+    table, left = whole.allocate(256), BlockTable([(UNMAPPED, 4), *pages], first_valid_token=128)
     assert table is not None
     decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids[:200], 0, table, True)], whole, model.device))
     for mine, theirs in ((whole.keys, part.keys), (whole.values, part.values)):
         theirs[:, :, : theirs.shape[2] - 512] = float("nan")
         theirs[:, :, torch.from_numpy(left.slots(128, 256))] = mine[:, :, torch.from_numpy(table.slots(128, 256))]
-    assert whole.first_seen(200) == 128
+    assert whole.first_visible(200) == 128
     want, got = (
         decoder(forward_batch.build_batch([forward_batch.SequenceSlice(ids[200:], 200, at, True)], there, model.device))
         for at, there in ((table, whole), (left, part))

@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import Sequence, SequenceOutput
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
@@ -25,6 +23,9 @@ from inference_svc.model_runner.cuda_graphs import CudaGraphs, make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel
 from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.sequence.generation_request import GenerationRequest
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from tests.inference_svc.model_runner.test_cuda_attention import CONFIGS, loaded
 from tests.kvkernels.emulated.conftest import Emulated, library
 
@@ -69,7 +70,7 @@ def emulated() -> Emulated:
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     return loaded(getattr(request, "param", "Qwen3ForCausalLM"))
 
 
@@ -158,7 +159,7 @@ def generated(model: LoadedModel, kernels: Emulated) -> list[list[int]]:
     for length in (5, 40, 9):
         prompt, params = list(range(3, 3 + length)), SamplingParams(temperature=0.0)
         text: Any = NoText()
-        sequences.append(Sequence(str(length), prompt, length, 6, params, frozenset(), text, sink))
+        sequences.append(Sequence(GenerationRequest(str(length), length, 6, params, frozenset()), prompt, text, sink))
     try:
         for sequence in sequences:
             engine.submit(sequence)

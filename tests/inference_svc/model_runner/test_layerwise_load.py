@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.kv_connector import LoadResult, NullKVConnector
-from inference_svc.engine.sequence import Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.layerwise_load import LayerLoadFailed, LayerReadyEvent
 from inference_svc.models.loader import load
+from inference_svc.sequence.kv_connector import LoadResult, NullKVConnector
+from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, idle
 
@@ -27,8 +28,8 @@ class SlowCache(NullKVConnector):
         self.opened: list[float] = []
 
     def load(self, sequence: Sequence, pool: KVPool, done: Any) -> bool:
-        assert sequence.table is not None
-        slots = torch.from_numpy(sequence.table.slots(0, self._tokens))
+        assert sequence.kv.table is not None
+        slots = torch.from_numpy(sequence.kv.table.slots(0, self._tokens))
         gate = LayerReadyEvent(len(self._keys))
 
         def copy() -> None:
@@ -69,14 +70,14 @@ def test_answers_are_those_without_a_cache(fail_at: int | None) -> None:
     cache = SlowCache(280, keys, values, fail_at)
     engine = engine_with(cache)
     slow, beside = Request(ids, 10), Request(prompt(2, 40), 30)
-    beside.sequence.cache = type(beside.sequence.cache)(read=False)
+    beside.sequence.request = replace(beside.sequence.request, cache=type(beside.sequence.request.cache)(read=False))
     engine.submit(beside.sequence)
     engine.submit(slow.sequence)
     assert slow.tokens() == want
-    assert slow.sequence.cached_tokens == (280 if fail_at is None else 0)
+    assert slow.sequence.usage.num_cached == (280 if fail_at is None else 0)
     assert len(beside.tokens()) == 30
     if fail_at is None:
-        assert slow.sequence.first_token_at > cache.opened[-1]
+        assert slow.sequence.timestamps.first_token_at > cache.opened[-1]
     idle(engine)
     engine.check_integrity()
     engine.stop()

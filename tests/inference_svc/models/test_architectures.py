@@ -13,9 +13,10 @@ from kvsidecar.errors import ModelUnsupported
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.attention import ATTENTION_NAME, register
+from inference_svc.model_runner.attention import register
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.architectures import check_architecture
+from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.longrope import freeze_longrope
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts

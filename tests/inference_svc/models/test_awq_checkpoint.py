@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
-from inference_svc.model_runner.attention import ATTENTION_NAME
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models import awq_checkpoint as awq_models
+from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
 from tests.inference_svc.models.layer_streaming.test_size_estimate import agrees, streamed
@@ -116,7 +116,7 @@ def test_a_cpu_keeps_the_4_bits(folders: tuple[Path, Path]) -> None:
 def test_layers_of_4_bits_give_the_same(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CUDA device has them; the operator runs by its reference here."""
     monkeypatch.setattr("inference_svc.models.loader.has_cuda_kernels", lambda device, dtype: True)
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     quantized, dense = folders
     loaded = load(str(quantized), device="cpu", dtype="float32")
     layers = [m for m in loaded.model.modules() if isinstance(m, awq_models.AwqLinear)]

@@ -9,8 +9,9 @@ from kvsidecar.errors import ConfigurationError
 from torch import Tensor, nn
 
 from inference_svc.kv_pool.kv_pool import KVPool
-from inference_svc.model_runner import forward_batch, fused_layers
+from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
+from inference_svc.models import fused_layer_weights
 from inference_svc.models.linear import quantized_linear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear, pick_weight_bits
 from inference_svc.models.loader import LoadedModel, load
@@ -46,7 +47,7 @@ def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
         assert len(layers) == 7 * loaded.layers + 1
         assert {m.quantized.bits for name, m in layers.items() if name != "lm_head"} == {bits}
         assert layers["lm_head"].quantized.bits == 8
-        assert fused_layers.can_fuse_model(loaded.model)
+        assert fused_layer_weights.can_fuse_model(loaded.model)
         assert (logits(loaded).float() - want).norm() < bound * want.norm()
         identities.add(loaded.weights)
     assert len(identities) == 3, "their keys and values are not each other's"
@@ -57,7 +58,7 @@ def test_layers_and_head_are_quantized_and_near(dtype: str) -> None:
 def test_any_split_of_a_prompt_gives_the_same_bits(one_by_one: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused, and by the model's own layers."""
     if one_by_one:
-        monkeypatch.setattr(fused_layers, "can_fuse_model", lambda model: False)
+        monkeypatch.setattr(fused_layer_weights, "can_fuse_model", lambda model: False)
     loaded = load("demo", device="cpu", weights=4)
     decoder, pool = Decoder(loaded), pool_of(loaded)
     whole, pieces, neighbour = (pool.allocate(n) for n in (100, 100, 4))
@@ -82,7 +83,7 @@ def test_layers_that_do_not_fit_together_run_one_by_one() -> None:
     plain = nn.Linear(attention.v_proj.in_features, attention.v_proj.out_features)
     plain.weight.data, plain.bias.data = quantized_gemm.dequantize(attention.v_proj.quantized), attention.v_proj._bias
     attention.v_proj = plain
-    assert not fused_layers.can_fuse_model(mixed.model)
+    assert not fused_layer_weights.can_fuse_model(mixed.model)
     got, want = logits(mixed), logits(loaded)
     assert (got - want).norm() < 0.06 * want.norm(), "each is .03 beside the truth"
 

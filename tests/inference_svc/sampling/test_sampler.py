@@ -18,12 +18,12 @@ from kvsidecar.inference.v1.inference_pb2 import Sampling
 from kvsidecar.requests import REST_OF_CONTEXT, to_request
 from numpy.typing import NDArray
 
-from inference_svc.engine.sequence import Sequence
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.request.request_options import DEFAULT_MAX_TOKENS
 from inference_svc.sampling.sampler import sample
 from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState, TokenCounts
+from inference_svc.sequence.sequence import Sequence
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])
 
@@ -289,10 +289,10 @@ def test_of_a_prompt_that_is_too_long_the_end_is_read_on_request() -> None:
         asked = to_request(ids, max_tokens=30, truncate_prompt_tokens=most, segment_ends=[100, 450, 480])
         return prompter.build(asked, lambda _: None, 0.0)
 
-    assert (read(40).tokens, read(40).max_tokens) == (ids[-40:], 30)
-    assert read(40).cache.marks.segment_ends == (20,)
+    assert (read(40).tokens, read(40).request.max_tokens) == (ids[-40:], 30)
+    assert read(40).request.cache.marks.segment_ends == (20,)
     assert read(0).tokens == ids[-70:], "with room for the answer"
-    assert read(0).cache.marks.segment_ends == (20, 50)
+    assert read(0).request.cache.marks.segment_ends == (20, 50)
     with pytest.raises(PromptTooLong, match="the prompt is too long: it has 500 tokens"):
         read(1000)
 
@@ -301,7 +301,7 @@ def test_what_is_read_of_a_long_prompt_leaves_room_for_the_usual_answer() -> Non
     longer = RequestBuilder(load("demo"), 300)
     asked = to_request([7] * 500, truncate_prompt_tokens=0)
     found = longer.build(asked, lambda _: None, 0.0)
-    assert (len(found.tokens), found.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
+    assert (len(found.tokens), found.request.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
     shorter = RequestBuilder(load("demo"), DEFAULT_MAX_TOKENS)
     for answer in ({}, {"max_tokens": 256}, {"max_tokens": 1, "min_tokens": 300}):
         asked = to_request([7] * 500, truncate_prompt_tokens=0, **answer)  # type: ignore[arg-type]
@@ -316,14 +316,14 @@ def test_who_asks_for_the_rest_of_the_context_gets_that_and_no_more() -> None:
     def read(tokens: int, **options: Any) -> Sequence:
         return prompter.build(to_request([7] * tokens, max_tokens=REST_OF_CONTEXT, **options), lambda _: None, 0.0)
 
-    assert [read(tokens).max_tokens for tokens in (1, 200, 299)] == [299, 100, 1]
-    assert read(100, min_tokens=200).max_tokens == 200
+    assert [read(tokens).request.max_tokens for tokens in (1, 200, 299)] == [299, 100, 1]
+    assert read(100, min_tokens=200).request.max_tokens == 200
     with pytest.raises(InvalidRequest, match="min_tokens is 201, and the answer can have at most 200"):
         read(100, min_tokens=201)
     for cut in ({"truncate_prompt_tokens": 0}, {"truncate": "middle"}):
         long, short = read(500, **cut), read(20, **cut)
-        assert (len(long.tokens), long.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
-        assert (len(short.tokens), short.max_tokens) == (20, 280), "what is not cut leaves more"
+        assert (len(long.tokens), long.request.max_tokens) == (300 - DEFAULT_MAX_TOKENS, DEFAULT_MAX_TOKENS)
+        assert (len(short.tokens), short.request.max_tokens) == (20, 280), "what is not cut leaves more"
 
 
 def test_a_text_far_too_long_is_not_read_for_its_end() -> None:
@@ -342,8 +342,8 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
         return prompter.build(asked, lambda _: None, 0.0)
 
     both = read(truncate="middle")
-    assert (both.tokens, both.max_tokens) == (ids[:35] + ids[-35:], 30), "with room for the answer"
-    assert both.cache.marks.segment_ends == (10, 50)
+    assert (both.tokens, both.request.max_tokens) == (ids[:35] + ids[-35:], 30), "with room for the answer"
+    assert both.request.cache.marks.segment_ends == (10, 50)
     assert read(truncate="middle", truncate_prompt_tokens=5).tokens == ids[:2] + ids[-3:]
     assert read(truncate="middle", truncate_prompt_tokens=1).tokens == ids[-1:]
     assert read(truncate="left").tokens == ids[-70:]

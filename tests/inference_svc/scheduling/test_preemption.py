@@ -31,7 +31,7 @@ def want() -> list[list[int]]:
 
 
 def test_what_was_computed_is_loaded_again(daemon: Node, want: list[list[int]]) -> None:
-    engine = windowed(PLAIN, tokens=1504, node=daemon, residents=0)
+    engine = windowed(PLAIN, tokens=1504, node=daemon, prefix_cache_sequences=0)
     requests = [engine.request(ids, 200) for ids in PROMPTS]
     assert [r.tokens() for r in requests] == want
     idle(engine.engine)
@@ -45,10 +45,10 @@ def test_what_was_computed_is_loaded_again(daemon: Node, want: list[list[int]]) 
 
 def test_cancelled_while_it_is_stored_it_ends(want: list[list[int]]) -> None:
     slow = SlowCache()
-    engine = windowed(PLAIN, tokens=1504, slow=slow, residents=0)
+    engine = windowed(PLAIN, tokens=1504, slow=slow, prefix_cache_sequences=0)
     requests = [engine.request(ids, 200) for ids in PROMPTS]
     slow.wait()
-    leaving = engine.engine._loop.leaving.sequences
+    leaving = engine.engine._core.preemption_saver.sequences
     assert leaving
     for request in requests[1:]:
         engine.engine.cancel(request.sequence)
@@ -65,11 +65,11 @@ def test_cancelled_while_it_is_stored_it_ends(want: list[list[int]]) -> None:
 
 
 def test_while_pages_come_nobody_is_preempted() -> None:
-    full = SchedulerEntry(arrived=0.0, missing=1, room=0, pages=4)
-    young = SchedulerEntry(arrived=1.0, missing=1, room=0, pages=4)
+    full = SchedulerEntry(arrived_at=0.0, num_uncomputed=1, free_slots=0, exclusive_pages=4)
+    young = SchedulerEntry(arrived_at=1.0, num_uncomputed=1, free_slots=0, exclusive_pages=4)
     assert plan_step([full, young], 64, 0, 32).preempted == (1,)
-    waiting = plan_step([full, young], 64, 0, 32, coming=1)
+    waiting = plan_step([full, young], 64, 0, 32, pending_pages=1)
     assert (waiting.preempted, waiting.rows) == ((), ())
-    assert plan_step([full, young], 64, 1, 32, coming=1).rows == ((0, 1),)
-    prompt_first = plan_step([replace(full, missing=64), young], 128, 1, 32, coming=1)
+    assert plan_step([full, young], 64, 1, 32, pending_pages=1).rows == ((0, 1),)
+    prompt_first = plan_step([replace(full, num_uncomputed=64), young], 128, 1, 32, pending_pages=1)
     assert prompt_first.rows == (), "what is free is kept for the older one"

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.sequence import SequenceOutput
 from inference_svc.model_runner import forward_batch as rows
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
+from inference_svc.sequence.sequence import SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.server.test_load import Request, small_engine
 
@@ -95,15 +95,15 @@ def test_a_stream_goes_on_beside_a_cold_prompt(monkeypatch: pytest.MonkeyPatch) 
     """Where every row takes its time, whatever the machine does beside."""
     gaps = list[float]()
     for budget in (0.0, 0.04):
-        engine = small_engine(4096, prefill_step_seconds=budget)
-        compute = engine._loop.compute
+        engine = small_engine(4096, max_prefill_step_seconds=budget)
+        compute = engine._core.compute
 
         def slow(spans: list[rows.SequenceSlice], compute: object = compute) -> torch.Tensor:
             time.sleep(ROW_SECONDS * sum(len(span.tokens) for span in spans))
             return compute(spans)  # type: ignore[operator,no-any-return]
 
-        monkeypatch.setattr(engine._loop, "compute", slow)
-        engine._loop.pace._row, engine._loop.pace._fixed = ROW_SECONDS, 0.002
+        monkeypatch.setattr(engine._core, "compute", slow)
+        engine._core.prefill_budget._row, engine._core.prefill_budget._fixed = ROW_SECONDS, 0.002
         gaps.append(longest_gap(engine, 3000)[0])
         engine.stop()
     unlimited, limited = gaps

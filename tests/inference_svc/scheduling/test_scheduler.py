@@ -14,7 +14,7 @@ from inference_svc.scheduling.scheduler import (
     Candidate,
     SchedulerEntry,
     StepPlan,
-    blocks_to_reserve,
+    pages_to_reserve,
     plan_step,
     select_waiting,
 )
@@ -24,19 +24,19 @@ PAGE = 32
 works = st.lists(
     st.builds(
         SchedulerEntry,
-        arrived=st.floats(0, 100),
-        missing=st.one_of(st.just(1), st.integers(1, 2000)),
-        room=st.integers(0, 300),
-        pages=st.integers(1, 20),
-        passed_over=st.integers(0, 9),
-        gated=st.booleans(),
+        arrived_at=st.floats(0, 100),
+        num_uncomputed=st.one_of(st.just(1), st.integers(1, 2000)),
+        free_slots=st.integers(0, 300),
+        exclusive_pages=st.integers(1, 20),
+        steps_skipped=st.integers(0, 9),
+        is_loading=st.booleans(),
     ),
     max_size=20,
 )
 
 
 def needed(work: SchedulerEntry, count: int) -> int:
-    return max(0, -(-(count - work.room) // PAGE))
+    return max(0, -(-(count - work.free_slots) // PAGE))
 
 
 @given(works, st.integers(1, 600), st.integers(0, 60))
@@ -44,9 +44,11 @@ def test_budget_and_pages_hold(given: list[SchedulerEntry], budget: int, free: i
     step = plan_step(given, budget, free, PAGE)
     counts = dict(step.rows)
     assert sum(counts.values()) <= budget
-    assert all(0 < n <= given[i].missing for i, n in counts.items())
+    assert all(0 < n <= given[i].num_uncomputed for i, n in counts.items())
     assert not set(counts) & set(step.preempted)
-    assert sum(needed(given[i], n) for i, n in counts.items()) <= free + sum(given[i].pages for i in step.preempted)
+    assert sum(needed(given[i], n) for i, n in counts.items()) <= free + sum(
+        given[i].exclusive_pages for i in step.preempted
+    )
 
 
 @given(works, st.integers(1, 600), st.integers(0, 60))
@@ -55,17 +57,17 @@ def test_pages_are_taken_from_the_youngest_and_never_from_the_oldest(
 ) -> None:
     step = plan_step(given, budget, free, PAGE)
     if step.preempted:
-        oldest = min(range(len(given)), key=lambda i: given[i].arrived)
+        oldest = min(range(len(given)), key=lambda i: given[i].arrived_at)
         assert oldest not in step.preempted
-        kept = [w.arrived for i, w in enumerate(given) if i not in step.preempted and not w.gated]
+        kept = [w.arrived_at for i, w in enumerate(given) if i not in step.preempted and not w.is_loading]
         for i in step.preempted:
-            younger = [a for a in kept if a > given[i].arrived]
-            assert not younger or given[i].gated, "somebody younger kept its pages"
+            younger = [a for a in kept if a > given[i].arrived_at]
+            assert not younger or given[i].is_loading, "somebody younger kept its pages"
 
 
 def test_pages_come_from_who_is_not_being_loaded_first() -> None:
     growing, loaded = SchedulerEntry(0, 1, 0, 5), SchedulerEntry(1, 1, 9, 5)
-    loading, older = SchedulerEntry(2, 500, 999, 5, gated=True), SchedulerEntry(0.5, 500, 999, 5, gated=True)
+    loading, older = SchedulerEntry(2, 500, 999, 5, is_loading=True), SchedulerEntry(0.5, 500, 999, 5, is_loading=True)
     assert plan_step([growing, loaded, loading], 64, 0, PAGE).preempted == (1,)
     assert plan_step([growing, older, loaded], 64, 0, PAGE).preempted == (2,)
     assert plan_step([growing, loading], 64, 0, PAGE).preempted == (1,), "where there is nobody else"
@@ -81,8 +83,8 @@ def test_with_pages_for_all_somebody_ready_always_goes_on(given: list[SchedulerE
 @given(works, st.integers(16, 600))
 def test_who_waits_for_layers_delays_nobody(given: list[SchedulerEntry], budget: int) -> None:
     step = plan_step(given, budget, 10**6, PAGE)
-    gated = [i for i, _ in step.rows if given[i].gated]
-    if any(not w.gated for w in given):
+    gated = [i for i, _ in step.rows if given[i].is_loading]
+    if any(not w.is_loading for w in given):
         assert not gated
     else:
         assert len(gated) == min(1, len(given)), "two would wait for each other's layers"
@@ -91,11 +93,11 @@ def test_who_waits_for_layers_delays_nobody(given: list[SchedulerEntry], budget:
 def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
     long, short = SchedulerEntry(0, 5000, 10**4, 1), SchedulerEntry(1, 100, 10**4, 1)
     assert dict(plan_step([long, short], 512, 0, PAGE).rows) == {0: 412, 1: 100}
-    assert dict(plan_step([long, replace(short, missing=3000)], 512, 0, PAGE).rows) == {0: 256, 1: 256}
+    assert dict(plan_step([long, replace(short, num_uncomputed=3000)], 512, 0, PAGE).rows) == {0: 256, 1: 256}
 
 
 def test_decoding_leaves_a_share_to_prompts_and_takes_turns() -> None:
-    decoding = [SchedulerEntry(i, 1, 99, 1, passed_over=int(i >= 12)) for i in range(16)]
+    decoding = [SchedulerEntry(i, 1, 99, 1, steps_skipped=int(i >= 12)) for i in range(16)]
     step = plan_step([*decoding, SchedulerEntry(50, 100, 999, 1)], 16, 0, PAGE)
     served = dict(step.rows)
     assert served[16] == 4
@@ -134,7 +136,7 @@ def test_everybody_ends(given: list[tuple[int, int, int]], budget: int, pages: i
             i = select_waiting([Candidate(now - life.arrived, preempted=life.computed < 0) for life in waiting])
             assert i is not None
             take = -(-(waiting[i].tokens + 1) // PAGE)
-            if free - take < blocks_to_reserve(pages, len(running)):
+            if free - take < pages_to_reserve(pages, len(running)):
                 break
             life = waiting.pop(i)
             life.pages, life.computed, free = take, 0, free - take
@@ -187,4 +189,4 @@ def test_who_is_held_back_waits_and_who_was_preempted_does_not() -> None:
 
 @pytest.mark.parametrize(("pages", "running", "want"), [(1000, 0, 0), (1000, 3, 10), (1000, 40, 40), (10, 2, 2)])
 def test_an_admission_leaves_room_to_grow(pages: int, running: int, want: int) -> None:
-    assert blocks_to_reserve(pages, running) == want
+    assert pages_to_reserve(pages, running) == want

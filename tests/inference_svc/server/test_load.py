@@ -14,16 +14,17 @@ import pytest
 from kvsidecar.errors import Overloaded, PromptExceedsPool, PromptTooLong, status_of
 
 from benchmarks.node import Node
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import load
 from inference_svc.sampling.sampling_params import SamplingParams
-from tests.inference_svc.engine.test_detokenizer import TOKENIZER
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import GenerationRequest
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.sequence.test_detokenizer import TOKENIZER
 
 
 @pytest.fixture(scope="module", params=[0, 64], ids=["without residents", "with residents"])
@@ -82,7 +83,9 @@ class Request:
         self.ended = threading.Event()
         params = SamplingParams(temperature=0.0 if seed is None else 1.0, seed=seed)
         text = IncrementalDetokenizer(TOKENIZER, (), frozenset())
-        self.sequence = Sequence("r", list(ids), len(ids), length, params, frozenset(), text, self._sink)
+        self.sequence = Sequence(
+            GenerationRequest("r", len(ids), length, params, frozenset()), list(ids), text, self._sink
+        )
 
     def _sink(self, output: SequenceOutput) -> None:
         self.outputs.append(output)
@@ -92,7 +95,7 @@ class Request:
     def tokens(self) -> list[int]:
         assert self.ended.wait(60)
         assert self.outputs[-1].finish is not FinishReason.FAILED, self.outputs[-1].error
-        return self.sequence.tokens[self.sequence.prompt_tokens :]
+        return self.sequence.tokens[self.sequence.request.num_prompt_tokens :]
 
 
 def idle(engine: Engine) -> None:
@@ -146,7 +149,7 @@ def test_cancelling_frees_pages_at_once() -> None:
 
 
 def test_what_cannot_run_is_refused() -> None:
-    engine = small_engine(256, waiting=1, batch_sequences=1)
+    engine = small_engine(256, max_queue=1, max_num_seqs=1)
     running = Request(prompt(0, 100), 150)
     engine.submit(running.sequence)
     while not running.outputs:

@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
-from inference_svc.engine.engine_core import EngineCore
+from inference_svc.engine.batch_sampler import BatchSampler
+from inference_svc.engine.engine_core import EngineCore, EngineServices
 from inference_svc.engine.engine_events import RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits, EngineStats
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.forward_batch import ForwardBatch
 from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from inference_svc.spec_decode.ngram_proposer import NgramProposer
 from inference_svc.spec_decode.proposer import Proposer
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
 from inference_svc.spec_decode.step_cost_model import StepCostModel
-from tests.inference_svc.engine.test_detokenizer import TOKENIZER
+from tests.inference_svc.sequence.test_detokenizer import TOKENIZER
 
 VOCABULARY = 6
 
@@ -58,15 +59,15 @@ def loop_of(
     model: Any,
     proposers: Mapping[SpeculationMode, Proposer] | None = None,
     costs: StepCostModel | None = None,
-    kind: Any = EngineCore,
+    kind: type[BatchSampler] = BatchSampler,
     branches: int = 1,
 ) -> EngineCore:
     """The engine's loop over a table, to be stepped by hand."""
     pool = KVPool(1, 1, 16, 8192, torch.float32, torch.device("cpu"))
     guessing = Speculator(proposers or {SpeculationMode.NGRAM: NgramProposer()}, costs or free_rows(), 8, branches)
-    loop: EngineCore = kind(
-        model, pool, NullKVConnector(), EngineLimits(), 4096, None, guessing, EngineStats(), lambda letter: None
-    )
+    services = EngineServices(model, pool, NullKVConnector(), None, guessing, EngineStats())
+    loop = EngineCore(services, EngineLimits(), 4096, lambda event: None)
+    loop._sampler = kind(guessing, loop._planner.branch_tables, 4096, loop._finish, loop._sampling_failed)
     return loop
 
 
@@ -78,17 +79,18 @@ def sequence(
 
     text = IncrementalDetokenizer(TOKENIZER, (), frozenset(range(VOCABULARY)))  # no token has any
     chosen = SamplingParams(**params)
-    return Sequence("r", list(prompt), len(prompt), length, chosen, frozenset(), text, sink, speculation=speculation)
+    request = GenerationRequest("r", len(prompt), length, chosen, frozenset(), speculation=speculation)
+    return Sequence(request, list(prompt), text, sink)
 
 
 def answers(loop: EngineCore, sequences: Iterable[Sequence]) -> list[list[int]]:
     """Runs sequences to their ends, in one batch."""
     asked = list(sequences)
     for one in asked:
-        loop.read(RequestSubmitted(one))
+        loop.handle(RequestSubmitted(one))
     while loop.busy:
         loop.step()
-    return [one.tokens[one.prompt_tokens :] for one in asked]
+    return [one.tokens[one.request.num_prompt_tokens :] for one in asked]
 
 
 def prompt(seed: int, tokens: int = 40) -> list[int]:

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from inference_svc.scheduling.scheduler import SchedulerEntry, plan_step
+from inference_svc.sequence.generation_request import SpeculationMode
 from inference_svc.spec_decode.acceptance_stats import AcceptanceStats
 from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
 from inference_svc.spec_decode.proposer import ROOT, Draft
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.step_cost_model import StepCostModel
 from tests.inference_svc.spec_decode.chance import (
     VOCABULARY,
@@ -108,13 +108,13 @@ def test_recorded_passes_have_their_own_price() -> None:
 
 def test_chances_are_measured_for_all_and_for_each() -> None:
     acceptance = AcceptanceStats((0.5, 0.5))
-    good, bad = acceptance.own(), acceptance.own()
+    good, bad = acceptance.new_counts(), acceptance.own()
     for _ in range(200):
         acceptance.learn(good, 0, True)
         acceptance.learn(bad, 0, False)
     assert acceptance.chance(good, 0) > 0.9
     assert acceptance.chance(bad, 0) < 0.1
-    assert acceptance.chance(acceptance.own(), 0) == pytest.approx(0.5, abs=0.1)
+    assert acceptance.chance(acceptance.new_counts(), 0) == pytest.approx(0.5, abs=0.1)
     assert acceptance.chance(good, 1) == 0.5
 
 
@@ -124,9 +124,9 @@ def test_a_draft_that_takes_too_long_is_tried_ever_more_rarely() -> None:
     class Slow:
         priors, step_seconds, asked = (0.5,), 10.0, 0
 
-        def propose(self, wishes: Sized) -> list[Draft]:
+        def propose(self, requests: Sized) -> list[Draft]:
             self.asked += 1
-            return [Draft.chain([0], [0])] * len(wishes)
+            return [Draft.chain([0], [0])] * len(requests)
 
         def observe(self, *_: object) -> None: ...
         def finish(self, *_: object) -> None: ...
@@ -143,21 +143,21 @@ def test_a_draft_that_takes_too_long_is_tried_ever_more_rarely() -> None:
 
 def test_guesses_get_what_is_left() -> None:
     works = [
-        SchedulerEntry(0, 1, 40, 1, guesses=8),
-        SchedulerEntry(1, 1, 2, 1, guesses=8),
+        SchedulerEntry(0, 1, 40, 1, num_draft_tokens=8),
+        SchedulerEntry(1, 1, 2, 1, num_draft_tokens=8),
         SchedulerEntry(2, 300, 400, 1),
     ]
     step = plan_step(works, 512, 0, 32)
     assert dict(step.rows) == {0: 1, 1: 1, 2: 300}
-    assert dict(step.guesses) == {0: 8, 1: 1}, "no page is free, and one has room for one more"
-    assert dict(plan_step(works, 512, 1, 32).guesses) == {0: 8, 1: 8}
-    assert dict(plan_step(works, 306, 1, 32).guesses) == {0: 4}, "the budget ends"
-    assert plan_step(works, 100, 1, 32).guesses == (), "prompts come first"
+    assert dict(step.draft_rows) == {0: 8, 1: 1}, "no page is free, and one has room for one more"
+    assert dict(plan_step(works, 512, 1, 32).draft_rows) == {0: 8, 1: 8}
+    assert dict(plan_step(works, 306, 1, 32).draft_rows) == {0: 4}, "the budget ends"
+    assert plan_step(works, 100, 1, 32).draft_rows == (), "prompts come first"
 
 
 def test_guesses_preempt_nobody() -> None:
-    works = [SchedulerEntry(0, 1, 1, 1, guesses=30), SchedulerEntry(1, 1, 0, 1)]
+    works = [SchedulerEntry(0, 1, 1, 1, num_draft_tokens=30), SchedulerEntry(1, 1, 0, 1)]
     step = plan_step(works, 64, 1, 32)
     assert not step.preempted
     assert dict(step.rows) == {0: 1, 1: 1}
-    assert not step.guesses
+    assert not step.draft_rows

@@ -9,21 +9,21 @@ import torch
 from kvsidecar.errors import ConfigurationError
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.forward_batch import ForwardBatch
+from inference_svc.sequence.generation_request import SpeculationMode
 from inference_svc.server.runtime import build_runtime
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from tests.inference_svc.spec_decode.chance import VOCABULARY, Table, answers, loop_of, sequence
 
 MOST = 8
 
 
 def pool(pages: int) -> KVPool:
-    return KVPool(1, 1, 16, pages * BLOCK_TOKENS, torch.float32, torch.device("cpu"))
+    return KVPool(1, 1, 16, pages * PAGE_TOKENS, torch.float32, torch.device("cpu"))
 
 
 class Narrow(Table):
@@ -54,8 +54,8 @@ def test_text_with_tokens_that_the_draft_does_not_have_is_not_guessed_and_breaks
 def test_a_copy_guesses_in_the_pages_that_the_sequence_has() -> None:
     """Growing would take a page that another sequence needs for its next token."""
     own = pool(2)
-    one = sequence([1] * (BLOCK_TOKENS - 3), 64, SpeculationMode.DRAFT)
-    one.table, one.computed = own.allocate(BLOCK_TOKENS), BLOCK_TOKENS - 4
+    one = sequence([1] * (PAGE_TOKENS - 3), 64, SpeculationMode.DRAFT)
+    one.kv.table, one.kv.num_computed = own.allocate(PAGE_TOKENS), PAGE_TOKENS - 4
     before = own.free_pages
     draft = DraftModelProposer(
         cast(Any, Table(torch.zeros(VOCABULARY, VOCABULARY))), own, VOCABULARY, 256, 512, copy=True
@@ -63,7 +63,7 @@ def test_a_copy_guesses_in_the_pages_that_the_sequence_has() -> None:
     assert len(draft.propose([DraftRequest(one, MOST)])[0].tokens) == 3
     assert own.free_pages == before
     one.tokens += [1, 1, 1]
-    one.computed = len(one.tokens) - 1
+    one.kv.num_computed = len(one.tokens) - 1
     assert draft.propose([DraftRequest(one, MOST)])[0].tokens == ()
 
 
@@ -77,7 +77,7 @@ def test_a_copy_that_computes_nan_leaves_none_in_the_models_pages() -> None:
 
     own = pool(2)
     one = sequence([1] * 10, 64, SpeculationMode.DRAFT)
-    one.table, one.computed = own.allocate(BLOCK_TOKENS), 9
+    one.kv.table, one.kv.num_computed = own.allocate(PAGE_TOKENS), 9
     model = Spoiling(torch.zeros(VOCABULARY, VOCABULARY))
     draft = DraftModelProposer(cast(Any, model), own, VOCABULARY, 256, 512, copy=True)
     assert len(draft.propose([DraftRequest(one, MOST)])[0].tokens) == 2

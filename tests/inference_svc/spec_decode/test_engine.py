@@ -16,21 +16,21 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import AutoTokenizer
 
 from benchmarks.node import Node
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import CacheParams, FinishReason, Sequence
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.draft_loader import load_draft
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import FinishReason, Sequence
 from inference_svc.spec_decode.draft_model_proposer import DraftModelProposer
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
-from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.server.test_load import Request, idle
 from tests.inference_svc.spec_decode.chance import free_rows
 
@@ -92,15 +92,15 @@ class Asked(Request):
         super().__init__(ids, length)
         steering = None if grammar is None else GRAMMARS.compile(grammar)
         hidden = END if grammar else frozenset[int]()
-        self.sequence = Sequence(
-            "r", list(ids), len(ids), length, SamplingParams(**{"temperature": 0.0, **params}), hidden,
-            IncrementalDetokenizer(TOKENIZER, stop, hidden), self._sink, CacheParams(), logprobs, steering, speculation,
-        )  # fmt: skip
+        chosen = SamplingParams(**{"temperature": 0.0, **params})
+        asked = GenerationRequest("r", len(ids), length, chosen, hidden, num_logprobs=logprobs, speculation=speculation)
+        text = IncrementalDetokenizer(TOKENIZER, stop, hidden)
+        self.sequence = Sequence(asked, list(ids), text, self._sink, steering)
 
     def whole(self) -> Any:
         """All that the caller sees."""
         self.tokens()
-        drawn = [o.drawn for o in self.outputs if o.drawn is not None]
+        drawn = [o.token for o in self.outputs if o.token is not None]
         return drawn, "".join(o.text for o in self.outputs), self.outputs[-2 if len(drawn) < len(self.outputs) else -1]
 
 
@@ -148,13 +148,17 @@ def test_answers_texts_and_chances_are_the_same(engine: Engine, speculation: Spe
 
 
 def test_a_draft_that_is_the_model_is_always_right(twins: Engine) -> None:
-    plain = [one for one in mixed(SpeculationMode.OFF) if one.sequence.steering is None]
-    guessed = [one for one in mixed(SpeculationMode.DRAFT) if one.sequence.steering is None]
+    plain = [one for one in mixed(SpeculationMode.OFF) if one.sequence.grammar is None]
+    guessed = [one for one in mixed(SpeculationMode.DRAFT) if one.sequence.grammar is None]
     want = ask(twins, plain)
     assert ask(twins, guessed) == want
     stats = twins.speculator.stats
     ended_early = [one for one in guessed if one.outputs[-2].finish is FinishReason.STOP]
-    refused = sum(s.sequence.draft_tokens - s.sequence.accepted_tokens for s in guessed if s not in ended_early)
+    refused = sum(
+        s.sequence.speculation.num_draft_tokens - s.sequence.speculation.num_accepted_tokens
+        for s in guessed
+        if s not in ended_early
+    )
     assert stats.draft_tokens > 300
     assert refused == 0
 
@@ -226,7 +230,7 @@ def test_preempted_and_cancelled_requests_leave_no_page() -> None:
 def test_a_proposer_that_fails_is_off_and_answers_go_on(twins: Engine) -> None:
     broken = engine_of(2048, draft=True)
 
-    def fail(wishes: Any) -> Any:
+    def fail(requests: Any) -> Any:
         raise RuntimeError("planted")
 
     assert broken._draft is not None

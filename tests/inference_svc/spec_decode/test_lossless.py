@@ -12,9 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from inference_svc.engine.batch_sampler import BatchSampler
 from inference_svc.engine.engine_core import EngineCore
-from inference_svc.engine.sequence import Sequence
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.spec_decode.chance import VOCABULARY, Table, answers, loop_of, prompt, sequence, table
 
 WAYS: list[dict[str, Any]] = [
@@ -56,43 +57,43 @@ def test_usage_counts_what_was_guessed() -> None:
     loop = loop_of(table())
     asked = [sequence(prompt(i), 80, temperature=0.0) for i in range(3)]
     answers(loop, asked)
-    assert sum(s.draft_tokens for s in asked) == loop._speculator.stats.draft_tokens
-    assert sum(s.accepted_tokens for s in asked) == loop._speculator.stats.accepted_tokens > 0
+    assert sum(s.speculation.num_draft_tokens for s in asked) == loop._speculator.stats.draft_tokens
+    assert sum(s.speculation.num_accepted_tokens for s in asked) == loop._speculator.stats.accepted_tokens > 0
 
 
 # ---- the distribution ------------------------------------------------------------------------------------------
 
 
-class Leaning(EngineCore):
+class Leaning(BatchSampler):
     """A planted bias: what was guessed is a little likelier to be drawn."""
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[Collection[int]]) -> list[bool]:
+    def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
         logits = logits.clone()
-        for line, guessed in zip(logits, guesses, strict=True):
+        for line, guessed in zip(logits, drafts, strict=True):
             for guess in guessed:
                 line[guess] += 0.8
-        return super()._draw(sequences, logits, guesses)
+        return super().sample(sequences, logits, drafts)
 
 
-class Repeating(EngineCore):
+class Repeating(BatchSampler):
     """Another: a wrong guess draws again, by the number that refused it, as if acceptance were a matter of luck."""
 
-    def _draw(self, sequences: list[Sequence], logits: Tensor, guesses: list[Collection[int]]) -> list[bool]:
-        for i, (one, guessed) in enumerate(zip(sequences, guesses, strict=True)):
-            if guessed and one.sampler.uniform(63) < 0.5:
+    def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
+        for i, (one, guessed) in enumerate(zip(sequences, drafts, strict=True)):
+            if guessed and one.sampling.uniform(63) < 0.5:
                 logits = logits.clone()
                 logits[i] = torch.full_like(logits[i], -50.0)
                 logits[i, next(iter(guessed))] = 0.0
-        return super()._draw(sequences, logits, guesses)
+        return super().sample(sequences, logits, drafts)
 
 
-def transitions(kind: type[EngineCore], model: Table, n: int, branches: int = 1) -> NDArray[np.int64]:
+def transitions(kind: type[BatchSampler], model: Table, n: int, branches: int = 1) -> NDArray[np.int64]:
     """How often each token followed each, of ``n`` drawn tokens."""
     counts, per = np.zeros((VOCABULARY, VOCABULARY), np.int64), 500
     loop = loop_of(model, kind=kind, branches=branches)
     asked = [sequence(prompt(i), per, seed=i, temperature=0.8) for i in range(n // per)]
     for one, answer in zip(asked, answers(loop, asked), strict=True):
-        for a, b in itertools.pairwise([one.tokens[one.prompt_tokens - 1], *answer]):
+        for a, b in itertools.pairwise([one.tokens[one.request.num_prompt_tokens - 1], *answer]):
             counts[a, b] += 1
     assert loop._speculator.stats.accepted_tokens > n / 8
     return counts
@@ -110,10 +111,10 @@ LIMIT = 74.0
 @pytest.mark.parametrize(("branches", "n"), [(1, 20_000), (2, 8_000)])
 def test_sampled_answers_have_the_models_distribution(branches: int, n: int) -> None:
     model = table(7)
-    assert chi_square(transitions(EngineCore, model, n, branches), model) < LIMIT
+    assert chi_square(transitions(BatchSampler, model, n, branches), model) < LIMIT
 
 
 @pytest.mark.parametrize(("biased", "branches"), [(Leaning, 2), (Repeating, 1)])
-def test_the_test_sees_a_planted_bias(biased: type[EngineCore], branches: int) -> None:
+def test_the_test_sees_a_planted_bias(biased: type[BatchSampler], branches: int) -> None:
     model = table(7)
     assert chi_square(transitions(biased, model, 6_000, branches), model) > LIMIT

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.engine.sequence import CacheParams
+from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.spec_decode.ngram_index import SHORT_NGRAM, NgramIndex
 from inference_svc.spec_decode.ngram_proposer import _GENERATION, _TENANTS, AnswerHistory, NgramProposer
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
@@ -70,7 +72,7 @@ def test_past_answers_are_bounded_and_the_oldest_go() -> None:
 
 def guess(lookup: NgramProposer, tokens: list[int], use: CacheParams) -> list[int]:
     asking = sequence(tokens, 50)
-    asking.cache = use
+    asking.request = replace(asking.request, cache=use)
     (draft,) = lookup.propose([DraftRequest(asking, 4)])
     return list(draft.tokens)
 
@@ -78,14 +80,16 @@ def guess(lookup: NgramProposer, tokens: list[int], use: CacheParams) -> list[in
 def test_past_answers_are_their_tenants_alone() -> None:
     lookup = NgramProposer()
     done = sequence([1, 2], 50)
-    done.cache = CacheParams(tenant_salt=b"a")
+    done.request = replace(done.request, cache=CacheParams(tenant_salt=b"a"))
     done.tokens += [3, 4, 5, 6, 7]
     lookup.finish(done)
     assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"a")) == [5, 6, 7]
     assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"b")) == []
     assert guess(lookup, [9, 3, 4], CacheParams()) == []
     assert guess(lookup, [9, 3, 4], CacheParams(tenant_salt=b"a", read=False)) == [], "it may read nothing"
-    done.cache, done.tokens[2:] = CacheParams(write=False), [11, 12, 13, 14]
+    done = sequence([1, 2], 50)
+    done.request = replace(done.request, cache=CacheParams(write=False))
+    done.tokens += [11, 12, 13, 14]
     lookup.finish(done)
     assert guess(lookup, [9, 11, 12], CacheParams()) == [], "it leaves nothing behind"
 
@@ -95,8 +99,8 @@ def test_paths_go_on_along_first_children() -> None:
     assert tree.paths() == [[0, 2, 4], [1], [3]]
     assert tree.depth == 3
     assert tree.ancestors(4) == [ROOT, 0, 2]
-    assert tree.followed([5, 8, 7]) == [0, 3]
-    assert tree.chosen([1, 0, 3]) == Draft((6, 5, 8), (ROOT, ROOT, 1), (1, 0, 3))
+    assert tree.accepted_path([5, 8, 7]) == [0, 3]
+    assert tree.select([1, 0, 3]) == Draft((6, 5, 8), (ROOT, ROOT, 1), (1, 0, 3))
     assert Draft().paths() == []
     assert not Draft()
 
@@ -108,7 +112,7 @@ def test_other_branches_are_what_followed_elsewhere() -> None:
     assert chain.tokens == (6, 7, 9)
     (tree,) = NgramProposer().propose([DraftRequest(asking, 3, 2)])
     assert [[tree.tokens[i] for i in path] for path in tree.paths()[:2]] == [[6, 7, 9], [5, 9, 2]]
-    assert tree.signs[:3] == chain.signs
+    assert tree.buckets[:3] == chain.buckets
     assert all(parent < i for i, parent in enumerate(tree.parents))
     assert all(len({tree.tokens[i] for i in tree.children(at)}) == len(tree.children(at)) for at in range(-1, 6))
 

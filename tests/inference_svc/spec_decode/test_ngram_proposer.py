@@ -12,8 +12,8 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import ServiceAddress
 
 from benchmarks.node import Node
-from inference_svc.engine.sequence import StoredPrefix
 from inference_svc.kv_client.chunk_loader import ChunkLoader
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from tests.cache_daemon.conftest import descriptor
 from tests.inference_svc import windowed
 from tests.inference_svc.engine.test_exactness import prompt

@@ -10,10 +10,10 @@ import torch
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.engine.test_isolation import POISON, poisoned
@@ -32,13 +32,13 @@ class Poisoning(Misled):
         super().__init__()
         self._answer, self._branch = answer, branch
 
-    def _guess(self, wish: DraftRequest) -> Draft:
-        done = wish.sequence.generated
-        right = self._answer[done : done + min(wish.most, 1 + done % 3)]
-        if self._branch and wish.width > 1:
+    def _guess(self, request: DraftRequest) -> Draft:
+        done = request.sequence.num_generated
+        right = self._answer[done : done + min(request.max_tokens, 1 + done % 3)]
+        if self._branch and request.max_branches > 1:
             tokens, parents = [*right, POISON], [*range(ROOT, len(right) - 1), len(right) - 2]
         else:
-            tokens = [*right, POISON][: wish.most]
+            tokens = [*right, POISON][: request.max_tokens]
             parents = [*range(ROOT, len(tokens) - 1)]
         return Draft(tuple(tokens), tuple(parents), (0,) * len(tokens))
 
@@ -50,7 +50,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 1024, loaded.dtype, loaded.device)
     if request.param != "ours":
         pool.__dict__["read_by_pages"] = False
-    found = Engine(loaded, pool, NullKVConnector(), EngineLimits(draft_branches=3))
+    found = Engine(loaded, pool, NullKVConnector(), EngineLimits(num_speculative_branches=3))
     yield found
     idle(found)
     found.check_integrity()
@@ -59,7 +59,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def guessing(engine: Engine, proposer: Any) -> Speculator:
     found = Speculator({SpeculationMode.NGRAM: proposer}, free_rows(), 8, 3)
-    engine.speculator = engine._loop._speculator = engine._loop._planner._speculator = found
+    engine.speculator = engine._core._speculator = engine._core._planner._speculator = found
     return found
 
 

@@ -15,18 +15,18 @@ from torch import Tensor
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_events import CancelRequested, RequestSubmitted
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
-from inference_svc.engine.sequence import Sequence
-from inference_svc.kv_pool.block_table import BLOCK_TOKENS
+from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_graph, forward_batch
 from inference_svc.model_runner.cuda_attention import CudaAttention
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel, load
+from inference_svc.sequence.generation_request import SpeculationMode
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.branch_tables import BranchTables
 from inference_svc.spec_decode.draft_budget import DraftNode, StepCosts, select_drafts
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
-from inference_svc.spec_decode.speculation_mode import SpeculationMode
 from inference_svc.spec_decode.speculator import Speculator
 from tests.inference_svc.models.test_architectures import build
 from tests.inference_svc.server.test_load import idle
@@ -64,10 +64,10 @@ def pool_of(loaded: LoadedModel) -> KVPool:
 
 def read(decoder: Decoder, pool: KVPool, ids: list[int], pieces: bool) -> Sequence:
     """A sequence of which all but the last token is computed; with ``pieces`` its pages lie apart."""
-    reading, table = sequence(ids, 50), pool.allocate(BLOCK_TOKENS)
+    reading, table = sequence(ids, 50), pool.allocate(PAGE_TOKENS)
     assert table is not None
-    reading.table, reading.computed = table, len(ids) - 1
-    for end in range(BLOCK_TOKENS, len(ids) + 2 * BLOCK_TOKENS, BLOCK_TOKENS):
+    reading.kv.table, reading.kv.num_computed = table, len(ids) - 1
+    for end in range(PAGE_TOKENS, len(ids) + 2 * PAGE_TOKENS, PAGE_TOKENS):
         between = pool.allocate(1) if pieces else None
         assert pool.grow(table, end)
         if between:
@@ -82,9 +82,9 @@ def verify(
     """The logits of the last token's row, and of those of the tree."""
     first, *_ = tree.paths()
     tokens = [reading.tokens[-1], *(tree.tokens[i] for i in first)]
-    assert reading.table is not None
-    span = forward_batch.SequenceSlice(tokens, len(reading.tokens) - 1, reading.table, True, drafted=len(first))
-    span = replace(span, branches=forks.branches(reading, tree))
+    assert reading.kv.table is not None
+    span = forward_batch.SequenceSlice(tokens, len(reading.tokens) - 1, reading.kv.table, True, num_drafted=len(first))
+    span = replace(span, branches=forks.fork(reading, tree))
     return span, decoder(forward_batch.build_batch([span], pool, pool.keys.device))
 
 
@@ -123,24 +123,24 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
                 way.append(at)
                 branch = span.branch_of(at)
                 if branch is not None:
-                    forks.adopt(reading, branch, at)
+                    forks.commit_row(reading, branch, at)
             assert torch.equal(got[way], want)
-            assert reading.table is not None
-            assert chain.table is not None
+            assert reading.kv.table is not None
+            assert chain.kv.table is not None
             end = length + len(places)
-            here, there = (torch.from_numpy(t.slots(length - 1, end)) for t in (reading.table, chain.table))
+            here, there = (torch.from_numpy(t.slots(length - 1, end)) for t in (reading.kv.table, chain.table))
             for mine, theirs in ((pool.keys, another.keys), (pool.values, another.values)):
                 assert torch.equal(mine[:, :, here], theirs[:, :, there])
             decoder(forward_batch.build_batch([span], pool, pool.keys.device))  # as it was, for the next one
-        forks.release()
-        pool.free(reading.table)
+        forks.free()
+        pool.free(reading.kv.table)
         pool.check_integrity()
         assert pool.free_pages == pool.pages
 
 
 def test_branches_on_a_gpu_are_as_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our CUDA kernels, run by the emulator: the logits of each branch are those of a chain."""
-    monkeypatch.setattr("inference_svc.model_runner.fused_layers.can_fuse_model", lambda model: False)
+    monkeypatch.setattr("inference_svc.models.fused_layer_weights.can_fuse_model", lambda model: False)
     loaded, _, _ = build("LlamaForCausalLM", torch.bfloat16, head_dim=64)
     decoder, ids = Decoder(loaded), words(1, 45)
     pool = pool_of(loaded)
@@ -163,14 +163,14 @@ def test_where_there_is_no_page_there_is_no_branch() -> None:
     loaded, decoder = decoder_of("LlamaForCausalLM", torch.float32)
     pool = pool_of(loaded)
     reading = read(decoder, pool, words(1, 40), pieces=False)
-    left = pool.allocate((pool.free_pages - 2) * BLOCK_TOKENS)
+    left = pool.allocate((pool.free_pages - 2) * PAGE_TOKENS)
     assert left is not None
     forks = BranchTables(pool, pool.grow)
-    assert len(forks.branches(reading, TREE)) == 2, "a page for each, and then none"
-    forks.release()
-    taken = pool.allocate(2 * BLOCK_TOKENS)
+    assert len(forks.fork(reading, TREE)) == 2, "a page for each, and then none"
+    forks.free()
+    taken = pool.allocate(2 * PAGE_TOKENS)
     assert taken is not None
-    assert forks.branches(reading, TREE) == ()
+    assert forks.fork(reading, TREE) == ()
     assert forks.tables == []
 
 
@@ -205,17 +205,17 @@ class Misled:
     def __init__(self, right: int = 1) -> None:
         self._right, self.accepted = right, list[tuple[int, int]]()
 
-    def propose(self, wishes: Any) -> list[Draft]:
-        return [self._guess(wish) for wish in wishes]
+    def propose(self, requests: Any) -> list[Draft]:
+        return [self._guess(request) for request in requests]
 
-    def _guess(self, wish: DraftRequest) -> Draft:
-        last = wish.sequence.tokens[-1]
-        wrong = [(last + 3 + i) % VOCABULARY for i in range(wish.most)]
-        if wish.width == 1:
+    def _guess(self, request: DraftRequest) -> Draft:
+        last = request.sequence.tokens[-1]
+        wrong = [(last + 3 + i) % VOCABULARY for i in range(request.max_tokens)]
+        if request.max_branches == 1:
             return Draft.chain(wrong, [0] * len(wrong))
-        right = [(last + 1 + i) % VOCABULARY for i in range(wish.most)]
-        parents = [*range(ROOT, wish.most - 1), ROOT, *range(wish.most, 2 * wish.most - 1)]
-        return Draft((*wrong, *right), tuple(parents), (0,) * wish.most + (1,) * wish.most)
+        right = [(last + 1 + i) % VOCABULARY for i in range(request.max_tokens)]
+        parents = [*range(ROOT, request.max_tokens - 1), ROOT, *range(request.max_tokens, 2 * request.max_tokens - 1)]
+        return Draft((*wrong, *right), tuple(parents), (0,) * request.max_tokens + (1,) * request.max_tokens)
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         self.accepted.append((drafted, accepted))
@@ -270,7 +270,7 @@ def test_a_text_that_goes_on_in_two_ways_is_followed_on_both() -> None:
 def engine() -> Iterator[Engine]:
     loaded = load("demo", dtype="float32")
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 8192, loaded.dtype, loaded.device)
-    running = Engine(loaded, pool, NullKVConnector(), EngineLimits(draft_branches=4))
+    running = Engine(loaded, pool, NullKVConnector(), EngineLimits(num_speculative_branches=4))
     running.speculator.costs = free_rows()
     yield running
     idle(running)
@@ -295,9 +295,9 @@ class Knowing(Misled):
         super().__init__()
         self._answer = answer
 
-    def _guess(self, wish: DraftRequest) -> Draft:
-        done = wish.sequence.generated
-        right, at = self._answer[done : done + wish.most], done % 3
+    def _guess(self, request: DraftRequest) -> Draft:
+        done = request.sequence.num_generated
+        right, at = self._answer[done : done + request.max_tokens], done % 3
         if len(right) < 4:
             return Draft()
         tokens = [*right[:at], 1, 2, *right[at:-1], 3, right[-1]]
@@ -313,7 +313,9 @@ def test_windows_and_contexts_beyond_the_pool_have_branches_too(name: str, tmp_p
     def answer(tokens: int, overflow: tuple[Path, int] | None, want: list[int]) -> tuple[list[int], Windowed]:
         made = windowed(name, tokens, dtype=torch.bfloat16, overflow=overflow)
         guessing = Speculator({SpeculationMode.NGRAM: Knowing(want)}, free_rows(), 8, 3)
-        made.engine.speculator = made.engine._loop._speculator = made.engine._loop._planner._speculator = guessing
+        core = made.engine._core
+        made.engine.speculator = core._speculator = core._sampler._speculator = guessing
+        core._planner._services = replace(core._planner._services, speculator=guessing)
         request = Asked(ids, 100, SpeculationMode.NGRAM if want else SpeculationMode.OFF)
         made.engine.submit(request.sequence)
         found = request.tokens()
@@ -325,7 +327,7 @@ def test_windows_and_contexts_beyond_the_pool_have_branches_too(name: str, tmp_p
     want, _ = answer(8192, None, [])
     got, made = answer(512 if overflow else 8192, overflow, want)
     assert got == want
-    assert made.engine.stats.overflowed == (1 if overflow else 0)
+    assert made.engine.stats.overflow_admissions == (1 if overflow else 0)
     stats = made.engine.speculator.stats
     assert stats.branched_tokens > 40
     assert stats.accepted_tokens > 80
@@ -337,22 +339,22 @@ def test_200_requests_of_which_a_third_are_cancelled_leave_no_page() -> None:
     loop = loop_of(model, branches=3)
     loop.pool = loop._planner._pool  # one and the same
     while loop.pool.free_pages > 24:
-        assert loop.pool.allocate(BLOCK_TOKENS) is not None
+        assert loop.pool.allocate(PAGE_TOKENS) is not None
     waiting = [sequence(prompt(i, chance.randrange(2, 90)), chance.randrange(1, 60), seed=i) for i in range(200)]
     asked = list(waiting)
     cancelled = {id(one) for i, one in enumerate(asked) if i % 3 == 0}
     while waiting or loop.busy:
         for one in [waiting.pop() for _ in range(min(len(waiting), 4))]:
-            loop.read(RequestSubmitted(one))
+            loop.handle(RequestSubmitted(one))
         loop.step()
-        assert loop._planner.forks.tables == []
-        for one in [s for s in loop.running if id(s) in cancelled and s.generated > 3]:
+        assert loop._planner.branch_tables.tables == []
+        for one in [s for s in loop.running if id(s) in cancelled and s.num_generated > 3]:
             one.cancelled.set()
-            loop.read(CancelRequested(one))
+            loop.handle(CancelRequested(one))
     assert loop._speculator.stats.branches > 100
     assert loop._stats.cancelled > 30
     assert loop._stats.preemptions > 0
-    while loop.residents.evict():
+    while loop.prefix_cache.evict():
         pass
     assert loop.pool.free_pages == 24
     loop.pool.check_integrity()
@@ -369,7 +371,7 @@ def test_a_failing_forward_gives_branches_back_and_goes_on() -> None:
     loop = loop_of(model, {SpeculationMode.NGRAM: Misled()}, branches=2)
     (answer,) = answers(loop, [sequence([0, 1, 2], 20, temperature=0.0)])
     assert answer == [(3 + i) % VOCABULARY for i in range(20)]
-    assert loop._planner.forks.tables == []
+    assert loop._planner.branch_tables.tables == []
     loop.pool.check_integrity()
 
 
@@ -388,7 +390,7 @@ def test_what_is_not_finite_in_branches_is_cleared_and_the_answer_goes_on() -> N
     loop = loop_of(Spoiling(cycle().logits), {SpeculationMode.NGRAM: Misled()}, branches=2)
     (answer,) = answers(loop, [sequence([0, 1, 2], 20, temperature=0.0)])
     assert answer == [(3 + i) % VOCABULARY for i in range(20)]
-    while loop.residents.evict():
+    while loop.prefix_cache.evict():
         pass
     assert loop.pool.keys.isfinite().all()
     assert loop.pool.values.isfinite().all()

@@ -16,14 +16,15 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
 
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
-from inference_svc.engine.sequence import FinishReason, Sequence
 from inference_svc.sampling.sampler import sample
 from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import GenerationRequest
+from inference_svc.sequence.sequence import FinishReason, Sequence
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
-from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
 GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)
@@ -33,11 +34,13 @@ DIGITS = pb.Grammar(regex="([a-f0-9]{4} ){12,16}end")
 class Steered(Request):
     """A request whose answer a grammar steers."""
 
-    def __init__(self, ids: list[int], length: int, steering: GrammarState, seed: int | None = None) -> None:
+    def __init__(self, ids: list[int], length: int, grammar: GrammarState, seed: int | None = None) -> None:
         super().__init__(ids, length, seed)
-        params = self.sequence.params
+        params = self.sequence.request.sampling_params
         text = IncrementalDetokenizer(TOKENIZER, (), END)
-        self.sequence = Sequence("r", list(ids), len(ids), length, params, END, text, self._sink, steering=steering)
+        self.sequence = Sequence(
+            GenerationRequest("r", len(ids), length, params, END), list(ids), text, self._sink, grammar
+        )
 
     def text(self) -> str:
         self.tokens()
@@ -123,13 +126,13 @@ def test_a_mask_is_there_when_it_is_asked_for_and_computed_once() -> None:
             return super().submit(run)
 
     with Slow(1) as threads:
-        steering = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
-        steering.start_mask()
+        grammar = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
+        grammar.start_mask()
         assert began.wait(30)
         go_on.set()
-        first = steering.mask()
-        steering.start_mask()
-        assert np.array_equal(first, steering.mask())
+        first = grammar.mask()
+        grammar.start_mask()
+        assert np.array_equal(first, grammar.mask())
         assert threads.submitted == 1
 
 
@@ -145,19 +148,19 @@ def test_a_panic_in_the_compiled_code_is_the_answers_own_failure() -> None:
             return super().submit(panic)
 
     with Panicking(1) as threads:
-        steering = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
+        grammar = GrammarState(LLMatcher(hf.from_tokenizer(TOKENIZER, 4097), 'start: "ab"'), threads)
         with pytest.raises(GenerationFailed, match="Panic"):
-            steering.mask()
+            grammar.mask()
 
 
 def test_an_answer_is_complete_only_when_nothing_may_follow() -> None:
-    steering = GRAMMARS.compile(pb.Grammar(regex="ab?"))
+    grammar = GRAMMARS.compile(pb.Grammar(regex="ab?"))
     (a,), (b,) = (TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in "ab")
-    steering.accept(a)
-    assert not steering.complete, "it may end here, and may go on"
-    assert set(np.flatnonzero(np.unpackbits(steering.mask(), bitorder="little"))) == {b, *END}
-    steering.accept(b)
-    assert steering.complete
+    grammar.accept(a)
+    assert not grammar.complete, "it may end here, and may go on"
+    assert set(np.flatnonzero(np.unpackbits(grammar.mask(), bitorder="little"))) == {b, *END}
+    grammar.accept(b)
+    assert grammar.complete
     other = GRAMMARS.compile(pb.Grammar(regex="ab?"))
     with pytest.raises(GenerationFailed, match="the grammar could not be kept to"):
         other.accept(b)

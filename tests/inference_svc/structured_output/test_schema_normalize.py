@@ -10,7 +10,7 @@ import pytest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
-from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.walking import walk
 
 GRAMMARS = GrammarCompiler(TOKENIZER, 4096, END)

@@ -17,7 +17,7 @@ from kvsidecar.requests import to_prompt, to_request
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.tool_call_format import format_of
-from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.walking import walk
 
 SCHEMA = {

@@ -16,7 +16,7 @@ from kvsidecar.requests import to_request
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
-from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.tool_calls.test_conversations import HISTORY, SCHEMA, TOOLS, conversations
 from tests.inference_svc.tool_calls.test_tool_call_parser import FUNCTIONS
 from tests.inference_svc.walking import walk

@@ -20,7 +20,7 @@ from inference_svc.structured_output.schema_normalize import plain
 from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.qwen3_coder import parameter_rules
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
-from tests.inference_svc.engine.test_detokenizer import END, TOKENIZER
+from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.tool_calls.test_conversations import HISTORY, SCHEMA, TOOLS, conversations
 
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]

@@ -11,7 +11,7 @@ import torch
 from kvkernels.cpu import quantized_gemm
 from torch import Tensor
 
-from inference_svc.model_runner import fused_layers
+from inference_svc.models import fused_layer_weights
 from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
 from inference_svc.models.layer_streaming.weight_form import bytes_of, form_of, weight_view
@@ -63,7 +63,7 @@ def test_every_mode_gives_the_bits_of_the_resident_model(home: Path, dtype: str,
 
 
 def test_layers_that_compute_by_their_own_modules_too(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_layers, "can_fuse", lambda layer, config: False)
+    monkeypatch.setattr(fused_layer_weights, "can_fuse", lambda layer, config: False)
     for dtype, bits in (("float32", 16), ("bfloat16", 16)):
         want = computed(load("demo", device="cpu", dtype=dtype))
         monkeypatch.setenv("XDG_DATA_HOME", str(home.parent / f"own-{dtype}"))

@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from transformers import Qwen2Config
 
 from benchmarks.node import Node
-from inference_svc.model_runner.attention import ATTENTION_NAME, register
+from inference_svc.model_runner.attention import register
+from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.layer_streaming.layer_file import WEIGHTS
 from inference_svc.models.loader import DEMO_MODEL
 from inference_svc.models.meta_model import build_meta_model

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.engine.kv_connector import NullKVConnector
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions
 from inference_svc.models.loader import DEMO_MODEL, LoadedModel, load
+from inference_svc.sequence.kv_connector import NullKVConnector
 from tests.inference_svc.models.test_architectures import build
 from tests.inference_svc.windowed import ALL, LIMITS, PIECE, SOME, WINDOW, Windowed, prompt
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.engine.engine import Engine
-from inference_svc.engine.sequence import CacheParams, Sequence
 from inference_svc.models.loader import DEMO_MODEL
-from inference_svc.sampling.prompt_logprobs import MAX_SCORED_ROWS, row_budget
 from inference_svc.sampling.sampling_params import PromptLogprob, SamplingParams
-from tests.inference_svc.engine.test_detokenizer import TOKENIZER
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import CacheParams, GenerationRequest
+from inference_svc.sequence.prompt_logprobs import MAX_SCORED_ROWS, row_budget
+from inference_svc.sequence.sequence import Sequence
 from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.sequence.test_detokenizer import TOKENIZER
 from tests.inference_svc.server.test_load import Request, idle, small_engine
 
 LONG = prompt(7, 2 * MAX_SCORED_ROWS + 60)
@@ -27,14 +29,20 @@ class Asked(Request):
     def __init__(self, ids: list[int], length: int = 3, most: int = 2) -> None:
         super().__init__(ids, length)
         text = IncrementalDetokenizer(TOKENIZER, (), frozenset())
-        self.sequence = Sequence(
-            "r", list(ids), len(ids), length, SamplingParams(temperature=0.0), frozenset(), text, self._sink,
-            CacheParams(read=False), prompt_logprobs=most,
-        )  # fmt: skip
+        asked = GenerationRequest(
+            "r",
+            len(ids),
+            length,
+            SamplingParams(temperature=0.0),
+            frozenset(),
+            cache=CacheParams(read=False),
+            num_prompt_logprobs=most,
+        )
+        self.sequence = Sequence(asked, list(ids), text, self._sink)
 
     def scores(self) -> list[PromptLogprob]:
         self.tokens()
-        return self.sequence.prompt_scores
+        return self.sequence.prompt_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +94,7 @@ def test_it_is_the_same_beside_others_and_disturbs_none(engine: Engine) -> None:
 def test_it_is_the_same_in_smaller_pieces_and_where_pages_were_given_back(engine: Engine) -> None:
     prompts = [prompt(i, 60) for i in range(6)]
     want = [asked(engine, ids) for ids in prompts]
-    small = small_engine(448, batch_tokens=48)
+    small = small_engine(448, max_num_batched_tokens=48)
     requests = [Asked(ids, 120) for ids in prompts]
     for request in requests:
         small.submit(request.sequence)
@@ -108,9 +116,9 @@ def test_what_was_read_before_is_read_again(engine: Engine) -> None:
 def test_a_pass_has_so_many_rows_for_all_that_are_scored() -> None:
     scored = [Asked(LONG).sequence for _ in range(3)]
     for i, sequence in enumerate(scored):
-        sequence.arrived = float(i)
+        sequence.request = replace(sequence.request, arrived_at=float(i))
     other = Request(LONG, 3).sequence
-    scored[0].computed = len(LONG) - 50  # of which the last one is not scored, but computed
-    scored[0].prompt_scores = [PromptLogprob(0, 0.0, (), 1)] * (len(LONG) - 50)
+    scored[0].kv.num_computed = len(LONG) - 50  # of which the last one is not scored, but computed
+    scored[0].prompt_logprobs = [PromptLogprob(0, 0.0, (), 1)] * (len(LONG) - 50)
     found = row_budget([other, *scored])
     assert [found.get(s) for s in (other, *scored)] == [None, 50, MAX_SCORED_ROWS - 50, 0]

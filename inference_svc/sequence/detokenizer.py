@@ -1,4 +1,4 @@
-"""Token ids to text while they are generated: whole characters only, and nothing of a stop string."""
+"""Incremental detokenizer: token ids to text, whole characters only, cut at stop strings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _INCOMPLETE = "�"
 
 
 class IncrementalDetokenizer:
-    """Turns one request's tokens into text.
+    """Turns one request's tokens into text as they are generated.
 
-    ``push`` returns what can be shown now; text that may be the start of a stop string is held back. After
-    ``stopped`` nothing more comes out; ``stopped_by`` is the string.
+    ``push`` returns the text that is final; text that may begin a stop string is held back. After ``stopped`` no more
+    text follows; ``stopped_by`` is the string.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class IncrementalDetokenizer:
         return bool(self.stopped_by)
 
     def push(self, token: int) -> str:
-        """Adds a token; returns text that is ready."""
+        """Adds a token and returns the text that is final."""
         self._pushed += 1
         if self.stopped or token in self._hidden:
             return ""
@@ -56,7 +56,7 @@ class IncrementalDetokenizer:
         return self._release(after[len(before) :])
 
     def finish(self) -> str:
-        """What was held back, at the end of generation."""
+        """Returns the text that was held back, at the end of generation."""
         if self.stopped:
             return ""
         rest = self._decode(self._ids[self._context_from :])
@@ -86,7 +86,7 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``."""
+    """Returns the length of the longest suffix of ``text`` that begins ``stop``."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n
@@ -94,10 +94,10 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def split_text(decode: Callable[[list[int]], str], tokens: list[int], ends: Sequence[int]) -> list[str]:
-    """The text of ``tokens``, cut at ``ends`` (rising, the last one all tokens). Joined, the pieces are what ``decode``
-    makes of all tokens; a character that is cut goes to the piece that completes it.
+    """Splits the text of ``tokens`` at ``ends`` (ascending, the last one all tokens).
 
-    Each piece is decoded after the one before it, as in ``IncrementalDetokenizer``: a token's text may depend on its
+    Joined, the pieces are the text of all tokens; a character that is cut goes to the piece that completes it. Each
+    piece is decoded after the one before it, as in ``IncrementalDetokenizer``: a token's text may depend on its
     neighbour.
     """
     whole, cuts, at = decode(tokens), [0], 0

@@ -1,4 +1,4 @@
-"""What ends an engine: nothing more can be computed, or waited for."""
+"""EngineLost: the error that ends an engine, because its device or a copy no longer works."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class EngineLost(BaseException):
-    """Leaves the engine's loop, through everything that handles the failures of single requests."""
+    """Fatal error: passes every handler of single requests' failures and ends the engine's thread."""
 
 
 def check_device(device: torch.device, error: BaseException) -> None:

@@ -2,8 +2,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from inference_svc.engine.detokenizer import IncrementalDetokenizer
 from inference_svc.models.loader import DEMO_MODEL
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(DEMO_MODEL)
 END = frozenset({TOKENIZER.eos_token_id})

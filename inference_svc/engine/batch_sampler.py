@@ -1,0 +1,79 @@
+"""Batch sampler: samples the tokens of a computed batch and verifies its draft tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from kvsidecar.errors import GenerationFailed
+from torch import Tensor
+
+from inference_svc.engine.request_lifecycle import append_token
+from inference_svc.model_runner.forward_batch import SequenceSlice
+from inference_svc.sampling.sampler import SampleResult, sample
+from inference_svc.sequence.sequence import Sequence, SequenceState
+from inference_svc.spec_decode.branch_tables import BranchTables
+from inference_svc.spec_decode.speculator import Speculator
+from inference_svc.spec_decode.tree_verifier import TreeVerifier
+
+
+class BatchSampler:
+    """Appends sampled tokens to their sequences. Only the engine's thread uses it."""
+
+    def __init__(
+        self,
+        speculator: Speculator,
+        branch_tables: BranchTables,
+        max_tokens: int,
+        finish: Callable[[Sequence], None],
+        fail: Callable[[Sequence, Exception], None],
+    ) -> None:
+        """``max_tokens`` limits prompt and answer together. ``finish`` takes a complete answer out of the batch,
+        ``fail`` a sequence that cannot be sampled."""
+        self._speculator, self._branch_tables, self._max_tokens = speculator, branch_tables, max_tokens
+        self._finish, self._fail = finish, fail
+
+    def run(self, slices: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
+        """Samples a token per sequence, and the next one while it equals a draft token.
+
+        Every token is sampled as it is without drafts: from the same distribution, by the same random number.
+        """
+        known = [len(sequence.tokens) for sequence, _ in slices]
+        verifier = TreeVerifier(slices, logits, self._branch_tables)
+        while verifier.sequences:
+            verifier.advance(self.sample(verifier.sequences, verifier.logits, verifier.draft_tokens))
+        for i, (sequence, _) in enumerate(slices):
+            self._speculator.record_result(sequence, verifier.result(i), sequence.tokens[known[i] :])
+            if sequence.state is not SequenceState.RUNNING:
+                self._speculator.forget(sequence)
+
+    def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
+        """Samples a token per row of ``logits``. True for sequences that continue because a draft token was accepted.
+
+        When a batch of several raises, each sequence is sampled alone, so that an error fails only its own.
+        """
+        try:
+            results = sample(logits, [s.sampling for s in sequences])
+        except Exception as error:
+            if len(sequences) == 1:
+                self._fail(sequences[0], error)
+                return [False]
+            parts = [self.sample([one], logits[i : i + 1], drafts[i : i + 1]) for i, one in enumerate(sequences)]
+            return [part for (part,) in parts]
+        return [self._accept(s, result, draft) for s, result, draft in zip(sequences, results, drafts, strict=True)]
+
+    def _accept(self, sequence: Sequence, result: SampleResult, drafts: Collection[int]) -> bool:
+        """Appends a sampled token. True if it was among the draft tokens and the answer continues."""
+        if isinstance(result, GenerationFailed):
+            self._fail(sequence, result)
+            return False
+        accepted = result.token in drafts
+        sequence.speculation.num_accepted_tokens += accepted
+        try:
+            finish = append_token(sequence, result, self._max_tokens)
+        except Exception as error:
+            self._fail(sequence, error)
+            return False
+        if finish is None:
+            return accepted
+        self._finish(sequence)
+        return False

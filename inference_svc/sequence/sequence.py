@@ -1,0 +1,191 @@
+"""Sequence: one request inside the engine, in parts with one owner each."""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.telemetry.tracing import NOOP_SPAN, Span
+from numpy.typing import NDArray
+
+from inference_svc.context_reuse.reuse_plan import Positions
+from inference_svc.context_reuse.token_provenance import ProvenanceSpan
+from inference_svc.kv_pool.prefix_cache import CacheScope
+from inference_svc.sampling.sampling_params import PromptLogprob, SampledToken, SamplingState
+from inference_svc.sequence.detokenizer import IncrementalDetokenizer
+from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
+from inference_svc.sequence.kv_state import KVState
+from inference_svc.structured_output.grammar_state import GrammarState
+
+
+class SequenceState(enum.Enum):
+    """Lifecycle of a sequence. Only the engine's thread changes it."""
+
+    WAITING = enum.auto()  # in the queue, without pages
+    LOADING = enum.auto()  # the connector fills its pages
+    RECOMPUTING = enum.auto()  # in the batch; approximate tokens are being recomputed
+    RUNNING = enum.auto()  # in the batch
+    PREEMPTING = enum.auto()  # out of the batch; its pages are being stored, then it waits again
+    SAVING = enum.auto()  # finished; its pages are being stored
+    DONE = enum.auto()
+
+
+class FinishReason(enum.Enum):
+    """Reason for the end of a sequence."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class SequenceOutput:
+    """One event of a sequence: a token, its end, or the stored prefix.
+
+    ``finish`` ends the answer. Unless the sequence was cancelled or failed (``error``), one last output follows with
+    ``stored_tokens``: the tokens that the cache holds of it.
+    """
+
+    text: str = ""
+    token: SampledToken | None = None
+    finish: FinishReason | None = None
+    stored_tokens: int | None = None
+    error: KVSidecarError | None = None  # the failure, or Cancelled
+
+
+@dataclass
+class RequestTimings:
+    """Milliseconds of each phase: the fields of ``kvsidecar.inference.v1.Timings``."""
+
+    tokenize_ms: float = 0.0
+    queue_ms: float = 0.0
+    lookup_ms: float = 0.0
+    transfer_ms: float = 0.0
+    restore_ms: float = 0.0
+    prefill_ms: float = 0.0
+    decode_ms: float = 0.0
+    ttft_ms: float = 0.0
+
+
+@dataclass
+class RequestTimestamps:
+    """Times of state changes (time.perf_counter); 0 before the first."""
+
+    queued_at: float = 0.0  # last entered the queue
+    admitted_at: float = 0.0
+    started_at: float = 0.0
+    first_token_at: float = 0.0
+
+
+@dataclass
+class QueueState:
+    """Scheduling history of a sequence. Owner: admission and the batch planner."""
+
+    preempted: bool = False
+    num_matched: int = 0  # tokens that a probe found in the cache while the sequence waited
+    probed: bool = False
+    steps_skipped: int = 0  # steps since its last row
+    abort_error: KVSidecarError | None = None  # ends the sequence once no other thread has its pages
+
+
+@dataclass
+class ReuseUsage:
+    """Reuse counters of the prompt, as of the first token. Owner: the engine core."""
+
+    num_cached: int = 0  # prompt tokens that were not computed for the first token
+    num_pool_hits: int = 0  # the part of num_cached that the pool still held
+    num_approximate: int = 0  # the part of num_cached that was computed in another context
+    num_recomputed: int = 0
+    recomputed_positions: Positions | None = None
+    provenance: tuple[ProvenanceSpan, ...] = ()
+
+
+@dataclass
+class SpeculationState:
+    """Draft tokens of a sequence. Owner: the speculator; a failed draft sets ``mode`` to OFF."""
+
+    mode: SpeculationMode = SpeculationMode.OFF
+    num_draft_tokens: int = 0  # verified
+    num_accepted_tokens: int = 0
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A prompt and its answer so far.
+
+    Once submitted, only the engine's thread changes it. Other threads read its tokens and ``kv`` while they load or
+    store its pages. ``sink`` is called on the engine's thread and must return at once.
+    """
+
+    request: GenerationRequest
+    tokens: list[int]  # prompt and answer
+    detokenizer: IncrementalDetokenizer
+    sink: Callable[[SequenceOutput], None]
+    grammar: GrammarState | None = None
+    trace: Span = NOOP_SPAN  # of the request; set before submission
+    state: SequenceState = SequenceState.WAITING
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    kv: KVState = field(default_factory=KVState)
+    queue: QueueState = field(default_factory=QueueState)
+    usage: ReuseUsage = field(default_factory=ReuseUsage)
+    timings: RequestTimings = field(default_factory=RequestTimings)
+    timestamps: RequestTimestamps = field(default_factory=RequestTimestamps)
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.speculation = SpeculationState(request.speculation)
+        self.sampling = SamplingState(
+            request.sampling_params,
+            request.num_logprobs,
+            self.tokens[: request.num_prompt_tokens],
+            self.grammar,
+            request.stop_token_ids,
+        )
+
+    @cached_property
+    def cache_scope(self) -> CacheScope:
+        """The boundary within which keys, values and past answers may be shared."""
+        return self.request.cache_scope
+
+    @cached_property
+    def prompt_ids(self) -> NDArray[np.uint32]:
+        """The prompt as an array, for comparisons."""
+        return np.asarray(self.tokens[: self.request.num_prompt_tokens], np.uint32)
+
+    @property
+    def reads_cache(self) -> bool:
+        """True if cached keys and values may be used; False after a failed load."""
+        return self.request.cache.read and not self.kv.load_failed
+
+    @property
+    def in_batch(self) -> bool:
+        """True while steps may compute rows of it."""
+        return self.state in (SequenceState.RUNNING, SequenceState.RECOMPUTING)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens whose keys and values are not in the pool yet."""
+        return len(self.tokens) - self.kv.num_computed
+
+    def restart(self) -> None:
+        """Returns to the queue without pages: everything is matched or computed again."""
+        timestamps = self.timestamps
+        self.kv.restart()
+        if not timestamps.first_token_at:
+            self.trace.phase("prefill", timestamps.started_at, time.perf_counter())
+            self.usage.num_cached = self.usage.num_approximate = self.usage.num_recomputed = 0
+        self.queue.preempted = True
+        self.state, timestamps.queued_at = SequenceState.WAITING, time.perf_counter()
