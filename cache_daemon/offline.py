@@ -84,10 +84,10 @@ def verify(
     ] = False,
     key_file: KeyFile = None,
 ) -> None:
-    """Read every page, record and payload of a store, also one that was cut off or has flipped bits.
+    """Verify every page, record and payload of a store, also of a truncated or corrupt one.
 
-    Exit code 0: all is sound. 1: there is damage, or there was and --repair has removed it. 2: it could not be said:
-    the store is missing, of another version or key, or a daemon holds it; stop that first.
+    Exit code 0: the store is intact. 1: it is corrupt, or was and --repair removed the corrupt parts. 2: it could not
+    be verified: the store is missing, of another version or key, or a daemon holds it; stop that first.
     """
     folder = _folder(store)
     with _progress("chunks") as heard:
@@ -125,7 +125,7 @@ def export(
 ) -> None:
     """Write a store's chunks to one portable file, to bake a warm cache into an image.
 
-    The daemon must be stopped. What is damaged is left out. The archive is not encrypted, also when the store is.
+    The daemon must be stopped. Corrupt chunks are left out. The archive is not encrypted, even when the store is.
     """
     roots = _roots(namespace, salt, root or [])
     if everything == bool(roots):
@@ -154,9 +154,9 @@ def import_(
     ca: Authority = None,
     staging: Staging = None,
 ) -> None:
-    """Take an archive's chunks into a store, which is made when it is not there. The daemon must be stopped.
+    """Import an archive's chunks into a store, which is created if missing. Stop the daemon first.
 
-    Chunks serve the model that made them, and no other: they carry its namespace.
+    Chunks serve only the model that computed them: they carry its namespace.
     """
     folder = store or default_data_dir() / "store"
     try:

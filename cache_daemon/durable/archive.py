@@ -291,7 +291,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
     Its temporary name is random: exporters in two containers have the same process ids.
     """
     _remove_leftovers(path)
-    temporary, file = _drawn(path)
+    temporary, file = _create_temporary(path)
     try:
         with file:
             yield file
@@ -302,7 +302,7 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.unlink(missing_ok=True)
 
 
-def _drawn(path: Path) -> tuple[Path, BinaryIO]:
+def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:
     """Create a private, locked file beside ``path``.
 
     The lock, where the file system has locks, tells a live export from a leftover.

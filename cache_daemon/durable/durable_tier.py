@@ -115,7 +115,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What ``load`` dropped: corrupt entries, and entries without their ancestors."""
+    """Entries that ``load`` dropped: corrupt ones, and those without their ancestors."""
 
     corrupt: int = 0
     orphaned: int = 0

@@ -51,7 +51,7 @@ class CallMetrics:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Why the daemon is failing and since when (monotonic seconds); None while it works."""
+        """Reason and start (monotonic seconds) of a failure of the daemon, or None."""
         return self._minute.failing
 
     def recent(self) -> list[CallInfo]:

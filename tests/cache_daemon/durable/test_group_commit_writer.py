@@ -335,9 +335,7 @@ async def test_an_outcome_that_cannot_be_taken_note_of_loses_no_other(desk: Desk
     with structlog.testing.capture_logs() as lines:
         desk.tier.let_go()
         assert await desk.outcomes(puts[0], puts[2]) == [STORED, STORED]
-    assert [line["event"] for line in lines if line["log_level"] == "error"] == [
-        "the outcome of a durable write was not taken note of"
-    ]
+    assert [line["event"] for line in lines if line["log_level"] == "error"] == ["callback of a durable write failed"]
 
 
 async def test_a_write_that_does_not_end_is_a_failure_while_it_lasts(

@@ -57,31 +57,31 @@ class _ReserveOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reserv
     RESERVE_OUTCOME_UNSPECIFIED: _ReserveOutcome.ValueType  # 0
     """Never sent."""
     RESERVE_OUTCOME_GRANTED: _ReserveOutcome.ValueType  # 1
-    """The staging memory named is the caller's until Commit or Abort."""
+    """The client owns this staging memory until Commit or Abort."""
     RESERVE_OUTCOME_ALREADY_STORED: _ReserveOutcome.ValueType  # 2
     """The chunk is stored already; nothing to do."""
     RESERVE_OUTCOME_IN_PROGRESS: _ReserveOutcome.ValueType  # 3
     """Another session is writing the same chunk."""
     RESERVE_OUTCOME_STAGING_FULL: _ReserveOutcome.ValueType  # 4
-    """The session's staging memory has no room: commit or abort what is open, then reserve again."""
+    """The session's staging memory is full: commit or abort open reservations, then reserve again."""
     RESERVE_OUTCOME_PARENT_MISSING: _ReserveOutcome.ValueType  # 5
     """The parent is not stored; write it first."""
     RESERVE_OUTCOME_TOO_LARGE: _ReserveOutcome.ValueType  # 6
     """The payload is larger than the staging memory, the arena or the tenant's quota can ever hold."""
 
 class ReserveOutcome(_ReserveOutcome, metaclass=_ReserveOutcomeEnumTypeWrapper):
-    """What became of one reservation."""
+    """Outcome of one reservation."""
 
 RESERVE_OUTCOME_UNSPECIFIED: ReserveOutcome.ValueType  # 0
 """Never sent."""
 RESERVE_OUTCOME_GRANTED: ReserveOutcome.ValueType  # 1
-"""The staging memory named is the caller's until Commit or Abort."""
+"""The client owns this staging memory until Commit or Abort."""
 RESERVE_OUTCOME_ALREADY_STORED: ReserveOutcome.ValueType  # 2
 """The chunk is stored already; nothing to do."""
 RESERVE_OUTCOME_IN_PROGRESS: ReserveOutcome.ValueType  # 3
 """Another session is writing the same chunk."""
 RESERVE_OUTCOME_STAGING_FULL: ReserveOutcome.ValueType  # 4
-"""The session's staging memory has no room: commit or abort what is open, then reserve again."""
+"""The session's staging memory is full: commit or abort open reservations, then reserve again."""
 RESERVE_OUTCOME_PARENT_MISSING: ReserveOutcome.ValueType  # 5
 """The parent is not stored; write it first."""
 RESERVE_OUTCOME_TOO_LARGE: ReserveOutcome.ValueType  # 6
@@ -101,14 +101,14 @@ class _CommitOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommitO
     COMMIT_OUTCOME_CHECKSUM_MISMATCH: _CommitOutcome.ValueType  # 2
     """The daemon's copy has another checksum than the request says; the chunk was discarded."""
     COMMIT_OUTCOME_ARENA_FULL: _CommitOutcome.ValueType  # 3
-    """No room in the arena: everything that could go is leased, pinned or being written; try again later."""
+    """The arena is full: everything in it is leased, pinned or being written; try again later."""
     COMMIT_OUTCOME_PARENT_MISSING: _CommitOutcome.ValueType  # 4
     """The parent is not stored any more, or was not committed."""
     COMMIT_OUTCOME_QUOTA_EXCEEDED: _CommitOutcome.ValueType  # 5
-    """The tenant's quota is used up by chunks that cannot go now."""
+    """The tenant's quota is used up by chunks that cannot be evicted now."""
 
 class CommitOutcome(_CommitOutcome, metaclass=_CommitOutcomeEnumTypeWrapper):
-    """What became of one commit."""
+    """Outcome of one commit."""
 
 COMMIT_OUTCOME_UNSPECIFIED: CommitOutcome.ValueType  # 0
 """Never sent."""
@@ -117,11 +117,11 @@ COMMIT_OUTCOME_COMMITTED: CommitOutcome.ValueType  # 1
 COMMIT_OUTCOME_CHECKSUM_MISMATCH: CommitOutcome.ValueType  # 2
 """The daemon's copy has another checksum than the request says; the chunk was discarded."""
 COMMIT_OUTCOME_ARENA_FULL: CommitOutcome.ValueType  # 3
-"""No room in the arena: everything that could go is leased, pinned or being written; try again later."""
+"""The arena is full: everything in it is leased, pinned or being written; try again later."""
 COMMIT_OUTCOME_PARENT_MISSING: CommitOutcome.ValueType  # 4
 """The parent is not stored any more, or was not committed."""
 COMMIT_OUTCOME_QUOTA_EXCEEDED: CommitOutcome.ValueType  # 5
-"""The tenant's quota is used up by chunks that cannot go now."""
+"""The tenant's quota is used up by chunks that cannot be evicted now."""
 Global___CommitOutcome: _TypeAlias = CommitOutcome  # noqa: Y015
 
 class _CarryDirection:
@@ -138,7 +138,7 @@ class _CarryDirectionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CarryD
     """From the remote tier to the daemon."""
 
 class CarryDirection(_CarryDirection, metaclass=_CarryDirectionEnumTypeWrapper):
-    """Which way chunks are carried."""
+    """Direction of a bulk transfer."""
 
 CARRY_DIRECTION_UNSPECIFIED: CarryDirection.ValueType  # 0
 """Never sent; refused."""
@@ -163,16 +163,16 @@ class _EventTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EventType.V
     EVENT_TYPE_DEMOTED: _EventType.ValueType  # 3
     """It left the arena and is durable."""
     EVENT_TYPE_EVICTED: _EventType.ValueType  # 4
-    """It is gone: evicted."""
+    """It was evicted."""
     EVENT_TYPE_DELETED: _EventType.ValueType  # 5
-    """It is gone: deleted, superseded or corrupt."""
+    """It was deleted, superseded or corrupt."""
     EVENT_TYPE_UNPERSISTED: _EventType.ValueType  # 6
     """It left the durable tier and is in the arena."""
     EVENT_TYPE_PROMOTED: _EventType.ValueType  # 7
-    """It was only in the durable tier, and is in the arena, too."""
+    """It was only in the durable tier, and is now in the arena, too."""
 
 class EventType(_EventType, metaclass=_EventTypeEnumTypeWrapper):
-    """What happened to a chunk."""
+    """Kind of change."""
 
 EVENT_TYPE_UNSPECIFIED: EventType.ValueType  # 0
 """Never sent."""
@@ -183,13 +183,13 @@ EVENT_TYPE_PERSISTED: EventType.ValueType  # 2
 EVENT_TYPE_DEMOTED: EventType.ValueType  # 3
 """It left the arena and is durable."""
 EVENT_TYPE_EVICTED: EventType.ValueType  # 4
-"""It is gone: evicted."""
+"""It was evicted."""
 EVENT_TYPE_DELETED: EventType.ValueType  # 5
-"""It is gone: deleted, superseded or corrupt."""
+"""It was deleted, superseded or corrupt."""
 EVENT_TYPE_UNPERSISTED: EventType.ValueType  # 6
 """It left the durable tier and is in the arena."""
 EVENT_TYPE_PROMOTED: EventType.ValueType  # 7
-"""It was only in the durable tier, and is in the arena, too."""
+"""It was only in the durable tier, and is now in the arena, too."""
 Global___EventType: _TypeAlias = EventType  # noqa: Y015
 
 @_typing.final
@@ -206,7 +206,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
-        """Keeps the session from being taken for hung; due every heartbeat_interval_ms."""
+        """Keeps the session alive; due every heartbeat_interval_ms."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """Introduces a worker."""
+    """Identifies a worker."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -242,7 +242,7 @@ class Hello(_message.Message):
     """The namespace id that the worker computed from the descriptor, 32 bytes; refused when the daemon's differs."""
     @_builtins.property
     def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
-        """What the worker's chunks look like."""
+        """Layout and numerics of the worker's chunks."""
 
     def __init__(
         self,
@@ -262,8 +262,8 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Says that the worker is alive, and what it has done. All numbers are totals since the session began, at most
-    2^48; they never fall. Those of sessions that share no memory are not counted.
+    """Liveness and counters of a worker. All numbers are totals since the session began, at most 2^48; they never fall.
+    Those of sessions without shared memory are not counted.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -275,19 +275,19 @@ class Heartbeat(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     POOL_TOKENS_FIELD_NUMBER: _builtins.int
     skipped_matches: _builtins.int
-    """Prompts that the worker did not look up, because the summary says that nothing of them is stored. The daemon counts
-    them as matches.
+    """Prompts that the worker did not look up, because the index summary excludes them. The daemon counts them as
+    matches.
     """
     skipped_tokens: _builtins.int
     """Tokens of those prompts."""
     prompts: _builtins.int
-    """Prompts that the worker has served, without those that were not to read the cache."""
+    """Prompts that the worker has served, except those that bypass the cache."""
     prompt_tokens: _builtins.int
     """Tokens of these prompts."""
     cached_tokens: _builtins.int
-    """Of these, tokens that were not computed anew: what the answers' usage counts as cached."""
+    """Prompt tokens that were loaded, not computed: the cached tokens of the responses' usage."""
     pool_tokens: _builtins.int
-    """Of the cached tokens, those that were in the worker's own pool still."""
+    """Cached tokens that came from the worker's own pool."""
     def __init__(
         self,
         *,
@@ -355,38 +355,38 @@ class Welcome(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     REMOTE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
-    """Random for every start of the daemon; part of every answer to Match."""
+    """Random at every start of the daemon; part of every response to Match."""
     session_id: _builtins.bytes
-    """Secret that names the session in other calls; 16 bytes."""
+    """Secret id of the session in other calls; 16 bytes."""
     memory_socket: _builtins.str
-    """A Unix socket that hands memory out: whoever sends the 16 bytes of an open session's id and one byte that names the
-    memory ('a' arena, 's' staging, 'i' index summary) is sent one byte and the memory's file descriptor (SCM_RIGHTS),
-    for ARENA_KIND_CUDA_IPC the handle's 64 bytes instead, or nothing when the session is not open. Empty for callers
-    at doors that share no memory; then arena and summary are absent too, Fetch reads and Fill writes.
+    """Unix socket that sends file descriptors. A client sends the 16 bytes of an open session's id and one byte for the
+    memory ('a' arena, 's' staging, 'i' index summary). It receives one byte and the memory's file descriptor
+    (SCM_RIGHTS), for ARENA_KIND_CUDA_IPC the handle's 64 bytes instead, or nothing when the session is not open. Empty
+    on listeners without shared memory; then arena and summary are absent, too, and the client uses Fetch and Fill.
     """
     heartbeat_interval_ms: _builtins.int
     """How often a heartbeat is due; the session ends after three missed ones."""
     max_chunk_tokens: _builtins.int
-    """Most tokens in one chunk; longer ones are refused by Reserve and Store."""
+    """Maximal tokens of a chunk; Reserve and Store refuse longer ones."""
     remote: _builtins.bool
-    """The daemon has a remote tier, of which the summary knows nothing: every prompt is worth a Match, with its cuts."""
+    """The daemon has a remote tier, which the summary does not cover: look up every prompt, with its cuts."""
     @_builtins.property
     def arena(self) -> Global___ArenaDescriptor:
-        """The memory that chunks lie in, for reading."""
+        """Memory of the chunks, for reading."""
 
     @_builtins.property
     def staging(self) -> Global___StagingDescriptor:
-        """The session's own memory for new chunks, which Reserve takes from. Where it is shared, sealed against growing and
-        shrinking. Where it is not, all sessions of one caller together are given no more than one of them has.
+        """The session's staging memory for new chunks. Shared staging is sealed against growing and shrinking. Without shared
+        memory, all sessions of one caller together get no more than one of them.
         """
 
     @_builtins.property
     def summary(self) -> Global___IndexSummary:
-        """Where to see without a call that a prompt is not stored; absent when the daemon offers none."""
+        """Filter for skipping Match calls; absent when the daemon offers none."""
 
     @_builtins.property
     def verdict(self) -> Global___ReuseVerdict:
-        """What was measured of approximate reuse in this namespace; absent when nothing was."""
+        """Verification result of approximate reuse in this namespace; absent when there is none."""
 
     def __init__(
         self,
@@ -412,9 +412,9 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class IndexSummary(_message.Message):
-    """A Bloom filter over the daemon's index, in memory that workers map for reading. What it does not contain is not
-    stored, so a prompt that it does not know needs no Match; what it contains is stored in all likelihood. A committed
-    chunk is in it before Commit returns.
+    """A Bloom filter over the daemon's index, in memory that workers map for reading. A key that it lacks is not stored, so
+    such a prompt needs no Match; a key that it contains is probably stored. A committed chunk is in it before Commit
+    returns.
 
     It contains, with H = min(8, tokens of the chunk):
       - of every chunk that begins a prompt, the head hash of its first H tokens (chunk.proto);
@@ -443,7 +443,7 @@ Global___IndexSummary: _TypeAlias = IndexSummary  # noqa: Y015
 
 @_typing.final
 class ReuseVerdict(_message.Message):
-    """Whether chunks of a namespace may be reused in another context: what a verification measured."""
+    """Verification result of approximate reuse in a namespace."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -455,19 +455,19 @@ class ReuseVerdict(_message.Message):
     PROMPTS_FIELD_NUMBER: _builtins.int
     MEASURED_AT_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
-    """The repair strategy that was measured, such as "guided"."""
+    """The measured selector of tokens to recompute, such as "guided"."""
     ratio: _builtins.float
-    """Share of the approximate tokens that it recomputes, 0 to 1."""
+    """Share of the approximate tokens that are recomputed, 0 to 1."""
     passed: _builtins.bool
     """Approximate reuse is on only if this is set."""
     kl_mean: _builtins.float
     """Mean Kullback-Leibler divergence from full prefill, in nats per token."""
     top1_agreement: _builtins.float
-    """Share of tokens whose likeliest one is that of full prefill."""
+    """Share of tokens whose most likely token is that of full prefill."""
     prompts: _builtins.int
     """Prompts that were measured."""
     measured_at: _builtins.int
-    """Seconds since 1970 when it was measured."""
+    """Time of the measurement in seconds since 1970."""
     def __init__(
         self,
         *,
@@ -541,7 +541,7 @@ class HeartbeatAck(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def verdict(self) -> Global___ReuseVerdict:
-        """As in Welcome, now."""
+        """Current value, as in Welcome."""
 
     def __init__(
         self,
@@ -558,7 +558,7 @@ Global___HeartbeatAck: _TypeAlias = HeartbeatAck  # noqa: Y015
 
 @_typing.final
 class ArenaDescriptor(_message.Message):
-    """The block of memory that the daemon keeps hot chunks in."""
+    """The arena: memory of the hot chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -570,7 +570,7 @@ class ArenaDescriptor(_message.Message):
     size_bytes: _builtins.int
     """Size of the memory in bytes."""
     device_uuid: _builtins.bytes
-    """The device that has the memory, for the CUDA kinds: its 16-byte UUID."""
+    """UUID of the device for the CUDA kinds; 16 bytes."""
     def __init__(
         self,
         *,
@@ -588,8 +588,8 @@ Global___ArenaDescriptor: _TypeAlias = ArenaDescriptor  # noqa: Y015
 
 @_typing.final
 class StagingDescriptor(_message.Message):
-    """A session's memory for new chunks: host memory behind a file descriptor, which the daemon has alone or shares with the
-    session's worker.
+    """Staging memory of a session: host memory behind a file descriptor, private to the daemon or shared with the session's
+    worker.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -638,7 +638,7 @@ Global___StagingRef: _TypeAlias = StagingRef  # noqa: Y015
 
 @_typing.final
 class MatchRequest(_message.Message):
-    """Asks for the longest stored prefix."""
+    """Looks up the longest stored prefix."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -653,25 +653,25 @@ class MatchRequest(_message.Message):
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
-    """From Welcome. Without it nothing is leased and no slots are returned (a probe)."""
+    """From Welcome. Without it (a probe), nothing is leased and no offsets are returned."""
     tenant_salt: _builtins.bytes
-    """Separates tenants; empty for the common one. At most 256 bytes."""
+    """Salt of the tenant; empty for the common one. At most 256 bytes."""
     namespace: _builtins.bytes
     """The namespace to search, for probes without a session; ignored with one."""
     seconds_per_token: _builtins.float
-    """Seconds that the asker takes to compute a token; 0 when unknown. What takes longer than that is not brought in."""
+    """Prefill seconds per token; 0 when unknown. Chunks that would take longer to fetch are not fetched."""
     window: _builtins.int
-    """How many tokens at the end of what is found are wanted, for a model none of whose layers looks further back; 0: all.
-    Chunks before them count as found and as used, but are neither brought into the arena nor leased. Ignored in probes
-    without a session, and where a remote tier is asked.
+    """Number of tokens wanted at the end of the match, for a model whose layers all have a sliding window; 0: all.
+    Earlier chunks count as found and as used, but are neither promoted nor leased. Ignored in probes without a
+    session, and where the remote tier is asked.
     """
     ttl_seconds: _builtins.int
-    """What is found is kept for so many seconds from now on, unless somebody asks for longer; at most 2,592,000 (30 days).
-    0: for as long as there is room. Ignored in probes without a session.
+    """TTL of the matched chunks in seconds; a longer one of another request wins; at most 2,592,000 (30 days). 0: no
+    expiry. Ignored in probes without a session.
     """
     lease_id: _builtins.bytes
-    """What the lease is to be called: 16 random bytes, so that the asker can give it back also when the answer is lost on
-    its way. Empty, or in use: the daemon names it.
+    """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. Empty, or in
+    use: the daemon names it.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -679,16 +679,14 @@ class MatchRequest(_message.Message):
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentProbe]:
-        """Stretches of token_ids to look for by content, wherever they were read before. Those that the prefix covers
-        wholly are ignored, and all are in probes without a session. At most 4096, and no more tokens in all than the
-        prompt has.
+        """Ranges of token_ids to match by content, behind any prefix. Ranges within the matched prefix are ignored, and all
+        are in probes without a session. At most 4096, with no more tokens in all than the prompt has.
         """
 
     @_builtins.property
     def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where the asker would cut token_ids into chunks: rising ends, from above 0 up to their number, at most 8192. The
-        chunks' hashes follow from them, by which a remote tier is asked. Without them, and in probes without a session, no
-        remote tier is.
+        """Chunk boundaries of token_ids: ascending ends, above 0 and at most their number; at most 8192. The remote tier is
+        asked for the hashes of these chunks. It is not asked without cuts, and in probes without a session.
         """
 
     def __init__(
@@ -715,7 +713,7 @@ Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
 
 @_typing.final
 class ContentProbe(_message.Message):
-    """A stretch of a prompt to look for by content."""
+    """A range of a prompt to match by content."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -741,8 +739,8 @@ Global___ContentProbe: _TypeAlias = ContentProbe  # noqa: Y015
 
 @_typing.final
 class ChunkMatch(_message.Message):
-    """A chunk, wholly or partly usable: what of its header the asker does not know. Geometry, dtype and bits are those of the
-    namespace.
+    """A chunk that matches wholly or partly, without the header fields that the client knows. Geometry, dtype and bits are
+    those of the namespace.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -760,16 +758,16 @@ class ChunkMatch(_message.Message):
     start_position: _builtins.int
     """Position of its first token in the sequence that its keys were rotated for."""
     tokens: _builtins.int
-    """Tokens that the chunk has."""
+    """Number of tokens of the chunk."""
     matched_tokens: _builtins.int
-    """Leading tokens of the chunk that match; less than it has only in the last match."""
+    """Leading tokens of the chunk that match; fewer than all only in the last match."""
     key_group_tokens: _builtins.int
     """As in ChunkHeader."""
     sink_tokens: _builtins.int
     """As in ChunkHeader."""
     offset: _builtins.int
-    """Where the payload lies: start in bytes from the arena's start, a multiple of 4096. Valid while the answer's lease is
-    held. 0 in probes, and in sessions that share no memory.
+    """Start of the payload in bytes from the arena's start; a multiple of 4096. Valid while the response's lease is held.
+    0 in probes, and in sessions without shared memory.
     """
     payload_bytes: _builtins.int
     """Length of the payload in bytes."""
@@ -810,29 +808,29 @@ class MatchResponse(_message.Message):
     REMOTE_MS_FIELD_NUMBER: _builtins.int
     PASSED_TOKENS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
-    """Sum of matched_tokens, those of chunks that are not wanted included."""
+    """Sum of matched_tokens, including chunks outside the window."""
     promoted_tokens: _builtins.int
-    """Of these, tokens whose payload had to come from the durable tier."""
+    """Matched tokens that were promoted from the durable tier."""
     promote_ms: _builtins.float
-    """Milliseconds that bringing them in took."""
+    """Milliseconds of the promotion."""
     lease_id: _builtins.bytes
-    """The lease on all payloads of this answer; empty when it has none."""
+    """The lease on all payloads of this response; empty without payloads."""
     epoch: _builtins.int
-    """The daemon's epoch; another than that of the session's Welcome means that the offsets are of another arena."""
+    """The daemon's epoch; if it differs from Welcome, the offsets belong to another arena."""
     remote_tokens: _builtins.int
-    """Of matched_tokens, tokens that came from the remote tier for this call."""
+    """Matched tokens that were fetched from the remote tier for this call."""
     remote_ms: _builtins.float
-    """Milliseconds that the remote tier took of this call, in vain or not."""
+    """Milliseconds that this call spent on the remote tier, successful or not."""
     passed_tokens: _builtins.int
-    """Of matched_tokens, leading tokens whose chunks are not in matches, since a window does not reach them."""
+    """Leading matched tokens whose chunks are not in matches, since the window does not reach them."""
     @_builtins.property
     def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkMatch]:
-        """Chunks in order from the first token, or from the first that is wanted; empty when nothing matches."""
+        """Chunks in order from the first token, or from the first wanted one; empty when nothing matches."""
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentMatch]:
-        """Chunks whose tokens are those of a probe, in the order of the prompt. Their keys are rotated for
-        header.start_position and were computed in another context.
+        """Chunks that match a content probe, in the order of the prompt. Their keys are rotated for start_position and were
+        computed behind another prefix.
         """
 
     def __init__(
@@ -869,7 +867,7 @@ class ContentMatch(_message.Message):
     """Index of its first token in the request's token_ids."""
     @_builtins.property
     def match(self) -> Global___ChunkMatch:
-        """The chunk; matched wholly."""
+        """The chunk; all of it matches."""
 
     def __init__(
         self,
@@ -919,7 +917,7 @@ Global___AcquireRequest: _TypeAlias = AcquireRequest  # noqa: Y015
 
 @_typing.final
 class AcquireResponse(_message.Message):
-    """Leases, in the order asked."""
+    """Leases, in the order of the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -943,7 +941,7 @@ Global___AcquireResponse: _TypeAlias = AcquireResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseRequest(_message.Message):
-    """Gives leases back."""
+    """Releases leases. Idempotent: an unknown or already released lease is ignored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -993,7 +991,7 @@ Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
 class ReserveRequest(_message.Message):
-    """Asks for room to write."""
+    """Reserves space for new chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1007,7 +1005,7 @@ class ReserveRequest(_message.Message):
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     ttl_seconds: _builtins.int
-    """As in MatchRequest, of the chunks that are written, or are there, and of those that they continue."""
+    """As in MatchRequest; applies to these chunks and their ancestors."""
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkHeader]:
         """The chunks to write, parents before children. parent_prefix_hash (empty for the first chunk),
@@ -1017,8 +1015,8 @@ class ReserveRequest(_message.Message):
 
     @_builtins.property
     def reservation_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """What the reservations are to be called, one name per header: 16 random bytes each, so that the asker can give them
-        up also when the answer is lost on its way. None, or in use: the daemon names them.
+        """Names of the reservations, one per header: 16 random bytes each, so that the client can abort them even when the
+        response is lost. Empty, or in use: the daemon names them.
         """
 
     def __init__(
@@ -1040,7 +1038,7 @@ Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
 
 @_typing.final
 class Reservation(_message.Message):
-    """Room for one chunk, or the reason why there is none."""
+    """Space for one chunk, or the reason for the refusal."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1049,7 +1047,7 @@ class Reservation(_message.Message):
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
     STAGING_FIELD_NUMBER: _builtins.int
     outcome: Global___ReserveOutcome.ValueType
-    """What became of the request."""
+    """Outcome of the request."""
     prefix_hash: _builtins.bytes
     """The chunk's identity; the parent_prefix_hash of its children."""
     reservation_id: _builtins.bytes
@@ -1076,7 +1074,7 @@ Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
 
 @_typing.final
 class ReserveResponse(_message.Message):
-    """Reservations, in the order asked."""
+    """Reservations, in the order of the request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1186,7 +1184,7 @@ Global___CommitResponse: _TypeAlias = CommitResponse  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):
-    """Gives reservations up."""
+    """Aborts reservations."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1236,7 +1234,7 @@ Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015
 
 @_typing.final
 class FetchRequest(_message.Message):
-    """Asks for the bytes of one chunk by its name, or with a session_id for those of chunks that a lease holds."""
+    """Reads one chunk by its hash, or with a session_id the chunks of a lease."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1253,9 +1251,9 @@ class FetchRequest(_message.Message):
     prefix_hash: _builtins.bytes
     """The chunk."""
     session_id: _builtins.bytes
-    """From Welcome. With it, lease_id and prefix_hashes say what is wanted, and the fields above are ignored."""
+    """From Welcome. With it, lease_id and prefix_hashes name the chunks, and the fields above are ignored."""
     lease_id: _builtins.bytes
-    """From MatchResponse. It may be released while chunks are sent; what this call was asked for stays until it ends."""
+    """From MatchResponse. It may be released meanwhile; the requested chunks stay until this call ends."""
     @_builtins.property
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Chunks of that lease, in the order in which they are sent; at most 1024."""
@@ -1290,7 +1288,7 @@ class FetchResponse(_message.Message):
     """Further messages: the payload in order, at most 1 MiB each."""
     @_builtins.property
     def header(self) -> _chunk_pb2.ChunkHeader:
-        """First message of each chunk. Of one under a lease without token_ids, which were compared by Match."""
+        """First message of each chunk. Under a lease without token_ids, which Match has compared."""
 
     def __init__(
         self,
@@ -1310,7 +1308,7 @@ Global___FetchResponse: _TypeAlias = FetchResponse  # noqa: Y015
 
 @_typing.final
 class StoreStart(_message.Message):
-    """What Store begins with."""
+    """First message of Store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1436,13 +1434,13 @@ Global___FillRequest: _TypeAlias = FillRequest  # noqa: Y015
 
 @_typing.final
 class FillResponse(_message.Message):
-    """Confirms Fill: the payloads are where Commit copies from."""
+    """Confirms Fill: Commit can copy the payloads."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FILLED_FIELD_NUMBER: _builtins.int
     filled: _builtins.int
-    """How many."""
+    """Number of payloads."""
     def __init__(
         self,
         *,
@@ -1471,9 +1469,9 @@ class PrefixRef(_message.Message):
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     prefix_hash: _builtins.bytes
-    """The last chunk of the prefix; its ancestors are meant too."""
+    """The last chunk of the prefix; its ancestors are included."""
     root: _builtins.bytes
-    """The tenant root, in the place of namespace and tenant_salt; for operators."""
+    """The tenant root instead of namespace and tenant_salt; for operators."""
     def __init__(
         self,
         *,
@@ -1492,7 +1490,7 @@ Global___PrefixRef: _TypeAlias = PrefixRef  # noqa: Y015
 
 @_typing.final
 class PinRequest(_message.Message):
-    """Asks to keep a prefix. Pins are counted, survive restarts, and follow a chunk that a longer one supersedes."""
+    """Pins a prefix. Pins are counted, survive restarts, and follow a chunk that a longer one supersedes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1538,7 +1536,7 @@ Global___PinResponse: _TypeAlias = PinResponse  # noqa: Y015
 
 @_typing.final
 class UnpinRequest(_message.Message):
-    """Ends Pin."""
+    """Removes a pin."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1584,14 +1582,14 @@ Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
 
 @_typing.final
 class DeleteRequest(_message.Message):
-    """Asks to remove chunks."""
+    """Deletes chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PREFIX_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prefix(self) -> Global___PrefixRef:
-        """The chunk and all that continue it. With an empty prefix_hash: the whole tenant of the namespace. With nothing set:
+        """The chunk and its descendants. With an empty prefix_hash: the whole tenant of the namespace. With nothing set:
         everything, for operators.
         """
 
@@ -1616,7 +1614,7 @@ class DeleteResponse(_message.Message):
 
     DELETED_FIELD_NUMBER: _builtins.int
     deleted: _builtins.int
-    """Chunks removed or, where a reader still holds a lease, hidden and removed at its end."""
+    """Deleted chunks; chunks under a lease are hidden now and removed when it ends."""
     def __init__(
         self,
         *,
@@ -1632,7 +1630,7 @@ Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
 
 @_typing.final
 class CarryRequest(_message.Message):
-    """Asks to carry a tenant's chunks."""
+    """Starts a bulk transfer of a tenant's chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1645,10 +1643,10 @@ class CarryRequest(_message.Message):
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     direction: Global___CarryDirection.ValueType
-    """Which way."""
+    """Direction of the transfer."""
     @_builtins.property
     def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
-        """The namespace's descriptor, for FROM_REMOTE: what does not look like it is not taken."""
+        """Descriptor of the namespace, for FROM_REMOTE: chunks with another layout are refused."""
 
     def __init__(
         self,
@@ -1668,7 +1666,7 @@ Global___CarryRequest: _TypeAlias = CarryRequest  # noqa: Y015
 
 @_typing.final
 class CarryResponse(_message.Message):
-    """How far it is. Numbers are of chunks but for bytes."""
+    """Progress of a bulk transfer. Numbers are of chunks, except bytes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1679,17 +1677,17 @@ class CarryResponse(_message.Message):
     KNOWN_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     done: _builtins.int
-    """Of total, those that need nothing more."""
+    """Finished chunks."""
     total: _builtins.int
-    """All that there were when it began."""
+    """All chunks at the start."""
     chunks: _builtins.int
-    """Those that were carried."""
+    """Transferred chunks."""
     payload_bytes: _builtins.int
-    """Their payloads, before compression."""
+    """Payload bytes of these, before compression."""
     known: _builtins.int
-    """Those that were there already."""
+    """Chunks that the destination already had."""
     lost: _builtins.int
-    """Those that were evicted before it was their turn, had no room, or what they continue was lost."""
+    """Chunks that were evicted before their transfer, found no space, or lost their parent."""
     def __init__(
         self,
         *,
@@ -1710,7 +1708,7 @@ Global___CarryResponse: _TypeAlias = CarryResponse  # noqa: Y015
 
 @_typing.final
 class ListRequest(_message.Message):
-    """Asks for stored chunks."""
+    """Lists stored chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1724,11 +1722,11 @@ class ListRequest(_message.Message):
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     page_size: _builtins.int
-    """Most entries in one answer; 100 when 0, at most 1000."""
+    """Maximal entries of a response; 100 when 0, at most 1000."""
     page_token: _builtins.bytes
-    """next_page_token of the previous answer; empty for the first page."""
+    """next_page_token of the previous response; empty for the first page."""
     with_tokens: _builtins.bool
-    """Whether the chunks come with their tokens; a page then ends before 65,536 of them, but has at least one chunk."""
+    """Return the tokens, too; a page then ends before 65,536 of them, but has at least one chunk."""
     def __init__(
         self,
         *,
@@ -1793,14 +1791,14 @@ class ChunkInfo(_message.Message):
     hits: _builtins.int
     """Times that it was matched since the daemon started."""
     stored_bytes: _builtins.int
-    """Bytes that it takes in the durable tier."""
+    """Bytes in the durable tier."""
     idle_seconds: _builtins.float
-    """Seconds since it was used last."""
+    """Seconds since the last use."""
     ttl_seconds: _builtins.float
-    """Seconds that are left of the time that requests asked for; absent when it is kept for as long as there is room."""
+    """Remaining TTL in seconds; absent without an expiry."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, in order; empty unless they were asked for."""
+        """The tokens, in order; empty unless requested."""
 
     def __init__(
         self,
@@ -1841,7 +1839,7 @@ class ListResponse(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.bytes
-    """Where to go on; empty on the last page."""
+    """Token of the next page; empty on the last page."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkInfo]:
         """The chunks, ordered by prefix hash."""
@@ -1862,7 +1860,7 @@ Global___ListResponse: _TypeAlias = ListResponse  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):
-    """Asks for statistics."""
+    """Reads statistics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1888,7 +1886,7 @@ Global___StatsRequest: _TypeAlias = StatsRequest  # noqa: Y015
 
 @_typing.final
 class StatsResponse(_message.Message):
-    """The daemon's state, since its start unless said otherwise."""
+    """State of the daemon, since its start unless stated otherwise."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1972,33 +1970,33 @@ class StatsResponse(_message.Message):
     reservations: _builtins.int
     """Reservations open now."""
     matches: _builtins.int
-    """Match calls, and prompts that needed none."""
+    """Lookups: Match calls, and prompts that needed none."""
     requested_tokens: _builtins.int
-    """Tokens asked for in them."""
+    """Prompt tokens of these lookups."""
     matched_tokens: _builtins.int
-    """Tokens found."""
+    """Matched tokens of these lookups."""
     promoted_tokens: _builtins.int
-    """Tokens that had to come from the durable tier."""
+    """Tokens promoted from the durable tier."""
     content_tokens: _builtins.int
-    """Tokens found by content, beyond the prefix."""
+    """Tokens matched by content, beyond the prefix."""
     commits: _builtins.int
     """Chunks committed."""
     arena_evictions: _builtins.int
-    """Chunks dropped from the arena to make room."""
+    """Chunks evicted from the arena."""
     durable_evictions: _builtins.int
-    """Chunks dropped from the durable tier to make room."""
+    """Chunks evicted from the durable tier."""
     expired_chunks: _builtins.int
-    """Chunks whose time to live had passed."""
+    """Chunks removed because their TTL expired."""
     corrupt_chunks: _builtins.int
-    """Chunks whose checksum, header or length did not hold."""
+    """Chunks with a wrong checksum, header or length."""
     failed_writes: _builtins.int
     """Chunks that could not be written to the durable tier at the first try."""
     pending_writes: _builtins.int
     """Chunks waiting to be written to the durable tier now."""
     prompts: _builtins.int
-    """Prompts that workers have served, what they had in tokens, how many of these were not computed anew, and how many
-    of those were in the worker's own pool. The same numbers as in the answers' usage. Prompts that were not to read the
-    cache (skip_read, prompt_logprobs) are left out: they were no chance to reuse anything.
+    """Prompts that workers have served, their tokens, the tokens that were loaded and not computed, and those of them
+    that came from the worker's own pool: the numbers of the responses' usage. Prompts that bypass the cache
+    (skip_read, prompt_logprobs) are left out: they could not reuse anything.
     """
     prompt_tokens: _builtins.int
     """See prompts."""
@@ -2009,9 +2007,9 @@ class StatsResponse(_message.Message):
     pinned_bytes: _builtins.int
     """Pinned bytes, ancestors included."""
     durable_failing: _builtins.str
-    """Why the durable tier cannot be written to; empty when it can."""
+    """Why writes to the durable tier fail; empty when they succeed."""
     loop_stall_ms: _builtins.float
-    """Longest time in milliseconds that the event loop was busy with one thing, in the last minute."""
+    """Longest stall of the event loop in the last minute, in milliseconds."""
     durable_file_bytes: _builtins.int
     """Bytes of the durable tier's file."""
     arena_chunks: _builtins.int
@@ -2019,49 +2017,49 @@ class StatsResponse(_message.Message):
     durable_chunks: _builtins.int
     """Chunks that are in the durable tier now."""
     refused: _builtins.int
-    """Requests that a limit or a quota refused."""
+    """Requests refused by a limit or a quota."""
     remote_engine: _builtins.str
-    """Kind of the remote tier's engine, such as "valkey"; empty when there is none."""
+    """Kind of the remote backend, such as "valkey"; empty without a remote tier."""
     remote_failing: _builtins.str
-    """Why the remote tier is not used now; empty when it is."""
+    """Why the remote tier is disabled now; empty when it is in use."""
     remote_lookups: _builtins.int
-    """Prompts of which the remote tier was asked."""
+    """Prompts looked up in the remote tier."""
     remote_hits: _builtins.int
-    """Of these, prompts to which it added something."""
+    """Prompts with tokens from the remote tier."""
     remote_tokens: _builtins.int
-    """Tokens brought in from it."""
+    """Tokens fetched from it."""
     remote_bypassed: _builtins.int
-    """Prompts that were quicker computed than asked for, or brought in."""
+    """Prompts that were faster to compute than to look up or fetch."""
     remote_late: _builtins.int
-    """Prompts whose chunks did not come before they could have been computed."""
+    """Prompts whose chunks could have been computed before they arrived."""
     remote_read_bytes: _builtins.int
-    """Bytes of payloads read from it, as they are stored there."""
+    """Payload bytes read from it, as stored there."""
     remote_written_bytes: _builtins.int
-    """Bytes of payloads written to it."""
+    """Payload bytes written to it."""
     remote_written_chunks: _builtins.int
     """Chunks written to it."""
     remote_pending: _builtins.int
     """Chunks waiting to be written to it now."""
     remote_dropped: _builtins.int
-    """Chunks that were not written to it: the queue was full, or they were gone when it was their turn."""
+    """Chunks not written to it: the queue was full, or they were gone before their turn."""
     remote_deletions: _builtins.int
-    """Deletions that it has not yet done now."""
+    """Deletions not yet applied to it."""
     remote_failures: _builtins.int
-    """Calls to it that failed, or were not answered in time."""
+    """Calls to it that failed or timed out."""
     remote_rejected: _builtins.int
-    """Values of it that were not what they should have been."""
+    """Invalid values read from it."""
     remote_hedged: _builtins.int
-    """Reads that were sent a second time, since the first was slow."""
+    """Hedged reads: reads sent a second time because the first was slow."""
     remote_opened: _builtins.int
-    """Times that it was left alone because it failed."""
+    """Times that its circuit breaker opened."""
     remote_latency_ms: _builtins.float
-    """Milliseconds that a small read takes, as measured."""
+    """Measured latency of a small read, in milliseconds."""
     remote_bytes_per_second: _builtins.float
-    """Bytes per second beyond that, as measured; 0 when nothing was."""
+    """Measured throughput beyond that, in bytes per second; 0 before a measurement."""
     remote_withheld: _builtins.int
-    """Times that a chunk was not offered to it, since it had just lost its data and perhaps deletions with it."""
+    """Chunks withheld from it because it had just lost its data, and possibly deletions."""
     remote_restored_deletions: _builtins.int
-    """Times that a deletion was done again there, since it had lost it: a failover, a restored backup, a restart."""
+    """Deletions repeated because it had lost them: a failover, a restored backup, a restart."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2166,7 +2164,7 @@ class SessionInfo(_message.Message):
     """Bytes of staging memory in use."""
     @_builtins.property
     def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
-        """What its chunks look like, as it said in Hello."""
+        """Layout of its chunks, from Hello."""
 
     def __init__(
         self,
@@ -2202,15 +2200,15 @@ class CallInfo(_message.Message):
     method: _builtins.str
     """The method's name, such as "Match"."""
     count: _builtins.int
-    """How many."""
+    """Number of calls."""
     errors: _builtins.int
-    """How many failed."""
+    """Number of failed calls."""
     p50_ms: _builtins.float
     """Median duration in milliseconds."""
     p99_ms: _builtins.float
     """99th percentile in milliseconds."""
     max_ms: _builtins.float
-    """Longest in milliseconds."""
+    """Maximum in milliseconds."""
     def __init__(
         self,
         *,
@@ -2231,7 +2229,7 @@ Global___CallInfo: _TypeAlias = CallInfo  # noqa: Y015
 
 @_typing.final
 class WatchRequest(_message.Message):
-    """Asks for changes."""
+    """Subscribes to changes."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2243,15 +2241,15 @@ class WatchRequest(_message.Message):
     epoch: _builtins.int
     """Epoch that after_sequence belongs to; 0 to begin with the next event."""
     after_sequence: _builtins.int
-    """Last sequence number seen. When it is no longer kept, the call fails with OUT_OF_RANGE and the caller
-    reads the state anew with List.
+    """Last sequence number seen. When it is no longer kept, the call fails with OUT_OF_RANGE and the client reads the
+    state with List.
     """
     namespace: _builtins.bytes
-    """Restricts the events to a tenant of a namespace, which has numbers of its own. Operators may leave it empty."""
+    """Restricts the events to a tenant of a namespace, which has its own sequence numbers. Operators may leave it empty."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     with_tokens: _builtins.bool
-    """Whether the chunks come with their tokens."""
+    """Return the tokens, too."""
     def __init__(
         self,
         *,
@@ -2284,7 +2282,7 @@ class WatchResponse(_message.Message):
     sequence_number: _builtins.int
     """Number of the change, from 1, without gaps. 0 in the first message, which only confirms the subscription."""
     type: Global___EventType.ValueType
-    """What happened."""
+    """Kind of the change."""
     @_builtins.property
     def chunk(self) -> Global___ChunkInfo:
         """The chunk."""

@@ -28,13 +28,14 @@ if _version_not_supported:
 class CacheServiceStub(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
-    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
-    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
+    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
+    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
+    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
+    "kvsidecar.cache", reason}.
 
-    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
-    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
+    whose salts it names, and only those that its token or certificate allows (docs/security.md).
     """
 
     def __init__(self, channel):
@@ -133,54 +134,55 @@ class CacheServiceStub(object):
 class CacheServiceServicer(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
-    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
-    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
+    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
+    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
+    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
+    "kvsidecar.cache", reason}.
 
-    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
-    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
+    whose salts it names, and only those that its token or certificate allows (docs/security.md).
     """
 
     def Attach(self, request_iterator, context):
-        """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When
-        the stream ends, for whatever reason, every lease and reservation of the session is freed.
+        """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
+        ends for any reason, every lease and reservation of the session is released.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Match(self, request, context):
-        """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-        first token; IndexSummary tells when even that is not needed.
+        """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
+        the first token; IndexSummary tells when it can be skipped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives leases back. Idempotent: an unknown or already released lease is ignored.
+        """Releases leases. Idempotent: an unknown or already released lease is ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Takes room in the session's staging memory for new chunks.
+        """Reserves space in the session's staging memory for new chunks.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named.
+        """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends these reservations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Gives reservations up. Idempotent.
+        """Aborts reservations. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,7 +210,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetVerdict(self, request, context):
-        """Stores what a verification of approximate reuse found, with the session's namespace.
+        """Stores the result of verifying approximate reuse, with the session's namespace.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -222,22 +224,22 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Ends Pin.
+        """Removes a pin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Removes chunks and everything that continues them.
+        """Deletes chunks and their descendants.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Carry(self, request, context):
-        """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
-        far it is; the last one tells what came of it.
+        """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
+        last one is the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -363,13 +365,14 @@ def add_CacheServiceServicer_to_server(servicer, server):
 class CacheService(object):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
-    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
-    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
+    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
+    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
+    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
+    "kvsidecar.cache", reason}.
 
-    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
-    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
+    whose salts it names, and only those that its token or certificate allows (docs/security.md).
     """
 
     @staticmethod

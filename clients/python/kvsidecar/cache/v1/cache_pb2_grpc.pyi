@@ -29,13 +29,14 @@ GRPC_VERSION: str
 class CacheServiceStub:
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
-    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
-    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
+    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
+    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
+    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
+    "kvsidecar.cache", reason}.
 
-    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
-    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
+    whose salts it names, and only those that its token or certificate allows (docs/security.md).
     """
 
     @_typing.overload
@@ -43,21 +44,21 @@ class CacheServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CacheServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_cache_pb2.AttachRequest, _cache_pb2.AttachResponse]
-    """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When
-    the stream ends, for whatever reason, every lease and reservation of the session is freed.
+    """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
+    ends for any reason, every lease and reservation of the session is released.
     """
     Match: _grpc.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]
-    """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-    first token; IndexSummary tells when even that is not needed.
+    """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
+    the first token; IndexSummary tells when it can be skipped.
     """
     Release: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]
-    """Gives leases back. Idempotent: an unknown or already released lease is ignored."""
+    """Releases leases. Idempotent: an unknown or already released lease is ignored."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReserveRequest, _cache_pb2.ReserveResponse]
-    """Takes room in the session's staging memory for new chunks."""
+    """Reserves space in the session's staging memory for new chunks."""
     Commit: _grpc.UnaryUnaryMultiCallable[_cache_pb2.CommitRequest, _cache_pb2.CommitResponse]
-    """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named."""
+    """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends these reservations."""
     Abort: _grpc.UnaryUnaryMultiCallable[_cache_pb2.AbortRequest, _cache_pb2.AbortResponse]
-    """Gives reservations up. Idempotent."""
+    """Aborts reservations. Idempotent."""
     Fetch: _grpc.UnaryStreamMultiCallable[_cache_pb2.FetchRequest, _cache_pb2.FetchResponse]
     """Reads one chunk as a stream, or chunks under a lease, for clients that do not share memory with the daemon."""
     Store: _grpc.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]
@@ -65,16 +66,16 @@ class CacheServiceStub:
     Fill: _grpc.StreamUnaryMultiCallable[_cache_pb2.FillRequest, _cache_pb2.FillResponse]
     """Writes the payloads of reservations as a stream, for sessions that do not map their staging memory; Commit follows."""
     SetVerdict: _grpc.UnaryUnaryMultiCallable[_cache_pb2.SetVerdictRequest, _cache_pb2.SetVerdictResponse]
-    """Stores what a verification of approximate reuse found, with the session's namespace."""
+    """Stores the result of verifying approximate reuse, with the session's namespace."""
     Pin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]
     """Exempts a stored prefix from eviction."""
     Unpin: _grpc.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]
-    """Ends Pin."""
+    """Removes a pin."""
     Delete: _grpc.UnaryUnaryMultiCallable[_cache_pb2.DeleteRequest, _cache_pb2.DeleteResponse]
-    """Removes chunks and everything that continues them."""
+    """Deletes chunks and their descendants."""
     Carry: _grpc.UnaryStreamMultiCallable[_cache_pb2.CarryRequest, _cache_pb2.CarryResponse]
-    """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
-    far it is; the last one tells what came of it.
+    """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
+    last one is the result.
     """
     List: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]
     """Lists stored chunks, a page at a time."""
@@ -87,32 +88,33 @@ class CacheServiceStub:
 class CacheServiceAsyncStub(CacheServiceStub):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
-    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
-    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
+    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
+    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
+    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
+    "kvsidecar.cache", reason}.
 
-    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
-    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
+    whose salts it names, and only those that its token or certificate allows (docs/security.md).
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_cache_pb2.AttachRequest, _cache_pb2.AttachResponse]  # type: ignore[assignment]
-    """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When
-    the stream ends, for whatever reason, every lease and reservation of the session is freed.
+    """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
+    ends for any reason, every lease and reservation of the session is released.
     """
     Match: _aio.UnaryUnaryMultiCallable[_cache_pb2.MatchRequest, _cache_pb2.MatchResponse]  # type: ignore[assignment]
-    """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-    first token; IndexSummary tells when even that is not needed.
+    """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
+    the first token; IndexSummary tells when it can be skipped.
     """
     Release: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReleaseRequest, _cache_pb2.ReleaseResponse]  # type: ignore[assignment]
-    """Gives leases back. Idempotent: an unknown or already released lease is ignored."""
+    """Releases leases. Idempotent: an unknown or already released lease is ignored."""
     Reserve: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReserveRequest, _cache_pb2.ReserveResponse]  # type: ignore[assignment]
-    """Takes room in the session's staging memory for new chunks."""
+    """Reserves space in the session's staging memory for new chunks."""
     Commit: _aio.UnaryUnaryMultiCallable[_cache_pb2.CommitRequest, _cache_pb2.CommitResponse]  # type: ignore[assignment]
-    """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named."""
+    """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends these reservations."""
     Abort: _aio.UnaryUnaryMultiCallable[_cache_pb2.AbortRequest, _cache_pb2.AbortResponse]  # type: ignore[assignment]
-    """Gives reservations up. Idempotent."""
+    """Aborts reservations. Idempotent."""
     Fetch: _aio.UnaryStreamMultiCallable[_cache_pb2.FetchRequest, _cache_pb2.FetchResponse]  # type: ignore[assignment]
     """Reads one chunk as a stream, or chunks under a lease, for clients that do not share memory with the daemon."""
     Store: _aio.StreamUnaryMultiCallable[_cache_pb2.StoreRequest, _cache_pb2.StoreResponse]  # type: ignore[assignment]
@@ -120,16 +122,16 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Fill: _aio.StreamUnaryMultiCallable[_cache_pb2.FillRequest, _cache_pb2.FillResponse]  # type: ignore[assignment]
     """Writes the payloads of reservations as a stream, for sessions that do not map their staging memory; Commit follows."""
     SetVerdict: _aio.UnaryUnaryMultiCallable[_cache_pb2.SetVerdictRequest, _cache_pb2.SetVerdictResponse]  # type: ignore[assignment]
-    """Stores what a verification of approximate reuse found, with the session's namespace."""
+    """Stores the result of verifying approximate reuse, with the session's namespace."""
     Pin: _aio.UnaryUnaryMultiCallable[_cache_pb2.PinRequest, _cache_pb2.PinResponse]  # type: ignore[assignment]
     """Exempts a stored prefix from eviction."""
     Unpin: _aio.UnaryUnaryMultiCallable[_cache_pb2.UnpinRequest, _cache_pb2.UnpinResponse]  # type: ignore[assignment]
-    """Ends Pin."""
+    """Removes a pin."""
     Delete: _aio.UnaryUnaryMultiCallable[_cache_pb2.DeleteRequest, _cache_pb2.DeleteResponse]  # type: ignore[assignment]
-    """Removes chunks and everything that continues them."""
+    """Deletes chunks and their descendants."""
     Carry: _aio.UnaryStreamMultiCallable[_cache_pb2.CarryRequest, _cache_pb2.CarryResponse]  # type: ignore[assignment]
-    """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
-    far it is; the last one tells what came of it.
+    """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
+    last one is the result.
     """
     List: _aio.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]  # type: ignore[assignment]
     """Lists stored chunks, a page at a time."""
@@ -141,13 +143,14 @@ class CacheServiceAsyncStub(CacheServiceStub):
 class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
     """The cache daemon: a content-addressed store of KV chunks with leases and two-phase commit.
 
-    A session begins with Attach and lives as long as that stream; its id goes into every other call that takes
-    or holds memory. One that shares no memory with the daemon, because its caller is on another host, reads what it has
-    leased with Fetch and writes what it has reserved with Fill; all else is the same. Who wants single chunks needs no
-    session: Match without one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain: "kvsidecar.cache", reason}.
+    A session begins with Attach and lives as long as that stream; its id is part of every call that takes or holds
+    memory. A session without shared memory, because its client is on another host, reads leased chunks with Fetch and
+    writes reserved ones with Fill; everything else is the same. Clients of single chunks need no session: Match without
+    one probes, Fetch and Store move a chunk as a byte stream. Errors are google.rpc.Status with ErrorInfo{domain:
+    "kvsidecar.cache", reason}.
 
-    Who may see what: a caller at the private socket is the operator and sees everything; any other sees what the tenant
-    salts open that it names, and only those salts that its token or certificate allows (docs/security.md).
+    Visibility: a caller at the private socket is the operator and sees everything. Any other caller sees the tenants
+    whose salts it names, and only those that its token or certificate allows (docs/security.md).
     """
 
     @_abc_1.abstractmethod
@@ -156,8 +159,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_cache_pb2.AttachRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.AttachResponse], _abc.AsyncIterator[_cache_pb2.AttachResponse]]:
-        """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When
-        the stream ends, for whatever reason, every lease and reservation of the session is freed.
+        """Opens a session. The first message is a Hello, later ones are heartbeats; the daemon answers each. When the stream
+        ends for any reason, every lease and reservation of the session is released.
         """
 
     @_abc_1.abstractmethod
@@ -166,8 +169,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.MatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.MatchResponse, _abc.Awaitable[_cache_pb2.MatchResponse]]:
-        """Finds the longest stored prefix of a token sequence and leases its chunks. The one call on the path to the
-        first token; IndexSummary tells when even that is not needed.
+        """Finds the longest stored prefix of a token sequence and leases its chunks. The only call on the critical path of
+        the first token; IndexSummary tells when it can be skipped.
         """
 
     @_abc_1.abstractmethod
@@ -176,7 +179,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.ReleaseResponse, _abc.Awaitable[_cache_pb2.ReleaseResponse]]:
-        """Gives leases back. Idempotent: an unknown or already released lease is ignored."""
+        """Releases leases. Idempotent: an unknown or already released lease is ignored."""
 
     @_abc_1.abstractmethod
     def Reserve(
@@ -184,7 +187,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.ReserveResponse, _abc.Awaitable[_cache_pb2.ReserveResponse]]:
-        """Takes room in the session's staging memory for new chunks."""
+        """Reserves space in the session's staging memory for new chunks."""
 
     @_abc_1.abstractmethod
     def Commit(
@@ -192,7 +195,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.CommitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.CommitResponse, _abc.Awaitable[_cache_pb2.CommitResponse]]:
-        """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends the reservations named."""
+        """Copies reserved chunks into the arena, verifies the copies and makes them visible. Ends these reservations."""
 
     @_abc_1.abstractmethod
     def Abort(
@@ -200,7 +203,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.AbortResponse, _abc.Awaitable[_cache_pb2.AbortResponse]]:
-        """Gives reservations up. Idempotent."""
+        """Aborts reservations. Idempotent."""
 
     @_abc_1.abstractmethod
     def Fetch(
@@ -232,7 +235,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.SetVerdictRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.SetVerdictResponse, _abc.Awaitable[_cache_pb2.SetVerdictResponse]]:
-        """Stores what a verification of approximate reuse found, with the session's namespace."""
+        """Stores the result of verifying approximate reuse, with the session's namespace."""
 
     @_abc_1.abstractmethod
     def Pin(
@@ -248,7 +251,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.UnpinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.UnpinResponse, _abc.Awaitable[_cache_pb2.UnpinResponse]]:
-        """Ends Pin."""
+        """Removes a pin."""
 
     @_abc_1.abstractmethod
     def Delete(
@@ -256,7 +259,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.DeleteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_cache_pb2.DeleteResponse, _abc.Awaitable[_cache_pb2.DeleteResponse]]:
-        """Removes chunks and everything that continues them."""
+        """Deletes chunks and their descendants."""
 
     @_abc_1.abstractmethod
     def Carry(
@@ -264,8 +267,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _cache_pb2.CarryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_pb2.CarryResponse], _abc.AsyncIterator[_cache_pb2.CarryResponse]]:
-        """Carries what is stored of a tenant to the daemon's own remote tier, or from there, for operators. Answers tell how
-        far it is; the last one tells what came of it.
+        """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
+        last one is the result.
         """
 
     @_abc_1.abstractmethod

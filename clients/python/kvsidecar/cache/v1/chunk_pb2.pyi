@@ -82,7 +82,7 @@ Global___DataType: _TypeAlias = DataType  # noqa: Y015
 
 @_typing.final
 class NamespaceDescriptor(_message.Message):
-    """Everything that decides the bytes of a chunk. The namespace id is the namespace hash of this message's canonical
+    """Everything that determines the bytes of a chunk. The namespace id is the namespace hash of this message's canonical
     encoding: for each field in the order of its number, "name=value\\n" with integers in decimal, bytes in lower-case
     hexadecimal, strings as UTF-8 with "\\" and newline escaped as "\\\\" and "\\n". Strings have at most 4096 bytes.
     """
@@ -222,7 +222,7 @@ class ChunkHeader(_message.Message):
     """The tenant id, 32 bytes. Set by the daemon."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, in order; at least one. Left out of answers to who has them."""
+        """The tokens, in order; at least one. Omitted in responses to clients that know them."""
 
     def __init__(
         self,

@@ -26,21 +26,21 @@ class _AnswerStart:
 class _AnswerStartEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_AnswerStart.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ANSWER_START_UNSPECIFIED: _AnswerStart.ValueType  # 0
-    """What the template puts there."""
+    """The template's generation prompt."""
     ANSWER_START_NOTHING: _AnswerStart.ValueType  # 1
     """Nothing."""
     ANSWER_START_LAST_MESSAGE: _AnswerStart.ValueType  # 2
-    """Nothing either, and the last message is not ended: the answer goes on with it."""
+    """Nothing, and the last message stays open: the answer continues it."""
 
 class AnswerStart(_AnswerStart, metaclass=_AnswerStartEnumTypeWrapper):
-    """What stands between a conversation and its answer."""
+    """Text between a conversation and its answer."""
 
 ANSWER_START_UNSPECIFIED: AnswerStart.ValueType  # 0
-"""What the template puts there."""
+"""The template's generation prompt."""
 ANSWER_START_NOTHING: AnswerStart.ValueType  # 1
 """Nothing."""
 ANSWER_START_LAST_MESSAGE: AnswerStart.ValueType  # 2
-"""Nothing either, and the last message is not ended: the answer goes on with it."""
+"""Nothing, and the last message stays open: the answer continues it."""
 Global___AnswerStart: _TypeAlias = AnswerStart  # noqa: Y015
 
 class _ToolMode:
@@ -52,19 +52,19 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """The model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 1
-    """None is: what looks like a call is text."""
+    """No calls: what looks like a call is text."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
-    """At least one is: a grammar sees to it that the answer is a call, whatever the model."""
+    """At least one call: a grammar enforces it, whatever the model."""
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
-    """Whether tools are called."""
+    """Choice of calling tools."""
 
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """The model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 1
-"""None is: what looks like a call is text."""
+"""No calls: what looks like a call is text."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
-"""At least one is: a grammar sees to it that the answer is a call, whatever the model."""
+"""At least one call: a grammar enforces it, whatever the model."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _Speculation:
@@ -74,29 +74,33 @@ class _Speculation:
 class _SpeculationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Speculation.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SPECULATION_UNSPECIFIED: _Speculation.ValueType  # 0
-    """As the worker is set to."""
+    """The worker's setting."""
     SPECULATION_OFF: _Speculation.ValueType  # 1
-    """Nobody: a token at a time."""
+    """No speculation: one token per step."""
     SPECULATION_NGRAM: _Speculation.ValueType  # 2
-    """What followed the same tokens before: in the prompt, the answer, and past answers under the same tenant_salt."""
+    """N-gram proposer: continuations of the same tokens in the prompt, the answer, and past answers under the same
+    tenant_salt.
+    """
     SPECULATION_DRAFT: _Speculation.ValueType  # 3
     """The worker's draft model. Refused by a worker that has none."""
     SPECULATION_AUTO: _Speculation.ValueType  # 4
-    """Whichever of them promises more."""
+    """The proposer with the higher expected gain."""
 
 class Speculation(_Speculation, metaclass=_SpeculationEnumTypeWrapper):
-    """Who guesses tokens, which the model then verifies many at a time. Answers are the same: every token is drawn as without."""
+    """Proposer of draft tokens, which the model verifies many at a time. Answers are the same as without."""
 
 SPECULATION_UNSPECIFIED: Speculation.ValueType  # 0
-"""As the worker is set to."""
+"""The worker's setting."""
 SPECULATION_OFF: Speculation.ValueType  # 1
-"""Nobody: a token at a time."""
+"""No speculation: one token per step."""
 SPECULATION_NGRAM: Speculation.ValueType  # 2
-"""What followed the same tokens before: in the prompt, the answer, and past answers under the same tenant_salt."""
+"""N-gram proposer: continuations of the same tokens in the prompt, the answer, and past answers under the same
+tenant_salt.
+"""
 SPECULATION_DRAFT: Speculation.ValueType  # 3
 """The worker's draft model. Refused by a worker that has none."""
 SPECULATION_AUTO: Speculation.ValueType  # 4
-"""Whichever of them promises more."""
+"""The proposer with the higher expected gain."""
 Global___Speculation: _TypeAlias = Speculation  # noqa: Y015
 
 class _Truncation:
@@ -106,21 +110,21 @@ class _Truncation:
 class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     TRUNCATION_UNSPECIFIED: _Truncation.ValueType  # 0
-    """As truncate_prompt_tokens says."""
+    """Default of truncate_prompt_tokens."""
     TRUNCATION_LEFT: _Truncation.ValueType  # 1
-    """At its beginning: the last tokens are read."""
+    """At the beginning: the last tokens are kept."""
     TRUNCATION_MIDDLE: _Truncation.ValueType  # 2
-    """In its middle: as many of the first tokens are read as of the last."""
+    """In the middle: as many first as last tokens are kept."""
 
 class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper):
-    """Where tokens of a prompt are left out that is too long."""
+    """Truncation of a prompt that is too long."""
 
 TRUNCATION_UNSPECIFIED: Truncation.ValueType  # 0
-"""As truncate_prompt_tokens says."""
+"""Default of truncate_prompt_tokens."""
 TRUNCATION_LEFT: Truncation.ValueType  # 1
-"""At its beginning: the last tokens are read."""
+"""At the beginning: the last tokens are kept."""
 TRUNCATION_MIDDLE: Truncation.ValueType  # 2
-"""In its middle: as many of the first tokens are read as of the last."""
+"""In the middle: as many first as last tokens are kept."""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 class _FinishReason:
@@ -160,23 +164,23 @@ class _ReadingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reading.Value
     READING_UNSPECIFIED: _Reading.ValueType  # 0
     """Never sent."""
     READING_EXACT: _Reading.ValueType  # 1
-    """Read before, here: the prompt's beginning, and what computing it gives."""
+    """Exact reuse: the same as computing it."""
     READING_MOVED: _Reading.ValueType  # 2
-    """Read before in another context, and moved here."""
+    """Approximate reuse: computed behind another prefix and relocated."""
     READING_REPAIRED: _Reading.ValueType  # 3
     """Likewise, and computed again in all but the first layers."""
     READING_COMPUTED: _Reading.ValueType  # 4
     """Computed for this request."""
 
 class Reading(_Reading, metaclass=_ReadingEnumTypeWrapper):
-    """How the keys and values of a part of a prompt came about."""
+    """Origin of the keys and values of a part of a prompt."""
 
 READING_UNSPECIFIED: Reading.ValueType  # 0
 """Never sent."""
 READING_EXACT: Reading.ValueType  # 1
-"""Read before, here: the prompt's beginning, and what computing it gives."""
+"""Exact reuse: the same as computing it."""
 READING_MOVED: Reading.ValueType  # 2
-"""Read before in another context, and moved here."""
+"""Approximate reuse: computed behind another prefix and relocated."""
 READING_REPAIRED: Reading.ValueType  # 3
 """Likewise, and computed again in all but the first layers."""
 READING_COMPUTED: Reading.ValueType  # 4
@@ -199,12 +203,12 @@ class ChatMessage(_message.Message):
     content: _builtins.str
     """The text."""
     tool_call_id: _builtins.str
-    """In a tool's message: the call that it answers."""
+    """In a tool's message: id of the call that it answers."""
     name: _builtins.str
-    """Who speaks, or in a tool's message the tool, for templates that show it; may be empty."""
+    """Name of the speaker, or of the tool in a tool's message, for templates that show it; may be empty."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """What an assistant's message called, if anything."""
+        """Tool calls of an assistant's message."""
 
     def __init__(
         self,
@@ -234,14 +238,14 @@ class Tool(_message.Message):
     PARAMETERS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What it is called by: letters, digits, "_", "-" and ".", at most 64."""
+    """Name of the function: letters, digits, "_", "-" and ".", at most 64."""
     description: _builtins.str
-    """What it does, for the model."""
+    """Description for the model."""
     parameters: _builtins.str
-    """JSON Schema of its arguments, an object. Empty for a function without any."""
+    """JSON Schema of the arguments, an object. Empty for a function without any."""
     strict: _builtins.bool
-    """Whoever calls it gives arguments as the schema has them, also where the model decides whether to: once a call has
-    begun, tokens that would break its form are not drawn. Calls of all of the request's tools are kept to theirs then.
+    """Constrain the arguments to the schema, also where the model decides whether to call: once a call has begun, tokens
+    that would break its form are masked. This applies to calls of all tools of the request.
     """
     def __init__(
         self,
@@ -261,7 +265,7 @@ Global___Tool: _TypeAlias = Tool  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):
-    """A call that the model asks for."""
+    """A tool call of the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -269,11 +273,11 @@ class ToolCall(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Names the call; the tool's message repeats it."""
+    """Id of the call; the tool's message repeats it."""
     name: _builtins.str
     """The function."""
     arguments: _builtins.str
-    """Its arguments, JSON text as the model wrote it: complete only if the answer is."""
+    """Arguments: JSON text as the model wrote it, complete only if the answer is."""
     def __init__(
         self,
         *,
@@ -300,19 +304,19 @@ class Chat(_message.Message):
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     ANSWER_START_FIELD_NUMBER: _builtins.int
     template_arguments: _builtins.str
-    """JSON object of further arguments for the chat template, such as {"enable_thinking": false}. Those that it is always
-    given are refused. Empty for none; at most 65,536 bytes.
+    """JSON object of further arguments for the chat template, such as {"enable_thinking": false}. Arguments that the
+    worker itself sets are refused. Empty for none; at most 65,536 bytes.
     """
     answer_start: Global___AnswerStart.ValueType
-    """How the answer begins."""
+    """Start of the answer."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """The messages, oldest first; at least one."""
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:
-        """Functions that the model may ask for, each under a name of its own. A template that does not know tools gets them
-        described in the system message. At most 128.
+        """Functions that the model may call, with distinct names. A template without tools gets them described in the system
+        message. At most 128.
         """
 
     def __init__(
@@ -357,7 +361,7 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class Prompt(_message.Message):
-    """What the model reads."""
+    """Input of the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -366,7 +370,7 @@ class Prompt(_message.Message):
     CHAT_FIELD_NUMBER: _builtins.int
     WITHOUT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """Text, tokenized as it is, with the tokenizer's beginning-of-sequence token."""
+    """Text, tokenized verbatim, with the tokenizer's beginning-of-sequence token."""
     without_special_tokens: _builtins.bool
     """Tokenize text without the tokenizer's beginning-of-sequence token."""
     @_builtins.property
@@ -397,7 +401,7 @@ Global___Prompt: _TypeAlias = Prompt  # noqa: Y015
 
 @_typing.final
 class Sampling(_message.Message):
-    """How tokens are drawn. An absent field means the default named, unless the model's generation_config.json has one for
+    """Sampling parameters. An absent field means the stated default, unless the model's generation_config.json sets
     temperature, top_p or top_k; with "do_sample": false there, an absent temperature is 0.
     """
 
@@ -436,17 +440,17 @@ class Sampling(_message.Message):
     temperature: _builtins.float
     """0 (greedy) to 2. Default 1."""
     top_p: _builtins.float
-    """Draws from the smallest set of tokens with this probability, above 0 and at most 1. Default 1."""
+    """Sample from the smallest set of tokens with this probability, above 0 and at most 1. Default 1."""
     top_k: _builtins.int
-    """Draws from this many likeliest tokens; 0 for all. Default 0."""
+    """Sample from this many most likely tokens; 0 for all. Default 0."""
     seed: _builtins.int
-    """Makes the draw repeatable. Default: random."""
+    """Seed for reproducible sampling. Default: random."""
     presence_penalty: _builtins.float
     """Subtracted once from the logit of every token generated so far, -2 to 2. Default 0."""
     frequency_penalty: _builtins.float
     """Subtracted from a token's logit for each time it was generated, -2 to 2. Default 0."""
     min_p: _builtins.float
-    """Draws from tokens with at least this share of the likeliest one's probability, 0 to 1. Default 0."""
+    """Sample from tokens with at least this share of the most likely one's probability, 0 to 1. Default 0."""
     repetition_penalty: _builtins.float
     """Divides the positive logits of tokens in the prompt or the answer and multiplies the negative ones, above 0 and at
     most 10. Default 1.
@@ -457,7 +461,7 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def allowed_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Nothing else is drawn. Empty: all are allowed."""
+        """Allowed tokens. Empty: all."""
 
     def __init__(
         self,
@@ -514,7 +518,7 @@ Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
 @_typing.final
 class Choices(_message.Message):
-    """Texts of which one is to be answered."""
+    """Texts; the answer is one of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -538,8 +542,8 @@ Global___Choices: _TypeAlias = Choices  # noqa: Y015
 
 @_typing.final
 class Grammar(_message.Message):
-    """What an answer's text must be; tokens that would make it something else are not drawn. It ends where nothing may
-    follow. max_tokens may cut it off. At most 65,536 bytes.
+    """Constraint on an answer's text; other tokens are masked. The answer ends where no token may follow. max_tokens may
+    truncate it. At most 65,536 bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -550,14 +554,14 @@ class Grammar(_message.Message):
     GRAMMAR_FIELD_NUMBER: _builtins.int
     JSON_WHITESPACE_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """JSON that this JSON Schema describes; {"type": "object"} for any object. What cannot be kept to is refused."""
+    """JSON that conforms to this JSON Schema; {"type": "object"} for any object. Unsupported keywords are refused."""
     regex: _builtins.str
     """Text that this regular expression (in Rust's syntax, without look-around) matches as a whole."""
     grammar: _builtins.str
     """Text of this grammar, in Lark's or GBNF's form."""
     json_whitespace: _builtins.str
-    """Regular expression of what may stand between the parts of JSON; empty for nothing. Default: a space, or a line's end
-    and up to 24 spaces.
+    """Regular expression for whitespace between the parts of JSON; empty for none. Default: a space, or a newline and up
+    to 24 spaces.
     """
     @_builtins.property
     def choice(self) -> Global___Choices:
@@ -589,7 +593,7 @@ Global___Grammar: _TypeAlias = Grammar  # noqa: Y015
 
 @_typing.final
 class ToolUse(_message.Message):
-    """How a chat's tools are used."""
+    """Use of a chat's tools."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -597,11 +601,11 @@ class ToolUse(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SINGLE_FIELD_NUMBER: _builtins.int
     mode: Global___ToolMode.ValueType
-    """Whether tools are called."""
+    """Choice of calling tools."""
     name: _builtins.str
-    """With TOOL_MODE_REQUIRED: this one. Empty for any."""
+    """With TOOL_MODE_REQUIRED: the tool to call. Empty for any."""
     single: _builtins.bool
-    """Call one tool at most."""
+    """At most one call."""
     def __init__(
         self,
         *,
@@ -646,55 +650,55 @@ class GenerateRequest(_message.Message):
     TRUNCATION_FIELD_NUMBER: _builtins.int
     SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate; at least 1, and never more than the context still holds, which is what 4,294,967,295 asks
+    """Maximal number of tokens to generate; at least 1, and limited by the remaining context, which 4,294,967,295 asks
     for. Default: 256.
     """
     ignore_eos: _builtins.bool
     """Go on after the model's end-of-sequence token. Default false."""
     logprobs: _builtins.int
-    """Number of likeliest alternatives to report with every token, 0 to 20. Absent: no log probabilities."""
+    """Number of most likely alternatives to report with every token, 0 to 20. Absent: no logprobs."""
     request_id: _builtins.str
     """Chosen by the client for its logs; at most 128 characters. Default: random."""
     speculation: Global___Speculation.ValueType
-    """Who guesses what comes next. Default: as the worker is set to."""
+    """Proposer of draft tokens. Default: the worker's setting."""
     explain: _builtins.bool
-    """Say with the answer which parts of the prompt had been read before."""
+    """Report which parts of the prompt were reused."""
     min_tokens: _builtins.int
-    """Before so many tokens are there, no end-of-sequence token and none of stop_token_ids is drawn, unless a grammar allows
-    nothing else, and no stop string is looked for. At most max_tokens.
+    """Minimal number of tokens: before them, end-of-sequence and stop_token_ids are masked, unless a grammar allows
+    nothing else, and stop strings are ignored. At most max_tokens.
     """
     include_stop: _builtins.bool
-    """What ended the answer is part of its text: the stop string, or the text of a token among stop_token_ids."""
+    """Include the stop string, or the text of the stop token, in the text."""
     show_special_tokens: _builtins.bool
-    """Special tokens have their text in the answer, which they have not otherwise."""
+    """Include the text of special tokens, which is omitted otherwise."""
     truncate_prompt_tokens: _builtins.int
-    """Read this many of the prompt's last tokens at most, and the beginning-of-sequence token that text gets; 0 for those
-    that leave room for max_tokens, or for one token; for 256 where max_tokens is 4,294,967,295. Absent: a prompt that is
-    too long is refused.
+    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text; 0 for as many as
+    leave capacity for max_tokens, or for one token; for 256 where max_tokens is 4,294,967,295. Absent: a prompt that
+    is too long is refused.
     """
     prompt_logprobs: _builtins.int
-    """Number of likeliest alternatives to report with every token of the prompt, 0 to 20. All of the prompt is computed
-    then, whatever had been read before. Absent: no log probabilities of the prompt.
+    """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is computed then,
+    bypassing the cache. Absent: no prompt logprobs.
     """
     echo: _builtins.bool
-    """Give the prompt's text back."""
+    """Return the prompt's text."""
     model: _builtins.str
     """Name of the worker's model or of one of its adapters; NOT_FOUND for others. Default: the model itself."""
     truncation: Global___Truncation.ValueType
-    """Where tokens are left out of a prompt that has more than truncate_prompt_tokens, which need not be there then and is
-    as 0. Default: at its beginning, and of a prompt without truncate_prompt_tokens nowhere.
+    """Truncation of a prompt with more than truncate_prompt_tokens (absent: as 0). Default: at the beginning, and none
+    without truncate_prompt_tokens.
     """
     speculation_branches: _builtins.int
-    """How many branches of what is guessed are verified at once at most, 1 (a chain) to 4. Default, and never more: as the
-    worker is set to.
+    """Maximal branches of a draft that are verified at once, 1 (a chain) to 4. Default and upper limit: the worker's
+    setting.
     """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """What to read."""
+        """The prompt."""
 
     @_builtins.property
     def sampling(self) -> Global___Sampling:
-        """How to draw tokens."""
+        """Sampling parameters."""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -702,21 +706,19 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def cache(self) -> Global___CacheOptions:
-        """Which cache the request may use and fill."""
+        """Use of the cache."""
 
     @_builtins.property
     def grammar(self) -> Global___Grammar:
-        """What the text must be. Default: anything. Not with TOOL_MODE_REQUIRED."""
+        """Constraint on the text. Default: none. Not with TOOL_MODE_REQUIRED."""
 
     @_builtins.property
     def tool_use(self) -> Global___ToolUse:
-        """How the chat's tools are used. Default: as the model decides."""
+        """Use of the chat's tools. Default: the model decides."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Generation ends with the first of these tokens, too; at most 128. Like an end-of-sequence token it is none of the
-        text's.
-        """
+        """Further stop tokens; at most 128. Like an end-of-sequence token they are not part of the text."""
 
     def __init__(
         self,
@@ -769,7 +771,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class GenerateStreamRequest(_message.Message):
-    """A request to generate, answered in pieces."""
+    """A request to generate a streamed answer."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -793,7 +795,7 @@ Global___GenerateStreamRequest: _TypeAlias = GenerateStreamRequest  # noqa: Y015
 
 @_typing.final
 class CacheOptions(_message.Message):
-    """What a request may do with the cache."""
+    """Use of the cache by a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -807,23 +809,23 @@ class CacheOptions(_message.Message):
     skip_read: _builtins.bool
     """Do not look the prompt up."""
     skip_write: _builtins.bool
-    """Do not store what is computed."""
+    """Do not store computed chunks."""
     tenant_salt: _builtins.bytes
-    """Separates tenants; empty for the common one. At most 256 bytes."""
+    """Salt of the tenant; empty for the common one. At most 256 bytes."""
     exact_only: _builtins.bool
-    """Reuse nothing that was read in another context, whatever the worker is set to."""
+    """Do not use approximate reuse, whatever the worker's setting."""
     document_separator: _builtins.str
-    """Text that documents in the prompt begin with, and the question after them: chunks are cut before it where the
-    worker cuts by document. Text is tokenized piece by piece then, so that a document has the same tokens everywhere.
-    Absent: the worker's own. At most 64 characters.
+    """Separator in front of documents in the prompt, and of the question after them: chunks are cut before it where the
+    worker cuts by document. Text is then tokenized piece by piece, so that a document always has the same tokens.
+    Absent: the worker's setting. At most 64 characters.
     """
     ttl_seconds: _builtins.int
-    """What the request uses and stores is kept for so many seconds from then on, unless somebody asks for longer, or the
-    tenant may have less: 1 to 2,592,000 (30 days). Absent: for as long as there is room.
+    """TTL of the chunks that the request uses and stores, in seconds; a longer one of another request wins, the tenant's
+    limit applies: 1 to 2,592,000 (30 days). Absent: no expiry.
     """
     @_builtins.property
     def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where documents end in token_ids, as token counts from the prompt's start, rising. For such prompts only."""
+        """Ends of documents in token_ids, as ascending token counts from the prompt's start. For such prompts only."""
 
     def __init__(
         self,
@@ -867,17 +869,17 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
-    """Of these, tokens whose KV came from the cache."""
+    """Prompt tokens whose KV came from the cache."""
     generated_tokens: _builtins.int
     """Tokens generated, the one that ended it included."""
     approximate_tokens: _builtins.int
-    """Of cached_tokens, tokens that were read in another context."""
+    """Cached tokens of approximate reuse (computed behind another prefix)."""
     recomputed_tokens: _builtins.int
     """Of these, tokens that were computed again in all but the first layers."""
     draft_tokens: _builtins.int
-    """Guessed tokens that were verified."""
+    """Verified draft tokens."""
     accepted_tokens: _builtins.int
-    """Of these, tokens that are part of the answer."""
+    """Accepted draft tokens, part of the answer."""
     def __init__(
         self,
         *,
@@ -899,7 +901,7 @@ Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
 @_typing.final
 class Timings(_message.Message):
-    """Where the time went, in milliseconds. Parts up to prefill_ms add up to ttft_ms, but for thread hand-over."""
+    """Timing in milliseconds. Parts up to prefill_ms add up to ttft_ms, except for thread hand-over."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -914,7 +916,7 @@ class Timings(_message.Message):
     tokenize_ms: _builtins.float
     """Tokenizing."""
     queue_ms: _builtins.float
-    """Waiting for room in the batch and the pool."""
+    """Waiting for capacity in batch and pool."""
     lookup_ms: _builtins.float
     """Match call to the daemon."""
     transfer_ms: _builtins.float
@@ -949,7 +951,7 @@ Global___Timings: _TypeAlias = Timings  # noqa: Y015
 
 @_typing.final
 class PromptPart(_message.Message):
-    """A part of a prompt that came about in one way."""
+    """A part of a prompt with one origin."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -957,7 +959,7 @@ class PromptPart(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     reading: Global___Reading.ValueType
-    """In which."""
+    """The origin."""
     tokens: _builtins.int
     """Its tokens; at least 1."""
     text: _builtins.str
@@ -997,10 +999,10 @@ class TokenLogprob(_message.Message):
     logprob: _builtins.float
     """Natural logarithm of its probability at temperature 1, among the tokens that the grammar allows."""
     rank: _builtins.int
-    """One more than there are likelier tokens; 0 where the token is not of a prompt."""
+    """Rank: one plus the number of more likely tokens; 0 where the token is not of a prompt."""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """The likeliest tokens at this place, likeliest first; their own `top` is empty."""
+        """The most likely tokens at this position, most likely first; their own `top` is empty."""
 
     def __init__(
         self,
@@ -1044,7 +1046,7 @@ class GenerateResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     request_id: _builtins.str
-    """As in the request, or the one drawn."""
+    """The seed of the request, or the random one."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
@@ -1063,7 +1065,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def timings(self) -> Global___Timings:
-        """Where the time went."""
+        """Timing."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
@@ -1071,7 +1073,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """What it asks to be called; the text is what was written beside that."""
+        """Tool calls; the text is what was written beside them."""
 
     @_builtins.property
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
@@ -1174,7 +1176,7 @@ class GenerateStreamResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message."""
     request_id: _builtins.str
-    """As in the request, or the one drawn. Set in the first message."""
+    """The seed of the request, or the random one. Set in the first message."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
@@ -1243,7 +1245,7 @@ Global___GenerateStreamResponse: _TypeAlias = GenerateStreamResponse  # noqa: Y0
 
 @_typing.final
 class WarmRequest(_message.Message):
-    """A request to read a prompt into the cache."""
+    """A request to prefill a prompt into the cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1277,7 +1279,7 @@ Global___WarmRequest: _TypeAlias = WarmRequest  # noqa: Y015
 
 @_typing.final
 class WarmResponse(_message.Message):
-    """What is in the cache now."""
+    """Result of a prefill."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1401,7 +1403,7 @@ Global___DetokenizeResponse: _TypeAlias = DetokenizeResponse  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):
-    """Asks for the model."""
+    """Reads the description of the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1418,7 +1420,7 @@ Global___GetModelRequest: _TypeAlias = GetModelRequest  # noqa: Y015
 
 @_typing.final
 class GetModelResponse(_message.Message):
-    """The model and how it runs."""
+    """The model and its configuration."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1457,7 +1459,7 @@ class GetModelResponse(_message.Message):
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Which bits it computes; not set by workers that do not know."""
+        """Numerics id; not set by workers that do not know."""
 
     def __init__(
         self,
@@ -1484,7 +1486,7 @@ Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
 
 @_typing.final
 class Numerics(_message.Message):
-    """Which bits a worker computes. Workers of one model with the same id share what they store."""
+    """Numerics of a worker. Workers of one model with the same id share stored chunks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1510,7 +1512,7 @@ Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 
 @_typing.final
 class Adapter(_message.Message):
-    """A LoRA adapter: the model with a few weights more."""
+    """A LoRA adapter of the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1540,7 +1542,7 @@ Global___Adapter: _TypeAlias = Adapter  # noqa: Y015
 
 @_typing.final
 class LoadAdapterRequest(_message.Message):
-    """Asks for an adapter to be loaded."""
+    """Loads an adapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1596,7 +1598,7 @@ Global___LoadAdapterResponse: _TypeAlias = LoadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterRequest(_message.Message):
-    """Asks for an adapter to go."""
+    """Unloads an adapter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1698,7 +1700,7 @@ class GetStatsResponse(_message.Message):
     pool_pages: _builtins.int
     """Pages of the pool."""
     pool_free_pages: _builtins.int
-    """Pages that a new request could have: free now, or only kept for reuse."""
+    """Pages available to a new request: free, or used by the prefix cache alone."""
     page_tokens: _builtins.int
     """Tokens per page."""
     cache_attached: _builtins.bool
@@ -1716,58 +1718,56 @@ class GetStatsResponse(_message.Message):
     generated_tokens: _builtins.int
     """Tokens generated."""
     cache_failures: _builtins.int
-    """Times that the cache failed and the request went on without it."""
+    """Cache failures after which a request continued without it."""
     preemptions: _builtins.int
-    """Requests moved out of the batch for want of pages, to be computed again."""
+    """Preempted requests, to be computed again."""
     resident_sequences: _builtins.int
-    """Finished requests whose pages are kept in the pool, for requests that go on from them."""
+    """Sequences in the prefix cache."""
     resident_tokens: _builtins.int
-    """Of cached_tokens, tokens that were still in the pool."""
+    """Cached tokens from the pool's prefix cache."""
     stored_chunks: _builtins.int
     """Chunks stored in the daemon."""
     refused_chunks: _builtins.int
-    """Chunks that the daemon had no room for."""
+    """Chunks that the daemon had no space for."""
     approximate_tokens: _builtins.int
-    """Of cached_tokens, tokens that were read in another context."""
+    """Cached tokens of approximate reuse (computed behind another prefix)."""
     recomputed_tokens: _builtins.int
     """Of these, tokens that were computed again."""
     drafts: _builtins.int
-    """Times that a request's guesses were verified in a pass."""
+    """Verification steps with drafts, counted per request."""
     draft_tokens: _builtins.int
-    """Guessed tokens that were verified."""
+    """Verified draft tokens."""
     accepted_tokens: _builtins.int
-    """Of these, tokens that became part of an answer."""
+    """Accepted draft tokens."""
     draft_seconds: _builtins.float
-    """Seconds spent guessing."""
+    """Seconds spent proposing drafts."""
     verify_seconds: _builtins.float
-    """Seconds of passes that verified guesses."""
+    """Seconds of steps that verified drafts."""
     overflow_pages: _builtins.int
-    """Pages behind the pool, on disk, for requests that it cannot hold."""
+    """Pages of the disk overflow, for requests beyond the pool."""
     overflow_free_pages: _builtins.int
-    """Of these, pages that a new request could have."""
+    """Overflow pages available to a new request."""
     overflowed: _builtins.int
-    """Times that a request got some."""
+    """Requests that used the overflow."""
     draft_branches: _builtins.int
-    """Branches of guesses that were verified beside the first of a draft."""
+    """Draft branches verified besides the first of a draft."""
     branched_tokens: _builtins.int
-    """Of accepted_tokens, those of such a branch."""
+    """Accepted tokens of such branches."""
     skipping_requests: _builtins.int
-    """Of requests, those that were not to read the cache (skip_read, prompt_logprobs): no chance to reuse anything, and in
-    no hit ratio.
-    """
+    """Requests that bypass the cache (skip_read, prompt_logprobs); in no hit ratio."""
     skipping_tokens: _builtins.int
-    """Of prompt_tokens, those of such requests."""
+    """Prompt tokens of such requests."""
     bypassed_requests: _builtins.int
-    """Requests whose prompt may have been stored but was computed, because loads had been slower than computing."""
+    """Requests computed although their prompt may be stored, because loading had been slower than computing."""
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """How often the guess at each place was accepted, the first place first; so also how many drafts had more accepted
-        tokens than that.
+        """Accepted drafts by position, the first position first; so also the number of drafts with more accepted tokens than
+        that.
         """
 
     @_builtins.property
     def streaming(self) -> Global___StreamingStats:
-        """How layers come to the forward."""
+        """Layer streaming."""
 
     def __init__(
         self,
@@ -1818,7 +1818,7 @@ Global___GetStatsResponse: _TypeAlias = GetStatsResponse  # noqa: Y015
 
 @_typing.final
 class StreamingStats(_message.Message):
-    """How a worker's layers come from its disk, where they are not all kept in memory. Counts are of layers."""
+    """Layer streaming from disk, where not all layers are in memory. Counts are of layers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1834,15 +1834,15 @@ class StreamingStats(_message.Message):
     mode: _builtins.str
     """"full_resident" when none does, "partial_resident", "ffn_only_stream" or "full_stream"."""
     resident_bytes: _builtins.int
-    """Memory that weights take: those that stay, and the slots that the others are read into."""
+    """Memory of the weights: resident ones, and the slots for streamed ones."""
     pass_bytes: _builtins.int
-    """Bytes that each pass over all layers reads."""
+    """Bytes read in each pass over all layers."""
     hits: _builtins.int
-    """Layers that were there when they were needed."""
+    """Layers that were ready when needed."""
     waits: _builtins.int
-    """That were being read."""
+    """Layers that were still being read."""
     misses: _builtins.int
-    """That nobody had begun to read."""
+    """Layers whose reading had not begun."""
     read_bytes: _builtins.int
     """Bytes read."""
     read_seconds: _builtins.float

@@ -95,7 +95,7 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Generates and answers once.
+        """Generates an answer in one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,7 +109,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Warm(self, request, context):
-        """Reads a prompt into the cache without generating.
+        """Prefills a prompt into the cache without generating.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -144,15 +144,16 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
-        INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+        """Loads a LoRA adapter while requests run. Only at the Unix socket; FAILED_PRECONDITION without --lora-root.
+        INVALID_ARGUMENT for an unusable adapter, which changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter.
+        """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
+        unknown adapter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,11 +39,11 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Generates and answers once."""
+    """Generates an answer in one response."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateStreamRequest, _inference_pb2.GenerateStreamResponse]
     """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
     Warm: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
-    """Reads a prompt into the cache without generating."""
+    """Prefills a prompt into the cache without generating."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text or messages into token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -53,11 +53,13 @@ class InferenceServiceStub:
     GetStats: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]
     """Load, cache and speed of this worker."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_pb2.LoadAdapterRequest, _inference_pb2.LoadAdapterResponse]
-    """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
-    INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+    """Loads a LoRA adapter while requests run. Only at the Unix socket; FAILED_PRECONDITION without --lora-root.
+    INVALID_ARGUMENT for an unusable adapter, which changes nothing.
     """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_inference_pb2.UnloadAdapterRequest, _inference_pb2.UnloadAdapterResponse]
-    """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter."""
+    """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
+    unknown adapter.
+    """
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
@@ -70,11 +72,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generates and answers once."""
+    """Generates an answer in one response."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateStreamRequest, _inference_pb2.GenerateStreamResponse]  # type: ignore[assignment]
     """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
     Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]  # type: ignore[assignment]
-    """Reads a prompt into the cache without generating."""
+    """Prefills a prompt into the cache without generating."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or messages into token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -84,11 +86,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     GetStats: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]  # type: ignore[assignment]
     """Load, cache and speed of this worker."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_inference_pb2.LoadAdapterRequest, _inference_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
-    INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+    """Loads a LoRA adapter while requests run. Only at the Unix socket; FAILED_PRECONDITION without --lora-root.
+    INVALID_ARGUMENT for an unusable adapter, which changes nothing.
     """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_inference_pb2.UnloadAdapterRequest, _inference_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter."""
+    """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
+    unknown adapter.
+    """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
     """An inference worker: one model, continuous batching, and the node's cache behind it.
@@ -104,7 +108,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.GenerateResponse, _abc.Awaitable[_inference_pb2.GenerateResponse]]:
-        """Generates and answers once."""
+        """Generates an answer in one response."""
 
     @_abc_1.abstractmethod
     def GenerateStream(
@@ -120,7 +124,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.WarmRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.WarmResponse, _abc.Awaitable[_inference_pb2.WarmResponse]]:
-        """Reads a prompt into the cache without generating."""
+        """Prefills a prompt into the cache without generating."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -160,8 +164,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.LoadAdapterResponse, _abc.Awaitable[_inference_pb2.LoadAdapterResponse]]:
-        """Loads a LoRA adapter while requests run. At the Unix socket only, and FAILED_PRECONDITION without --lora-root.
-        INVALID_ARGUMENT for one that cannot be used, which changes nothing.
+        """Loads a LoRA adapter while requests run. Only at the Unix socket; FAILED_PRECONDITION without --lora-root.
+        INVALID_ARGUMENT for an unusable adapter, which changes nothing.
         """
 
     @_abc_1.abstractmethod
@@ -170,6 +174,8 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.UnloadAdapterResponse, _abc.Awaitable[_inference_pb2.UnloadAdapterResponse]]:
-        """Ends an adapter and its requests, however it was loaded. Where and when as LoadAdapter; NOT_FOUND for no adapter."""
+        """Unloads an adapter and ends its requests, however it was loaded. Restricted like LoadAdapter; NOT_FOUND for an
+        unknown adapter.
+        """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
