@@ -32,7 +32,7 @@ _Rank = tuple[float, int, int, int]
 
 @dataclass(slots=True)
 class _History:
-    """What distinguishes entries.
+    """Features by which entries of one reuse history are told apart.
 
     ``reused_segments`` counts segments of the prompt before it that other requests used; ``inner``: a chunk continues
     it; ``kind`` is the three in one number.

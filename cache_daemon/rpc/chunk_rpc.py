@@ -83,7 +83,7 @@ class ChunkServicer(ServicerBase):
         )
         reserved: list[ReserveResult] = []
 
-        def give_back() -> None:
+        def abort_reserved() -> None:
             self.store.abort(session, [r.reservation_id for r in reserved if r.reservation_id])
 
         yield_timer = YieldTimer()
@@ -97,9 +97,9 @@ class ChunkServicer(ServicerBase):
                 if session.closed:
                     raise UnknownSession("the session ended while its request was served; call Attach again")
         except BaseException:
-            give_back()
+            abort_reserved()
             raise
-        undo_if_cancelled(context, give_back)
+        undo_if_cancelled(context, abort_reserved)
         return pb.ReserveResponse(reservations=[_reservation(r) for r in reserved])
 
     @unary

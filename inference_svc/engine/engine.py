@@ -108,16 +108,16 @@ class Engine:
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and answer together: the model's, or the pool's if that is less."""
-        return self.room.longest
+        return self.capacity.longest
 
     @property
-    def room(self) -> PoolCapacity:
-        """What a prompt and its answer may have."""
+    def capacity(self) -> PoolCapacity:
+        """Limits of a prompt and its answer, by the pool and the context length."""
         return PoolCapacity.of(self.pool, self._limits.max_num_batched_tokens, self.loaded.context_length)
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises PromptTooLong, PromptExceedsPool, Overloaded, Unavailable."""
-        self.room.check(sequence.request.num_prompt_tokens)
+        self.capacity.check(sequence.request.num_prompt_tokens)
         if self._events.num_pending_requests + len(self._core.waiting) >= self._limits.max_queue:
             raise Overloaded(f"{self._limits.max_queue} requests wait already; try again later")
         if not self._events.post(RequestSubmitted(sequence)):

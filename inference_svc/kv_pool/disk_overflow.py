@@ -1,4 +1,4 @@
-"""Room for sequences that the pool does not hold: a file behind its memory, in the same tensors.
+"""Disk overflow of the pool: a file behind its memory, in the same tensors, for longer sequences.
 
 Keys and values of a head lie together, slot after slot (see ``pool``). So each head of each layer has a strip of one
 address range: first the slots in memory, which are the pool's as ever, then those in the file, which is mapped there.

@@ -12,7 +12,6 @@ from typing import Any
 import structlog
 import torch
 import transformers
-from kvkernels.cpu.cpu_features import native_bfloat16
 from kvkernels.ops import has_cuda_kernels
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import (
@@ -33,6 +32,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models import awq_checkpoint as quantized
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name, windows_of
+from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_converter import SAMPLING, convert_gguf, open_source
@@ -46,7 +46,7 @@ from inference_svc.models.longrope import freeze_longrope
 from inference_svc.models.meta_model import build_meta_model
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
-from inference_svc.models.model_check import check_device, check_folder
+from inference_svc.models.model_check import check_folder
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.numerics_identity import UNKNOWN, NumericsIdentity
 from inference_svc.models.progress_bar import disable_bars_off_terminal
@@ -192,33 +192,6 @@ def model_shape(name: str) -> ModelShape:
         config = config_of(gguf_file.read_gguf(found)) if found.is_file() else AutoConfig.from_pretrained(found)
     layers, (_, kv_heads, dim) = int(config.num_hidden_layers), _heads(config)
     return ModelShape(layers, _projection_share(config), 2 * layers * kv_heads * dim * 4)
-
-
-def pick_device(name: str) -> torch.device:
-    """Resolve ``auto``, ``cpu``, ``cuda`` or ``cuda:N``. Raises ConfigurationError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    check_device(name)
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError(f"device is {name!r}, but torch sees no CUDA device; use cpu, or run kvsidecar doctor")
-    return device
-
-
-def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """Resolve a dtype; ``auto`` is the checkpoint's.
-
-    On a CPU 16-bit weights run as bfloat16 where it is native, else as float32.
-    """
-    if name != "auto":
-        chosen = getattr(torch, name, None)
-        if chosen not in _DTYPES or (device.type == "cpu" and chosen == torch.float16):
-            raise ConfigurationError(f"dtype is {name!r}; allowed are auto, float32, bfloat16 and, on CUDA, float16")
-        return chosen  # type: ignore[no-any-return]
-    wanted = stored if stored in _DTYPES else torch.float32
-    if device.type == "cpu" and wanted != torch.float32:
-        return torch.bfloat16 if native_bfloat16() else torch.float32
-    return wanted
 
 
 def load(

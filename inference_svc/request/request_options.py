@@ -17,14 +17,14 @@ _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
-def max_new_tokens(request: pb.GenerateRequest, room: int) -> int:
-    """Largest number of new tokens, at most ``room``. Raises InvalidRequest."""
+def max_new_tokens(request: pb.GenerateRequest, limit: int) -> int:
+    """Largest number of new tokens, at most ``limit``. Raises InvalidRequest."""
     wanted = max(DEFAULT_MAX_TOKENS, request.min_tokens)
     if request.HasField("max_tokens"):
         wanted = request.max_tokens
     if wanted < 1:
         raise InvalidRequest(f"max_tokens is {wanted}; at least 1 is needed", param="max_tokens")
-    most = min(wanted, room)
+    most = min(wanted, limit)
     if request.min_tokens > most:
         raise InvalidRequest(
             f"min_tokens is {request.min_tokens}, and the answer can have at most {most}", param="min_tokens"

@@ -80,7 +80,7 @@ class Runtime:
         defaults = RequestDefaults(
             config.document_separator, config.tool_call_parser, config.speculate, bool(config.draft_model)
         )
-        return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.room)
+        return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.capacity)
 
 
 def build_runtime(config: WorkerConfig) -> Runtime:

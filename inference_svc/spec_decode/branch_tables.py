@@ -26,7 +26,7 @@ class BranchTables:
     """Tables of draft branches. Owns their pages until ``free``. Only the engine's thread uses it."""
 
     def __init__(self, pool: KVPool, grow: Callable[[BlockTable, int], bool]) -> None:
-        """``grow`` makes room in a table for so many tokens in all, or says that there is none."""
+        """``grow(table, tokens)`` sizes a table to ``tokens`` tokens; False if the pool has no page left."""
         self._pool, self._grow = pool, grow
         self._held: dict[Sequence, list[BlockTable]] = {}
 

@@ -116,7 +116,7 @@ class DraftModelProposer:
             kept.strange = kept.strange or any(token >= self._known for token in tokens[kept.known :])
             kept.known = len(tokens)
             piece = tokens[kept.computed : kept.computed + budget]
-            most = self._room(kept.table, len(tokens), request.max_tokens)
+            most = self._draft_limit(kept.table, len(tokens), request.max_tokens)
             if kept.strange or not piece or not most:
                 continue
             whole = kept.computed + len(piece) == len(tokens)
@@ -160,9 +160,10 @@ class DraftModelProposer:
         assert sequence.kv.table is not None
         return _DraftState(sequence.kv.table, sequence.kv.num_computed, len(sequence.tokens))
 
-    def _room(self, table: BlockTable, tokens: int, most: int) -> int:
-        """For how many guesses behind so many tokens there is room, ``most`` at the most. A copy takes no page that
-        another sequence may need."""
+    def _draft_limit(self, table: BlockTable, tokens: int, most: int) -> int:
+        """Returns how many draft tokens fit behind ``tokens`` tokens, at most ``most``.
+
+        A copy takes no page that another sequence may need."""
         if self._copy:
             return max(0, min(most, table.tokens - tokens, self._longest - tokens))
         return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0

@@ -75,9 +75,9 @@ class NgramProposer:
         self._past = AnswerHistory()
 
     def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
-        return [self._guess(request.sequence, request.max_tokens, request.max_branches) for request in requests]
+        return [self._draft(request.sequence, request.max_tokens, request.max_branches) for request in requests]
 
-    def _guess(self, sequence: Sequence, most: int, width: int) -> Draft:
+    def _draft(self, sequence: Sequence, most: int, width: int) -> Draft:
         own = self._own.get(sequence)
         tokens = len(sequence.tokens)
         if own is None or own.capacity < tokens:

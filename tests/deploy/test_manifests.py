@@ -210,7 +210,7 @@ def test_keys_of_certificates_are_closed_to_others() -> None:
 def test_the_gateways_of_a_fleet_find_the_pods_and_may_reach_them(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "overlays/fleet"
     (config,) = [c for c in (config_of(name, c, monkeypatch) for _, c in built(name)) if getattr(c, "nodes", "")]
-    (place,) = config.places
+    (place,) = config.node_addresses
     (service,) = [s for s in of_kind(name, "Service") if s["metadata"]["name"] == place.host]
     assert service["spec"]["clusterIP"] == "None"
     assert place.port in {port["port"] for port in service["spec"]["ports"]}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvkernels.cpu.cpu_features import native_bfloat16
 
-from inference_svc.models.loader import pick_dtype
+from inference_svc.models.device_choice import pick_dtype
 
 
 def test_bfloat16_is_native_where_the_cpu_says_so() -> None:

@@ -25,6 +25,7 @@ from inference_svc.models.attention_windows import windows_of
 from inference_svc.models.fused_layer_weights import FusedLayerWeights
 from inference_svc.models.layer_streaming import onednn_weights
 from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
+from inference_svc.models.layer_streaming.embedding_table import StoredEmbedding
 from inference_svc.models.layer_streaming.layer_file import (
     CHECK_BYTES,
     VERSION,
@@ -45,7 +46,6 @@ from inference_svc.models.layer_streaming.residency_plan import (
     reserved_bytes,
 )
 from inference_svc.models.layer_streaming.size_estimate import estimate_sizes
-from inference_svc.models.layer_streaming.stored_embedding import StoredEmbedding
 from inference_svc.models.layer_streaming.weight_form import StreamableLinear, empty_linear, weight_view
 from inference_svc.models.layer_streaming.weight_source import set_parameter
 from inference_svc.models.progress_bar import progress_bar
