@@ -12,8 +12,6 @@ PAGE_TOKENS = 32
 KEY_BLOCK = 512
 # First page of a range whose pages were released.
 UNMAPPED = -1
-# Branches of one sequence's draft tree, each with a block table of its own.
-MAX_BRANCHES = 4
 
 
 @dataclass(eq=False)

@@ -16,7 +16,8 @@ from kvkernels.cpu.cpu_graph import KernelGraph
 from kvkernels.cpu.cpu_library import KernelCall
 from torch import Tensor
 
-from inference_svc.kv_pool.block_table import MAX_BRANCHES, UNMAPPED
+from inference_svc.kv_pool import MAX_BRANCHES
+from inference_svc.kv_pool.block_table import UNMAPPED
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import cpu_attention
 from inference_svc.model_runner.forward_batch import ForwardBatch

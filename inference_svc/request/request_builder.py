@@ -12,7 +12,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.kv_pool.block_table import MAX_BRANCHES
+from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options

@@ -13,7 +13,7 @@ from kvsidecar.telemetry.otlp_export import validate_endpoint
 from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from inference_svc.kv_pool.block_table import MAX_BRANCHES
+from inference_svc.kv_pool import MAX_BRANCHES
 
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,95}")
 ADAPTER_NAME_RULE = "at most 96 letters, digits and . _ : / -, the first of them a letter or a digit"

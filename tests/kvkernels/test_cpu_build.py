@@ -105,7 +105,7 @@ def test_without_a_compiler_torch_serves_and_says_why(tmp_path: Path, monkeypatc
     assert "pip install ziglang" in none.advice
     for module in (cpu_attention, kv_pack):
         monkeypatch.setattr(module, "loaded_library", lambda: none)
-        assert none.why in module.about()
+        assert none.why in module.describe()
     assert not cpu_attention.serves(torch.float32, 64)
     assert not kv_pack.serves(torch.zeros(1, 1, 32, 64))
 

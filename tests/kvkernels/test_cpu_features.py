@@ -23,7 +23,7 @@ def test_bfloat16_is_native_where_the_cpu_says_so() -> None:
 def test_models_of_16_bits_run_as_float32_where_bfloat16_is_emulated(
     monkeypatch: pytest.MonkeyPatch, native: bool
 ) -> None:
-    monkeypatch.setattr("inference_svc.models.loader.native_bfloat16", lambda: native)
+    monkeypatch.setattr("inference_svc.models.device_choice.native_bfloat16", lambda: native)
     expected = torch.bfloat16 if native else torch.float32
     for stored in (torch.bfloat16, torch.float16):
         assert pick_dtype("auto", stored, torch.device("cpu")) == expected

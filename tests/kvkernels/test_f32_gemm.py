@@ -105,7 +105,7 @@ def test_what_was_quantized_is_kept_as_its_codes(kind: str, shape: tuple[int, in
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_scales_are_found_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each candidate is a pass over the weight; a group without a match is retried for each."""
-    monkeypatch.setattr(code_recovery, "_TRIED", 16)
+    monkeypatch.setattr(code_recovery, "_SAMPLED_GROUPS", 16)
     weight = written_out(torch.randn(1030, 256), kind)
     found = code_recovery.recover_codes(weight)
     assert found is not None
@@ -121,7 +121,8 @@ def test_what_is_found_is_what_plain_torch_finds(kind: str, bits: int) -> None:
     weight[3] = weight[5] = 0
     weight[7] = (torch.arange(64) % 16 - 8) * 3 * 2.0**-24  # a scale below the smallest normal half
     want, got = (
-        look(weight, bits, code_recovery._GUESSES[bits]) for look in (code_recovery.reference, code_recovery._look)
+        look(weight, bits, code_recovery._CANDIDATES[bits])
+        for look in (code_recovery.reference, code_recovery._recover)
     )
     if bits == 4 and not kind.startswith("Q4"):
         assert want is None

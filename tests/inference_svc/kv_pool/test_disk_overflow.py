@@ -226,9 +226,10 @@ def test_whoever_guesses_finds_room_on_disk(tmp_path: Path, monkeypatch: pytest.
 
     def prepare(decoding: Any, rows: int, longest: int) -> Any:
         for one in decoding:
-            asked.append(one.computed)
-            end = min(one.computed + 64, one.table.tokens)
-            pages = {int(slot) // PAGE_TOKENS - beyond.first_page for slot in one.table.slots(one.computed, end)}
+            at, table = one.kv.num_computed, one.kv.table
+            asked.append(at)
+            end = min(at + 64, table.tokens)
+            pages = {int(slot) // PAGE_TOKENS - beyond.first_page for slot in table.slots(at, end)}
             without.extend(page for page in pages if page // beyond._group not in beyond._users)
         return real(decoding, rows, longest)
 

@@ -152,7 +152,7 @@ def test_whose_pages_are_the_overflows_gives_none_to_others() -> None:
     for order in ([apart, old, young], [old, apart, young], [old, young, apart]):
         step = plan_step(order, 64, 0, 32)
         assert [order[i] for i in step.preempted] == [young]
-        assert sorted(order[i].arrived_at for i, _ in step.rows) == sorted([apart.arrived_at, old.arrived])
+        assert sorted(order[i].arrived_at for i, _ in step.rows) == sorted([apart.arrived_at, old.arrived_at])
     assert plan_step([apart, old], 64, 0, 32).preempted == (), "it waits for those that are being stored"
 
 

@@ -19,8 +19,8 @@ from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutp
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.lora.random_adapters import adapter
 from tests.inference_svc.lora.test_engine import ask, engine_of
+from tests.inference_svc.lora.test_lora_admin import wait
 from tests.inference_svc.server.test_load import Request, idle
-from tests.inference_svc.server.test_lora_admin import wait
 
 
 class Slow(NullKVConnector):

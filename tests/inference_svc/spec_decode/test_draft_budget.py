@@ -108,7 +108,7 @@ def test_recorded_passes_have_their_own_price() -> None:
 
 def test_chances_are_measured_for_all_and_for_each() -> None:
     acceptance = AcceptanceStats((0.5, 0.5))
-    good, bad = acceptance.new_counts(), acceptance.own()
+    good, bad = acceptance.new_counts(), acceptance.new_counts()
     for _ in range(200):
         acceptance.learn(good, 0, True)
         acceptance.learn(bad, 0, False)

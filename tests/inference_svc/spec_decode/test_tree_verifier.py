@@ -128,7 +128,7 @@ def test_a_row_has_the_same_bits_with_any_branches_beside_it(
             assert reading.kv.table is not None
             assert chain.kv.table is not None
             end = length + len(places)
-            here, there = (torch.from_numpy(t.slots(length - 1, end)) for t in (reading.kv.table, chain.table))
+            here, there = (torch.from_numpy(t.slots(length - 1, end)) for t in (reading.kv.table, chain.kv.table))
             for mine, theirs in ((pool.keys, another.keys), (pool.values, another.values)):
                 assert torch.equal(mine[:, :, here], theirs[:, :, there])
             decoder(forward_batch.build_batch([span], pool, pool.keys.device))  # as it was, for the next one
