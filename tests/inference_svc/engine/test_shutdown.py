@@ -248,7 +248,7 @@ _WORKER = """
     from inference_svc.engine.engine_core import EngineCore
     from inference_svc.__main__ import main
 
-    folder, count, step = pathlib.Path(sys.argv.pop(1)), EngineCore.count_free_overflow, EngineCore.step
+    folder, count, step = pathlib.Path(sys.argv.pop(1)), EngineCore.count_free_overflow_pages, EngineCore.step
     engine._MAX_STEP_SECONDS, engine._MAX_STEP_RATIO = 0.5, 0.0
 
     def break_when_told(loop):
@@ -261,7 +261,7 @@ _WORKER = """
             time.sleep(0.01)
         return step(loop)
 
-    EngineCore.count_free_overflow, EngineCore.step = break_when_told, hang_when_told
+    EngineCore.count_free_overflow_pages, EngineCore.step = break_when_told, hang_when_told
     sys.exit(main(["worker", *sys.argv[1:]]))
 """
 
