@@ -66,14 +66,14 @@ class Ranked(ABC):
     def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.unevictable:
-            raise KeyError(f"{entry!r} is parked already")
+            raise KeyError(f"{entry!r} is unevictable already")
         del self._offered[held.rank]
         held.unevictable = True
 
     def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if not held.unevictable:
-            raise KeyError(f"{entry!r} is not parked")
+            raise KeyError(f"{entry!r} is not unevictable")
         held.unevictable = False
         self._offered[held.rank] = entry
 
@@ -126,7 +126,7 @@ class _Queued:
 
 
 class _Queue:
-    """FIFO queue of entries. Counts the bytes of parked entries without listing them."""
+    """FIFO queue of entries. Counts the bytes of unevictable entries without listing them."""
 
     def __init__(self) -> None:
         self.shown: SortedDict[int, Entry] = SortedDict()
@@ -164,14 +164,14 @@ class S3Fifo:
     def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.unevictable:
-            raise KeyError(f"{entry!r} is parked already")
+            raise KeyError(f"{entry!r} is unevictable already")
         del self._queue(held).shown[held.place]
         held.unevictable = True
 
     def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if not held.unevictable:
-            raise KeyError(f"{entry!r} is not parked")
+            raise KeyError(f"{entry!r} is not unevictable")
         held.unevictable = False
         self._queue(held).shown[held.place] = entry
 

@@ -37,9 +37,9 @@ from cache_daemon.memory.fd_server import serve_fds
 from cache_daemon.memory.gpu_arena import GpuArena
 from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.observability.call_metrics import CallMetrics
-from cache_daemon.observability.durable_health import DURABLE, OVERALL, REMOTE, report_health
 from cache_daemon.observability.otel import Telemetry, telemetry
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
+from cache_daemon.observability.tier_health import DURABLE, OVERALL, REMOTE, report_health
 from cache_daemon.observability.traffic_trace import record_traffic
 from cache_daemon.prefork_supervisor import mark_serving, unblock_reload_signal
 from cache_daemon.remote.address import credentials_of, parse_remote
@@ -52,7 +52,7 @@ from cache_daemon.rpc.servicer_base import ServiceState
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.store_config import StoreConfig
-from cache_daemon.store.tenant_usage import TenantAccounts
+from cache_daemon.store.tenant_accounts import TenantAccounts
 
 GRACE_SECONDS = 3.0
 # Some queued writes are not on disk.
@@ -168,7 +168,7 @@ def _metrics(snapshots: StatsSnapshots, config: DaemonConfig) -> Iterator[None]:
         yield
         return
     # Imported on demand: the import is slow, and a restart should be fast.
-    from cache_daemon.observability.store_collector import serve_metrics
+    from cache_daemon.observability.prometheus_collector import serve_metrics
 
     with serve_metrics(snapshots, config.metrics_port, config.metrics_host):
         yield

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from inference_svc.models.device_choice import pick_dtype
-from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from inference_svc.models.random_models import PREFIX, config_of_shape
 

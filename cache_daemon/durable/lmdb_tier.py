@@ -19,7 +19,7 @@ import structlog
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.errors import StoreUnavailable
 
-from cache_daemon.durable.compression import MIN_CALIBRATION_BYTES, Compression, PayloadCompressor
+from cache_daemon.durable.compression_policy import MIN_CALIBRATION_BYTES, Compression, PayloadCompressor
 from cache_daemon.durable.disk_space import PROBE_BYTES, DiskSpace, is_full
 from cache_daemon.durable.durable_tier import (
     Loaded,

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvsidecar import keys
 
-from cache_daemon.durable import codec
+from cache_daemon.durable import payload_codec
 from cache_daemon.durable.durable_tier import ReadJob, ReadResult
 from cache_daemon.durable.encryption import Cipher, DecryptError
 from cache_daemon.durable.lmdb_file import PageFile
@@ -88,7 +88,7 @@ class PayloadReader:
     def _fill(self, job: ReadJob, entry: StoredEntry) -> bool:
         """Fill the target; False when lengths differ. Raises OSError, ValueError, DecryptError."""
         overhead = self._cipher.overhead
-        is_raw = entry.codec == codec.RAW
+        is_raw = entry.codec == payload_codec.RAW
         if is_raw and entry.stored_length != len(job.target) + overhead:
             return False
         if is_raw and not overhead:
@@ -97,7 +97,7 @@ class PayloadReader:
         if not entry.file.read_into(stored, entry.offset):
             return False
         if not overhead:
-            codec.decompress(stored, job.target)
+            payload_codec.decompress(stored, job.target)
             return True
         place = PAYLOADS + b"\0" + job.prefix_hash
         if is_raw:
@@ -105,7 +105,7 @@ class PayloadReader:
             return True
         packed = _scratch("packed", entry.stored_length - overhead)
         self._cipher.decrypt(place, stored, packed)
-        codec.decompress(packed, job.target)
+        payload_codec.decompress(packed, job.target)
         return True
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from kvsidecar import keys
 
-from cache_daemon.durable import codec
-from cache_daemon.durable.compression import PayloadCompressor
+from cache_daemon.durable import payload_codec
+from cache_daemon.durable.compression_policy import PayloadCompressor
 from cache_daemon.durable.durable_tier import Put, WriteGroup
 from cache_daemon.durable.encryption import Cipher
 from cache_daemon.durable.lmdb_env import Transaction
@@ -128,7 +128,7 @@ def encode_chunks(
 
 
 def _packed(put: Put, small: bytes | None, cipher: Cipher, order: int) -> EncodedChunk:
-    kind, plain = (codec.RAW, put.payload) if small is None else (codec.PLANES, small)
+    kind, plain = (payload_codec.RAW, put.payload) if small is None else (payload_codec.PLANES, small)
     stored = cipher.encrypt(PAYLOADS + b"\0" + put.header.prefix_hash, plain)
     header = encrypt_header(cipher, put.header)
     return EncodedChunk(put, Record(kind, order, len(stored), keys.checksum(memoryview(stored)), header), stored)

@@ -157,13 +157,13 @@ class Gittins:
     def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.group is None:
-            raise KeyError(f"{entry!r} is parked already")
+            raise KeyError(f"{entry!r} is unevictable already")
         self._remove_from_group(entry, held)
 
     def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.group is not None:
-            raise KeyError(f"{entry!r} is not parked")
+            raise KeyError(f"{entry!r} is not unevictable")
         self._add_to_group(entry, held)
 
     def remove(self, entry: Entry) -> None:
@@ -327,7 +327,7 @@ class Gittins:
 
     def _remove_from_group(self, entry: Entry, held: _Held) -> None:
         group, held.group = held.group, None
-        assert group is not None, "a parked entry is in no group"
+        assert group is not None, "an unevictable entry is in no group"
         del group.members[entry]
         if not group.members:
             del self._groups[group.kind, group.cost_bucket, group.slice]

@@ -46,14 +46,14 @@ class LeastRecentlyUsed:
     def make_unevictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if held.unevictable:
-            raise KeyError(f"{entry!r} is parked already")
+            raise KeyError(f"{entry!r} is unevictable already")
         del self._ranking[held.used_at]
         held.unevictable = True
 
     def make_evictable(self, entry: Entry) -> None:
         held = self._held[entry]
         if not held.unevictable:
-            raise KeyError(f"{entry!r} is not parked")
+            raise KeyError(f"{entry!r} is not unevictable")
         held.unevictable = False
         self._ranking[held.used_at] = entry
 

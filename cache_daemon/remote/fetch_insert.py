@@ -20,7 +20,7 @@ from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.sessions import LeaseGuard
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.yield_timer import YieldTimer
 
 # Threads that decode a group: more than two wait for each other's memory.

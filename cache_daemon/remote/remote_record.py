@@ -8,9 +8,10 @@ The record, integers little-endian::
     ChunkHeader (sealed)
     uint64 XXH3-64 of the record's name and everything before
 
-The payload is compressed as in the durable tier (``durable/codec.py``), then sealed (``durable/encryption.py``), then
-cut. A record and a payload are sealed for their own place, so neither can stand for another's. The epoch says which
-deletions the writer knew: a record with another epoch than the tenant's present one does not count.
+The payload is compressed as in the durable tier (``durable/payload_codec.py``), then sealed
+(``durable/encryption.py``), then cut. A record and a payload are sealed for their own place, so neither can replace
+another. The epoch says which deletions the writer knew: readers ignore a record whose epoch is not the tenant's
+present one.
 
 A deletion epoch is 16 random bytes; another one than before means that there was a deletion. The lowest bit of its last
 byte says why it was made: 1 by a deletion, 0 because there was none, as at first or after the backend lost it. So a
@@ -30,7 +31,7 @@ from google.protobuf.message import DecodeError
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable import codec
+from cache_daemon.durable import payload_codec
 from cache_daemon.durable.encryption import Cipher, DecryptError
 from cache_daemon.durable.record_format import hashes_match, layout_payload_bytes
 from cache_daemon.remote.key_schema import RECORD_VERSION
@@ -115,11 +116,11 @@ class TenantEpochs:
 
 
 def encode_payload(
-    cipher: Cipher, header: ChunkHeader, payload: memoryview, plane_compressor: codec.PlaneCompressor | None
+    cipher: Cipher, header: ChunkHeader, payload: memoryview, plane_compressor: payload_codec.PlaneCompressor | None
 ) -> tuple[int, memoryview]:
     """Compress and encrypt a payload. Returns the codec and the stored bytes. Heavy, mostly without the GIL."""
     small = None if plane_compressor is None else plane_compressor.compress(header, payload)
-    kind, plain = (codec.RAW, payload) if small is None else (codec.PLANES, memoryview(small))
+    kind, plain = (payload_codec.RAW, payload) if small is None else (payload_codec.PLANES, memoryview(small))
     if not cipher.overhead:
         return kind, memoryview(bytes(plain)) if small is None else plain
     return kind, memoryview(cipher.encrypt(_PLACE_PAYLOAD + header.root + header.prefix_hash, plain))
@@ -142,10 +143,10 @@ def decode_payload(cipher: Cipher, entry: RemoteRecord, parts: Sequence[bytes], 
             raise InvalidRecord("its payload is not sealed with this key", corrupt=False) from error
         plain = opened
     try:
-        if entry.codec == codec.RAW:
+        if entry.codec == payload_codec.RAW:
             target[:] = plain
         else:
-            codec.decompress(plain, target)
+            payload_codec.decompress(plain, target)
     except ValueError as error:
         raise InvalidRecord("its payload cannot be unpacked") from error
     if keys.checksum(target) != header.checksum:
@@ -173,7 +174,7 @@ def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
     if record[-_CHECKSUM.size :] != _digest(name, body):
         raise InvalidRecord("its record is damaged, or another one's")
     _, version, kind, parts, length, checksum, ends_at, mark = _PREFIX.unpack_from(body)
-    if version != RECORD_VERSION or kind not in (codec.RAW, codec.PLANES):
+    if version != RECORD_VERSION or kind not in (payload_codec.RAW, payload_codec.PLANES):
         raise InvalidRecord("its record is of another version", corrupt=False)
     header = _open_header(cipher, name, body[_PREFIX.size :])
     # A compressed payload is smaller than a raw one; a sealed one is larger by the cipher.

@@ -20,8 +20,9 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.encryption import Cipher
 from cache_daemon.remote.backend import Item, RemoteBackend, RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker
+from cache_daemon.remote.hedged_reads import HedgedReads
 from cache_daemon.remote.key_schema import KeySchema
-from cache_daemon.remote.latency_model import HedgedReads, LatencyModel
+from cache_daemon.remote.latency_model import LatencyModel
 from cache_daemon.remote.remote_record import (
     MAX_PARTS,
     InvalidRecord,

@@ -21,7 +21,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
-from cache_daemon.durable import codec
+from cache_daemon.durable import payload_codec
 from cache_daemon.memory.arena import Slot
 from cache_daemon.remote.backend import RemoteBusy, RemoteFailed
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
@@ -79,7 +79,7 @@ class WriteBehindQueue:
     ) -> None:
         self._tiers, self._tier, self._policy = tiers, tier, policy
         self._epochs, self._deletions, self._run_in_thread = epochs, deletions, run_in_thread
-        self._plane_compressor = codec.PlaneCompressor() if policy.compress else None
+        self._plane_compressor = payload_codec.PlaneCompressor() if policy.compress else None
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash, with the number of tries
         self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # expiry there (monotonic), by prefix hash
         self._backend_generation, self._num_in_flight = tier.backend_generation, 0

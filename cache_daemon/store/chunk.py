@@ -14,7 +14,7 @@ from kvsidecar.cache.v1.cache_pb2 import ChunkInfo, ChunkMatch, MatchResponse
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 
 
 class Residency(enum.Enum):

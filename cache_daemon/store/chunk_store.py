@@ -48,9 +48,9 @@ from cache_daemon.store.shutdown import Shutdown
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
-from cache_daemon.store.tenant_usage import TenantAccounts
-from cache_daemon.store.tier_accounting import TierLedger
+from cache_daemon.store.tenant_accounts import TenantAccounts
 from cache_daemon.store.tier_manager import StoreContext, TierManager
+from cache_daemon.store.tier_quotas import TierLedger
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.upkeep import Upkeep
 

@@ -38,7 +38,7 @@ from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.store_threads import StoreThreads
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 

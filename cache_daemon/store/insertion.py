@@ -18,7 +18,7 @@ from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 

@@ -20,8 +20,8 @@ from kvsidecar.cache.v1.cache_pb2 import (
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult, whole_pages
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.tier_accounting import TierLedger
 from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.tier_quotas import TierLedger
 from cache_daemon.store.yield_timer import YieldTimer
 
 # Eviction goes on to this share of the budget, so that it does not run at every write; when the disk is

@@ -19,7 +19,7 @@ from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging import Staging, StagingBudget
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 
 _Handle = TypeVar("_Handle")
 # Expiry of leases of sessions that share no memory.

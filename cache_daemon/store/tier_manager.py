@@ -26,8 +26,8 @@ from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.event_log import EventLog
 from cache_daemon.store.prefix_index import PrefixIndex
-from cache_daemon.store.tenant_usage import TenantAccount, TenantAccounts
-from cache_daemon.store.tier_accounting import TierLedger
+from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
+from cache_daemon.store.tier_quotas import TierLedger
 
 # One allocation evicts at most this multiple of its size before it gives up on a contiguous slot.
 _MAX_EVICTED_FACTOR = 16
@@ -256,8 +256,8 @@ class TierManager:
         """Remove a tenant's own chunks until it may have one more. Returns False if that cannot be done."""
         most = tenant.limits.entries
         while most is not None and tenant.entries >= most:
-            shelves = [s for s in (self.disk_ledger, self.arena_ledger) if s is not None]
-            own = (c for shelf in shelves for c in shelf.victims(tenant, own=True))
+            ledgers = [s for s in (self.disk_ledger, self.arena_ledger) if s is not None]
+            own = (c for ledger in ledgers for c in ledger.victims(tenant, own=True))
             victim = next((c for c in own if self._is_evictable(c)), None)
             if victim is None:
                 return False

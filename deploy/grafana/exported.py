@@ -11,7 +11,7 @@ from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.server import worker_metrics as worker
 
-# In addition to the fields of the daemon's statistics (cache_daemon/observability/store_collector.py).
+# In addition to the fields of the daemon's statistics (cache_daemon/observability/prometheus_collector.py).
 _EXTRA = {
     "durable_failing": "gauge",
     "remote_failing": "gauge",

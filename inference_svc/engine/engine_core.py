@@ -43,7 +43,7 @@ from inference_svc.sampling.sampler import LogitsNotFinite
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.admission import Admission
 from inference_svc.scheduling.batch_planner import BatchPlanner, PlannerServices
-from inference_svc.scheduling.preemption import PreemptionSaver
+from inference_svc.scheduling.preemption_saver import PreemptionSaver
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.recompute_queue import RecomputeQueue
 from inference_svc.scheduling.window_release import WindowReleaser

@@ -14,9 +14,9 @@ from kvsidecar.errors import KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
-from inference_svc.gateway.generation import ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.openai_tools import call_deltas, whole_calls
 from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.request_runner import ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 
 # A longer path is no typing error, and is not compared with the known ones.

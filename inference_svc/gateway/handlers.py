@@ -34,7 +34,11 @@ from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet_api import WarmBody, cached_prefix, num_requests, serving_status, warm_prompt
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.gateway_metrics import GatewayMetrics
-from inference_svc.gateway.generation import (
+from inference_svc.gateway.lora_routes import LoraRoutes
+from inference_svc.gateway.node_view import NodeView
+from inference_svc.gateway.openapi import document
+from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.request_runner import (
     ChoiceChunk,
     Generator,
     first_chunk,
@@ -42,10 +46,6 @@ from inference_svc.gateway.generation import (
     share_prompt_logprobs,
     with_grammar_option,
 )
-from inference_svc.gateway.lora_routes import LoraRoutes
-from inference_svc.gateway.node_view import NodeView
-from inference_svc.gateway.openapi import document
-from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest, GenerationOptions
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter

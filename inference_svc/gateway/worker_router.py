@@ -175,8 +175,8 @@ def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
     Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
     """
     data = b"".join(_prompt_bytes(request.prompt))[:_MAX_HASHED_BYTES]
-    realm = request.model.encode(), request.cache.tenant_salt  # nothing is reused across these
-    digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in realm))
+    scope = request.model.encode(), request.cache.tenant_salt  # nothing is reused across these
+    digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in scope))
     found = []
     for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         digest.update(data[at : at + _BLOCK_BYTES])

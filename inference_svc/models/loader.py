@@ -35,7 +35,7 @@ from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_atten
 from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_converter import SAMPLING, convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import SAMPLING, convert_gguf, open_source
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.device_choice import pick_device, pick_dtype
-from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.models.mkl_determinism import make_mkl_deterministic
 from inference_svc.models.model_check import check_folder

@@ -11,6 +11,8 @@ from kvsidecar.errors import InvalidRequest, PromptTooLong, UnknownModel
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
+from inference_svc.chat_template.chat_template import ChatTemplate
+from inference_svc.chat_template.template_messages import chat_texts
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
@@ -23,8 +25,6 @@ from inference_svc.sequence.generation_request import GenerationRequest, Specula
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
-from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.prompt_messages import chat_texts
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 # Texts with more characters per token are unusual: they are counted in pieces first.
@@ -70,7 +70,7 @@ class RequestBuilder:
         self._separator = defaults.document_separator
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
-        self._conversations = Conversations(
+        self._chat_template = ChatTemplate(
             loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser
         )
         # A longer text cannot fit: no token has more characters than the longest one of the vocabulary.
@@ -186,7 +186,7 @@ class RequestBuilder:
         elif kind == "text":
             ids, marks = self._encode(prompt.text, not prompt.without_special_tokens, separator)
         elif kind == "chat":
-            ids, marks = self._encode(self._conversations.render(prompt.chat, generation_prompt), False, separator)
+            ids, marks = self._encode(self._chat_template.render(prompt.chat, generation_prompt), False, separator)
         else:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if not ids:
@@ -224,7 +224,7 @@ class RequestBuilder:
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compile the request's grammar, which may take seconds; None without one. Raises InvalidRequest."""
-        return self._conversations.grammar_state(request)
+        return self._chat_template.grammar_state(request)
 
     def tokenize(
         self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
@@ -256,7 +256,7 @@ class RequestBuilder:
             self._tokenizer,
             strings,
             frozenset() if shown else ends,
-            shown or self._conversations.shows_special(request),
+            shown or self._chat_template.shows_special(request),
             request.include_stop,
             request.min_tokens,
         )
@@ -315,7 +315,7 @@ class RequestBuilder:
 
     def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """Return a parser of tool calls for the answer's text; None if the request allows none."""
-        return self._conversations.parser(request)
+        return self._chat_template.parser(request)
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
         """Sampling parameters of a request, over the model's defaults (generation_config.json)."""

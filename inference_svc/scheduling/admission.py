@@ -110,13 +110,13 @@ class Admission:
             return PrefixSource(), 0.0
         # The last token is always computed: sampling needs its logits.
         whole = as_array(sequence.tokens) if sequence.queue.preempted else sequence.prompt_ids
-        tokens, realm = whole[:-1], sequence.cache_scope
+        tokens, scope = whole[:-1], sequence.cache_scope
         if len(tokens) < MIN_SHARED_TOKENS:
             return PrefixSource(), 0.0
-        cached, longest = self._prefix_cache.longest_prefix(realm, tokens)
+        cached, longest = self._prefix_cache.longest_prefix(scope, tokens)
         source, coming = PrefixSource(longest, cached=cached), list[tuple[Sequence, int]]()
         for other in live:
-            if other.cache_scope != realm or not other.request.cache.write:
+            if other.cache_scope != scope or not other.request.cache.write:
                 continue
             shared = common_prefix(tokens[:MIN_SHARED_TOKENS], other.prompt_ids)
             if shared < MIN_SHARED_TOKENS:

@@ -19,7 +19,7 @@ from inference_svc.kv_pool.prefix_cache import PrefixCache
 from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.pool_capacity import LOOKAHEAD_TOKENS
-from inference_svc.scheduling.preemption import PreemptionSaver
+from inference_svc.scheduling.preemption_saver import PreemptionSaver
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.window_release import WindowReleaser
 from inference_svc.sequence.prompt_logprobs import row_budget, rows_to_score

@@ -43,11 +43,11 @@ class AnswerHistory:
     def __init__(self) -> None:
         self._tenants: OrderedDict[CacheScope, list[NgramIndex]] = OrderedDict()
 
-    def add(self, realm: CacheScope, tokens: abc.Sequence[int]) -> None:
+    def add(self, scope: CacheScope, tokens: abc.Sequence[int]) -> None:
         """Adds tokens. See the class."""
         kept = [*tokens[-(_GENERATION - 1) :], _END]
-        generations = self._tenants.setdefault(realm, [])
-        self._tenants.move_to_end(realm)
+        generations = self._tenants.setdefault(scope, [])
+        self._tenants.move_to_end(scope)
         if not generations or generations[0].length + len(kept) > _GENERATION:
             generations.insert(0, NgramIndex(_GENERATION))
             del generations[2:]
@@ -55,9 +55,9 @@ class AnswerHistory:
         while len(self._tenants) > _TENANTS:
             self._tenants.popitem(last=False)
 
-    def find(self, realm: CacheScope, tail: abc.Sequence[int], most: int) -> list[tuple[NgramIndex, NgramMatch]]:
+    def find(self, scope: CacheScope, tail: abc.Sequence[int], most: int) -> list[tuple[NgramIndex, NgramMatch]]:
         """Matches in both generations, of each ``most`` at most; the younger one's first."""
-        return [(chains, match) for chains in self._tenants.get(realm, ()) for match in chains.find_many(tail, most)]
+        return [(chains, match) for chains in self._tenants.get(scope, ()) for match in chains.find_many(tail, most)]
 
 
 class NgramProposer:

@@ -1,4 +1,4 @@
-"""Tool calls: formats of models, prompts, grammars, and parsing of answers.
+"""Tool calls: formats of models, grammars, and parsing of answers.
 
 Imports ``structured_output`` and ``kvsidecar``'s stubs; of the engine only the finish reasons.
 """

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from inference_svc.tool_calls.char_reader import CallDelta, CharReader, NotACall, Parse
-from inference_svc.tool_calls.qwen3_coder import (
+from inference_svc.tool_calls.qwen3_coder_arguments import (
     FUNCTION,
     FUNCTION_END,
     PARAMETER,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.structured_output.grammar_compiler import for_compiler
-from inference_svc.tool_calls.qwen3_coder import FUNCTION, FUNCTION_END, parameter_rules
+from inference_svc.tool_calls.qwen3_coder_arguments import FUNCTION, FUNCTION_END, parameter_rules
 from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters_schema
 from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
 

@@ -21,7 +21,7 @@ from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_config import StoreConfig
-from cache_daemon.store.tenant_usage import TenantAccounts
+from cache_daemon.store.tenant_accounts import TenantAccounts
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.doubles.memory_tier import MemoryTier

@@ -37,7 +37,7 @@ from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.store_config import StoreConfig
-from cache_daemon.store.tenant_usage import TenantAccounts
+from cache_daemon.store.tenant_accounts import TenantAccounts
 
 pytestmark = pytest.mark.alone
 

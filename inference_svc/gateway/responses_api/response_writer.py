@@ -13,8 +13,8 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
-from inference_svc.gateway.generation import ChoiceChunk, prepend
 from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.request_runner import ChoiceChunk, prepend
 from inference_svc.gateway.responses_api.conversation_store import StoredResponse
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest, add_call
 

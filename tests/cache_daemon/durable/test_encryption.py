@@ -14,7 +14,7 @@ from cache_daemon.durable.encryption import AesGcmCipher, DecryptError, key_from
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.record_format import META, checked
 from tests.cache_daemon.durable.chunks import BUDGET, chain, chunk, key_of, opened, read, store
-from tests.cache_daemon.durable.test_codec import trained_chunks
+from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 pytest.importorskip("cryptography")
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32

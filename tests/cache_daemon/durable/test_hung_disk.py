@@ -25,7 +25,7 @@ HUNG = """
 import sys, threading
 from cache_daemon.durable import group_commit_writer
 from cache_daemon.durable.lmdb_tier import LmdbTier
-from cache_daemon.observability import durable_health as health
+from cache_daemon.observability import tier_health as health
 from cache_daemon.store import shutdown
 group_commit_writer.HUNG_SECONDS = 0.3
 shutdown.SECONDS, shutdown.SETTLE_SECONDS, shutdown.WRITE_SECONDS = 2.0, 1.0, 1.5
@@ -58,7 +58,9 @@ async def test_commits_go_on_beside_a_disk_that_hangs_and_are_durable_when_it_go
     monkeypatch.setattr(group_commit_writer, "HUNG_SECONDS", 0.3)
     async with opened(arena_bytes=16 * SLOT, tier=MemoryTier()) as bench:
         bench.tier.hold()
-        for number in range(16):
+        assert await put(bench, 0)
+        await until(lambda: bench.tier.wait_until_held(0))  # the group that hangs has one chunk; the others queue
+        for number in range(1, 16):
             assert await put(bench, number)
         await until(lambda: bench.store.stats().durable_failing != "")
         await until(lambda: bench.store.tiers.writer is not None and bench.store.tiers.writer.pending <= 1)

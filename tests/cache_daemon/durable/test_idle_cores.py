@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from cache_daemon.durable import compression
-from cache_daemon.durable.compression import CpuSample, IdleCoreCounter, PayloadCompressor
-from tests.cache_daemon.durable.test_codec import trained_chunks
+from cache_daemon.durable import compression_policy
+from cache_daemon.durable.compression_policy import CpuSample, IdleCoreCounter, PayloadCompressor
+from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 
 class Clock:
@@ -73,12 +73,12 @@ def test_too_short_a_time_says_what_was_said(clock: Clock, cores: IdleCoreCounte
 
 def test_this_machine_says_something_or_counts_as_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 <= IdleCoreCounter().count() <= (os.cpu_count() or 1) * 1.5
-    monkeypatch.setattr(compression, "_STAT", compression.Path("/nowhere"))
+    monkeypatch.setattr(compression_policy, "_STAT", compression_policy.Path("/nowhere"))
     assert IdleCoreCounter().count() == os.cpu_count()
 
 
 @pytest.mark.parametrize("mode", ["auto", "zstd"])
-def test_what_comes_while_all_cores_compute_is_stored_raw(mode: compression.Compression, clock: Clock) -> None:
+def test_what_comes_while_all_cores_compute_is_stored_raw(mode: compression_policy.Compression, clock: Clock) -> None:
     trained = trained_chunks()[:1]
     packer = PayloadCompressor(mode, IdleCoreCounter(clock.look, clock.wait))
     packer.active = True

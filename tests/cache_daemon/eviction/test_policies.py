@@ -132,10 +132,10 @@ def test_refuses_to_do_things_twice(new_policy: NewPolicy) -> None:
     with pytest.raises(KeyError, match="in the tier already"):
         policy.insert(item)
     policy.make_unevictable(item)
-    with pytest.raises(KeyError, match="parked already"):
+    with pytest.raises(KeyError, match="unevictable already"):
         policy.make_unevictable(item)
     policy.make_evictable(item)
-    with pytest.raises(KeyError, match="not parked"):
+    with pytest.raises(KeyError, match="not unevictable"):
         policy.make_evictable(item)
     policy.remove(item)
     with pytest.raises(KeyError):

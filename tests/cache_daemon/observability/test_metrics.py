@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.node import Node, free_port
 from cache_daemon.durable.durable_tier import TierFailed
-from cache_daemon.observability.durable_health import DURABLE, report_health
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from cache_daemon.observability.tier_health import DURABLE, report_health
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.operators import daemon_that_ends
 from tests.cache_daemon.stores import opened

@@ -9,7 +9,7 @@ import pytest
 from kvsidecar import keys
 from kvsidecar.chunk_layout import Geometry, new_header
 
-from cache_daemon.durable import codec
+from cache_daemon.durable import payload_codec
 from cache_daemon.durable.encryption import AesGcmCipher, Cipher, NullCipher
 from cache_daemon.durable.record_format import encode_expiry
 from cache_daemon.remote.remote_record import (
@@ -44,7 +44,7 @@ def chunk(compressible: bool = True) -> tuple[RemoteRecord, bytes, memoryview]:
 def stored(cipher: Cipher, compressible: bool, compress: bool = True) -> tuple[RemoteRecord, bytes, bytes, memoryview]:
     entry, payload, place = chunk(compressible)
     kind, bytes_ = encode_payload(
-        cipher, entry.header, memoryview(payload), codec.PlaneCompressor() if compress else None
+        cipher, entry.header, memoryview(payload), payload_codec.PlaneCompressor() if compress else None
     )
     whole = RemoteRecord(entry.header, kind, 1, len(bytes_), keys.checksum(bytes_), 77, entry.epoch)
     return whole, payload, bytes(bytes_), place

@@ -22,7 +22,7 @@ from cache_daemon.store.chunk import Chunk, ChunkSnapshot, Residency
 from cache_daemon.store.chunk_store import ChunkStore
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_config import StoreConfig
-from cache_daemon.store.tenant_usage import TenantAccounts
+from cache_daemon.store.tenant_accounts import TenantAccounts
 from tests.cache_daemon.doubles.faulty_tier import FaultyTier
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.disk import Disk, Drive, SimulatedArena, SimulatedDeviceArena

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import cache_daemon.remote.fetch as bringing
+import cache_daemon.remote.fetch as fetch
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.simulation.loop import Order, SimulatedLoop
 from tests.cache_daemon.simulation.substitution import Substitution
@@ -102,7 +102,7 @@ class World:
     @contextmanager
     def running(self) -> Iterator[World]:
         """Activate the world for the length of a block."""
-        before, bringing._MIN_TOKENS = bringing._MIN_TOKENS, 1  # prompts are short
+        before, fetch._MIN_TOKENS = fetch._MIN_TOKENS, 1  # prompts are short
         self._substitution.begin()
         self.loop.enter()
         try:
@@ -115,7 +115,7 @@ class World:
                 daemon.life.is_over = True
             self.loop.cancel()
             self._substitution.end()
-            bringing._MIN_TOKENS = before
+            fetch._MIN_TOKENS = before
             self.loop.end()
 
     @contextmanager

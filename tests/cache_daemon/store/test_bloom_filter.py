@@ -19,7 +19,7 @@ from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.store.bloom_filter import SUMMARY_BYTES, CountingBloomFilter
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.prefix_index import PrefixIndex
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 from tests.cache_daemon.conftest import Peer, code_of
 
 ROOT = b"r" * 32

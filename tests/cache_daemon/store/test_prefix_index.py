@@ -9,7 +9,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.prefix_index import PrefixIndex
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 
 ROOT = b"r" * 32
 TENANT = TenantAccount(b"t", TenantLimits())

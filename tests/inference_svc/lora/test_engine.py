@@ -105,14 +105,14 @@ def test_what_one_has_read_no_other_reuses(engine: Engine) -> None:
 def test_past_answers_are_of_one_tenant_and_one_adapter() -> None:
     past = AnswerHistory()
     past.add(CacheScope(b"t", b"a"), [1, 2, 3, 4, 5])
-    for realm in (
+    for scope in (
         CacheScope(b"t"),
         CacheScope(b"t", b"b"),
         CacheScope(b"", b"a"),
         CacheScope(b"ta"),
         CacheScope(b"", b"ta"),
     ):
-        assert not past.find(realm, [1, 2, 3], 1)
+        assert not past.find(scope, [1, 2, 3], 1)
     assert past.find(CacheScope(b"t", b"a"), [1, 2, 3], 1)
 
 

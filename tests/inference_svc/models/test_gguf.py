@@ -21,8 +21,8 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
 from inference_svc.models.gguf.gguf_file import UNPACKED, read_gguf
+from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.gguf.gguf_weights import weights_of
 from inference_svc.models.loader import load
 from tests.inference_svc.models.gguf_files import Q8_0, SHAPE, random_model, write

@@ -25,7 +25,7 @@ from kvsidecar.models.model_library import ModelLibrary, sha256_of
 from kvsidecar.models.model_pull import default_model, pull
 from typer.testing import CliRunner
 
-from inference_svc.models.gguf.gguf_converter import convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.model_resolver import DEMO_MODEL, resolve
 from tests.inference_svc.models.gguf_files import SHAPE, random_model, write
 from tests.inference_svc.models.model_sources import COMMIT, hub, publish

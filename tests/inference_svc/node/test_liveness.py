@@ -166,7 +166,7 @@ def test_a_deleted_runtime_folder_comes_back_and_a_worker_that_dies_then_finds_i
         def serving() -> bool:
             said = served.run("status", "--json")
             parts.update({part["name"]: part for part in json.loads(said.stdout or "[]")})
-            return said.returncode == 0 and "attached" in parts["worker-0"]["detail"]
+            return said.returncode == 0 and "worker-0" in parts and "attached" in parts["worker-0"]["detail"]
 
         served.until(serving)
         assert set(parts) == {"cache", "worker-0", "gateway"}

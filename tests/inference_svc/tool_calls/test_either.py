@@ -13,11 +13,11 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
+from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.structured_output.grammar_state import GrammarState
-from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
+from tests.inference_svc.chat_template.test_chat_template import HISTORY, SCHEMA, TOOLS, chat_template_for
 from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
-from tests.inference_svc.tool_calls.test_conversations import HISTORY, SCHEMA, TOOLS, conversations
 from tests.inference_svc.tool_calls.test_tool_call_parser import FUNCTIONS
 from tests.inference_svc.walking import walk
 
@@ -36,7 +36,7 @@ SETS = [{"type": "function", "function": {"name": "get_weather", "parameters": T
 _FEW = np.array([bool(text) and set(text) <= set('monde[]{}", ') for text in map(TOKENIZER.decode, range(4096))])
 
 
-def read(made: Conversations, request: pb.GenerateRequest, text: str) -> tuple[str, list[tuple[str, str]]]:
+def read(made: ChatTemplate, request: pb.GenerateRequest, text: str) -> tuple[str, list[tuple[str, str]]]:
     """The text of an answer, and names and arguments of its calls."""
     parser = made.parser(request)
     assert parser is not None
@@ -46,7 +46,7 @@ def read(made: Conversations, request: pb.GenerateRequest, text: str) -> tuple[s
     return "".join(d.text for d in deltas), found
 
 
-def lazy(made: Conversations, steering: GrammarState, seed: int) -> str | None:
+def lazy(made: ChatTemplate, steering: GrammarState, seed: int) -> str | None:
     """An answer of a model that would rather repeat itself; None where it did not end in time."""
     chance, tokens = random.Random(seed), list[int]()
     while not steering.complete:
@@ -63,7 +63,7 @@ def lazy(made: Conversations, steering: GrammarState, seed: int) -> str | None:
 @pytest.mark.parametrize(("dialect", "special"), FORMS)
 @pytest.mark.parametrize("schema", [DAYS, LIKE_A_CALL])
 def test_an_answer_is_valid_by_its_schema_or_calls(dialect: str, special: str, schema: dict[str, Any]) -> None:
-    made = conversations(dialect, special)
+    made = chat_template_for(dialect, special)
     request = to_request(HISTORY[:1], tools=SETS, json_schema=schema)
     ended = 0
     for seed in range(8):
@@ -84,7 +84,7 @@ def test_an_answer_is_valid_by_its_schema_or_calls(dialect: str, special: str, s
 
 @pytest.mark.parametrize(("dialect", "special"), FORMS)
 def test_calls_and_answers_are_both_still_there(dialect: str, special: str) -> None:
-    made = conversations(dialect, special)
+    made = chat_template_for(dialect, special)
     call = {
         "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
         "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
@@ -103,7 +103,7 @@ def test_calls_and_answers_are_both_still_there(dialect: str, special: str) -> N
 
 
 def test_where_one_ends_and_the_other_goes_on_both_may_be() -> None:
-    made = conversations("hermes")
+    made = chat_template_for("hermes")
     short, long = (made._grammars.compile(pb.Grammar(regex=regex)) for regex in ("ab", "abc"))
     a, b, c = (made._tokenizer(text, add_special_tokens=False)["input_ids"] for text in "abc")
     either = short.union(long)
@@ -117,7 +117,7 @@ def test_where_one_ends_and_the_other_goes_on_both_may_be() -> None:
 
 
 def test_grammars_of_every_kind_go_with_tools() -> None:
-    made = conversations("hermes")
+    made = chat_template_for("hermes")
     for asked, allowed in (
         ({"grammar": 'start: "yes" | "no"'}, ("yes", "no")),
         ({"regex": "yes|no"}, ("yes", "no")),
@@ -133,7 +133,7 @@ def test_grammars_of_every_kind_go_with_tools() -> None:
 
 
 def test_what_cannot_be_served_is_said_of_what_it_is() -> None:
-    made = conversations("hermes")
+    made = chat_template_for("hermes")
     for tools, schema, said, param in (
         (TOOLS, {"contains": {}}, "^the grammar cannot be served: .*contains", "grammar"),
         (TOOLS, {**DAYS, "uniqueItems": True}, "^the grammar cannot be served: .*'uniqueItems'", "grammar"),
@@ -154,7 +154,7 @@ def test_what_cannot_be_served_is_said_of_what_it_is() -> None:
 )  # fmt: skip
 def test_an_answer_that_quotes_a_call_is_none(dialect: str, quoted: str) -> None:
     """Where it is a call or of a form, its beginning says which."""
-    made = conversations(dialect)
+    made = chat_template_for(dialect)
     request = to_request(HISTORY[:1], tools=TOOLS, json_schema={"type": "string"})
     text = f' "{quoted}" '
     assert read(made, request, text) == (text, [])

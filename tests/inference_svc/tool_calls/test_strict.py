@@ -15,13 +15,13 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_request
 
+from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.structured_output.schema_normalize import plain
-from inference_svc.tool_calls.conversations import Conversations
-from inference_svc.tool_calls.qwen3_coder import parameter_rules
+from inference_svc.tool_calls.qwen3_coder_arguments import parameter_rules
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
+from tests.inference_svc.chat_template.test_chat_template import HISTORY, SCHEMA, TOOLS, chat_template_for
 from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
-from tests.inference_svc.tool_calls.test_conversations import HISTORY, SCHEMA, TOOLS, conversations
 
 STRICT = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]  # type: ignore[dict-item]
 # Dialect, what is special in it, how a call begins behind text, and what ends it.
@@ -40,14 +40,14 @@ CASES = [
 ENDING = np.array([i for i in range(len(TOKENIZER)) if TOKENIZER.decode([i])[:1] in ("}", "]", '"', "<", "\n")])
 
 
-def asked(made: Conversations, single: bool = False) -> tuple[pb.GenerateRequest, GrammarState]:
+def asked(made: ChatTemplate, single: bool = False) -> tuple[pb.GenerateRequest, GrammarState]:
     request = to_request(HISTORY[:1], tools=STRICT, parallel_tool_calls=not single)
     steering = made.grammar_state(request)
     assert steering is not None
     return request, steering
 
 
-def spell(made: Conversations, steering: GrammarState, text: str) -> list[int]:
+def spell(made: ChatTemplate, steering: GrammarState, text: str) -> list[int]:
     """The tokens of a text, which are all allowed."""
     tokens: list[int] = made._tokenizer(text, add_special_tokens=False)["input_ids"]
     for token in tokens:
@@ -55,11 +55,11 @@ def spell(made: Conversations, steering: GrammarState, text: str) -> list[int]:
     return tokens
 
 
-def decoded(made: Conversations, tokens: list[int]) -> str:
+def decoded(made: ChatTemplate, tokens: list[int]) -> str:
     return str(made._tokenizer.decode([token for token in tokens if token not in END]))
 
 
-def go_on(made: Conversations, steering: GrammarState, tokens: list[int], end: str, seed: int) -> str:
+def go_on(made: ChatTemplate, steering: GrammarState, tokens: list[int], end: str, seed: int) -> str:
     """What a model writes that draws any token that it may, until a text stands at the end."""
     chance, text = random.Random(seed), decoded(made, tokens)
     while not text.endswith(end) and not steering.complete:
@@ -75,7 +75,7 @@ def go_on(made: Conversations, steering: GrammarState, tokens: list[int], end: s
 
 @pytest.mark.parametrize(("dialect", "special", "opening", "end"), CASES)
 def test_a_call_that_has_begun_is_right_whatever_is_drawn(dialect: str, special: str, opening: str, end: str) -> None:
-    made = conversations(dialect, special)
+    made = chat_template_for(dialect, special)
     for seed in range(4):
         request, steering = asked(made)
         text = go_on(made, steering, spell(made, steering, opening), end, seed)
@@ -89,7 +89,7 @@ def test_a_call_that_has_begun_is_right_whatever_is_drawn(dialect: str, special:
 
 @pytest.mark.parametrize(("dialect", "special"), [(dialect, special) for dialect, special, *_ in CASES])
 def test_text_is_free_and_may_end_anywhere(dialect: str, special: str) -> None:
-    made = conversations(dialect, special)
+    made = chat_template_for(dialect, special)
     for text in (
         "",
         "Nothing to do: <tool>, {x} and [1].\n\nÜber 🦊",
@@ -105,15 +105,15 @@ def test_text_is_free_and_may_end_anywhere(dialect: str, special: str) -> None:
 
 
 def test_other_special_tokens_may_stand_in_text() -> None:
-    made = conversations("hermes", "<tool_call>")
+    made = chat_template_for("hermes", "<tool_call>")
     made._tokenizer.add_special_tokens({"extra_special_tokens": ["<tool_call>", "<think>"]})
-    made = Conversations("a model", made._tokenizer, type(made._grammars)(made._tokenizer, 4096, END))
+    made = ChatTemplate("a model", made._tokenizer, type(made._grammars)(made._tokenizer, 4096, END))
     _, steering = asked(made)
     spell(made, steering, "<think>so<think> it is <tool_call>\n")
 
 
 def test_after_a_call_there_may_be_another_and_text() -> None:
-    made = conversations("hermes")
+    made = chat_template_for("hermes")
     _, steering = asked(made)
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     spell(made, steering, f"First{call}\n{call} and done.")
@@ -122,7 +122,7 @@ def test_after_a_call_there_may_be_another_and_text() -> None:
 
 
 def test_only_strict_functions_steer_and_what_they_cannot_keep_to_is_named() -> None:
-    made = conversations("hermes")
+    made = chat_template_for("hermes")
     assert made.grammar_state(to_request(HISTORY[:1], tools=TOOLS)) is None
     assert made.grammar_state(to_request(HISTORY[:1], tools=STRICT, tool_choice="none")) is None
     bad = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"not": {}}}}]
@@ -146,7 +146,7 @@ def test_only_strict_functions_steer_and_what_they_cannot_keep_to_is_named() -> 
     ],
 )
 def test_what_text_between_tags_cannot_keep_to_is_named(parameters: dict[str, object], said: str) -> None:
-    made = conversations("qwen3_coder")
+    made = chat_template_for("qwen3_coder")
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     with pytest.raises(InvalidRequest, match=said):
         made.grammar_state(to_request(HISTORY[:1], tools=tools, tool_choice="required"))
@@ -190,7 +190,7 @@ def test_no_schema_is_more_than_refused(properties: object, shared: object) -> N
 
 
 def test_a_call_is_kept_to_behind_special_tokens_and_after_another() -> None:
-    made = conversations("qwen3_coder", "<tool_call>")
+    made = chat_template_for("qwen3_coder", "<tool_call>")
     for text in ("<function=", "Hm <function=", "<tool_call> <function=", "a<tool_call>b<tool_call>\n<function=",
                  "<tool_call>\n<function=now>\n</function>\n</tool_call>\nand <function="):  # fmt: skip
         _, steering = asked(made)
@@ -202,7 +202,7 @@ def test_a_call_is_kept_to_behind_special_tokens_and_after_another() -> None:
 @pytest.mark.parametrize("dialect", ["hermes", "mistral", "llama3_json", "json", "qwen3_coder"])
 @pytest.mark.parametrize("must", [True, False])
 def test_arguments_with_unique_items_are_refused_by_name(dialect: str, must: bool) -> None:
-    made = conversations(dialect)
+    made = chat_template_for(dialect)
     days = {"type": "array", "items": {"enum": ["mon", "tue"]}, "uniqueItems": True}
     parameters = {"type": "object", "properties": {"days": days}, "required": ["days"]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}}]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.tool_calls.qwen3_coder import json_types
+from inference_svc.tool_calls.qwen3_coder_arguments import json_types
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
 KINDS = {"a": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": ["object", "null"]}}

@@ -1,4 +1,4 @@
-"""Conversations with tools as templates get them, and answers that must call: with the built-in model's tokenizer."""
+"""Chat template and tool calls with the built-in model's tokenizer: prompts, and answers that must call."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import to_prompt, to_request
 
+from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.structured_output.grammar_compiler import GrammarCompiler
-from inference_svc.tool_calls.conversations import Conversations
 from inference_svc.tool_calls.tool_call_format import format_of
 from tests.inference_svc.sequence.test_detokenizer import END, TOKENIZER
 from tests.inference_svc.walking import walk
@@ -53,12 +53,12 @@ HISTORY: list[dict[str, Any]] = [
 ]
 
 
-def conversations(dialect: str, special: str = "") -> Conversations:
+def chat_template_for(dialect: str, special: str = "") -> ChatTemplate:
     own = copy.deepcopy(TOKENIZER)
     own.chat_template = TEMPLATES[dialect]
     if special:
         own.add_special_tokens({"extra_special_tokens": [special]})
-    return Conversations("a model", own, GrammarCompiler(own, 4096, END))
+    return ChatTemplate("a model", own, GrammarCompiler(own, 4096, END))
 
 
 def chat(*messages: dict[str, Any], tools: list[Any] | None = None) -> pb.Chat:
@@ -72,27 +72,27 @@ def test_a_templates_text_says_its_dialect() -> None:
 
 
 def test_calls_and_results_are_written_by_the_template() -> None:
-    text = conversations("hermes").render(chat(*HISTORY), True)
+    text = chat_template_for("hermes").render(chat(*HISTORY), True)
     assert text.startswith('<tools>{"type": "function", "function": {"name": "get_weather", "description": "Tells it."')
     assert text.endswith(
         '[assistant]<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
         "[tool]dry[assistant]"
     )
-    assert '{"city": "Oslo", "days": 2}[tool]dry' in conversations("llama3_json").render(chat(*HISTORY), True)
+    assert '{"city": "Oslo", "days": 2}[tool]dry' in chat_template_for("llama3_json").render(chat(*HISTORY), True)
 
 
 def test_mistrals_ids_have_nine_letters() -> None:
-    assert conversations("mistral").render(chat(*HISTORY), True).endswith("[TOOL_CALLS]456789abcdry456789abc")
+    assert chat_template_for("mistral").render(chat(*HISTORY), True).endswith("[TOOL_CALLS]456789abcdry456789abc")
 
 
 def test_arguments_that_were_cut_off_are_written_as_they_are() -> None:
     cut = copy.deepcopy(HISTORY)
     cut[1]["tool_calls"][0]["function"]["arguments"] = '{"city": "Os'
-    assert '"{\\"city\\": \\"Os"' in conversations("hermes").render(chat(*cut), True)
+    assert '"{\\"city\\": \\"Os"' in chat_template_for("hermes").render(chat(*cut), True)
 
 
 def test_a_template_without_tools_gets_them_described() -> None:
-    plain = conversations("json")
+    plain = chat_template_for("json")
     text = plain.render(
         chat({"role": "system", "content": "Be kind."}, *HISTORY, {"role": "user", "content": "So?"}), True
     )
@@ -108,7 +108,7 @@ def test_a_template_without_tools_gets_them_described() -> None:
 
 
 def test_a_template_that_knows_no_system_gets_them_from_the_user() -> None:
-    plain = conversations("json")
+    plain = chat_template_for("json")
     plain._tokenizer.chat_template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATES["json"]
     )
@@ -119,7 +119,7 @@ def test_a_template_that_knows_no_system_gets_them_from_the_user() -> None:
         plain.render(chat({"role": "system", "content": "x"}, *HISTORY[:1]), True)
 
 
-def answer(made: Conversations, request: pb.GenerateRequest, seed: int) -> str:
+def answer(made: ChatTemplate, request: pb.GenerateRequest, seed: int) -> str:
     """The text of an answer of a model that draws any token that it may."""
     steering = made.grammar_state(request)
     assert steering is not None
@@ -134,7 +134,7 @@ def answer(made: Conversations, request: pb.GenerateRequest, seed: int) -> str:
 )  # fmt: skip
 @pytest.mark.parametrize("single", [True, False])
 def test_a_call_that_is_demanded_is_right_whatever_is_drawn(dialect: str, special: str, single: bool) -> None:
-    made = conversations(dialect, special)
+    made = chat_template_for(dialect, special)
     request = to_request(HISTORY[:1], tools=TOOLS, tool_choice="required", parallel_tool_calls=not single)
     for seed in range(6):
         text = answer(made, request, seed)
@@ -153,14 +153,14 @@ def test_a_call_that_is_demanded_is_right_whatever_is_drawn(dialect: str, specia
 
 
 def test_one_that_is_named_is_the_only_one() -> None:
-    made = conversations("hermes")
+    made = chat_template_for("hermes")
     request = to_request(HISTORY[:1], tools=TOOLS, tool_choice="now")
     text = answer(made, request, 1)
     assert re.fullmatch(r'<tool_call>\n\{"name": "now", "arguments": \{\s*\}\}\n</tool_call>', text)
 
 
 def test_markers_that_are_special_are_shown_to_the_parser_alone() -> None:
-    made = conversations("mistral", "[TOOL_CALLS]")
+    made = chat_template_for("mistral", "[TOOL_CALLS]")
     assert made.shows_special(to_request(HISTORY[:1], tools=TOOLS))
     assert not made.shows_special(to_request(HISTORY[:1], tools=TOOLS, tool_choice="none"))
     assert not made.shows_special(to_request(HISTORY[:1]))
@@ -171,14 +171,14 @@ def test_names_in_messages_are_bounded() -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="assistant")])
     chat.messages[1].tool_calls.append(call)
     with pytest.raises(InvalidRequest, match="300 characters; at most 256"):
-        conversations("hermes").render(chat, True)
+        chat_template_for("hermes").render(chat, True)
 
 
 def test_half_a_character_in_a_call_that_comes_back_is_refused() -> None:
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi"), pb.ChatMessage(role="assistant")])
     chat.messages[1].tool_calls.append(pb.ToolCall(id="a", name="f", arguments='{"a": "\\ud800"}'))
     with pytest.raises(InvalidRequest, match="surrogate"):
-        conversations("hermes").render(chat, True)
+        chat_template_for("hermes").render(chat, True)
 
 
 def test_a_tokenizer_that_grammars_cannot_read_is_said_to_who_sends_one() -> None:

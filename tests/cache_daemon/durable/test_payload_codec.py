@@ -14,7 +14,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, DATA_TYPE_FLOAT32, ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 
-from cache_daemon.durable import codec
+from cache_daemon.durable import payload_codec
 from cache_daemon.durable.durable_tier import Put
 from tests.cache_daemon.durable.chunks import ROOT, opened, read, store
 
@@ -57,10 +57,10 @@ def trained_chunks() -> tuple[Put, ...]:
 
 
 def round_trip(payload: bytes, element: int) -> bytes | None:
-    packed = codec.compress(memoryview(payload), element)
+    packed = payload_codec.compress(memoryview(payload), element)
     if packed is not None:
         target = bytearray(len(payload))
-        codec.decompress(memoryview(packed), memoryview(target))
+        payload_codec.decompress(memoryview(packed), memoryview(target))
         assert target == payload
     return packed
 
@@ -92,21 +92,21 @@ def test_codes_of_8_bits_are_packed_only_when_that_pays() -> None:
 
 
 def test_the_size_of_elements_follows_from_the_header() -> None:
-    assert codec.element_bytes(ChunkHeader(bits=16, dtype=DATA_TYPE_BFLOAT16)) == 2
-    assert codec.element_bytes(ChunkHeader(bits=16, dtype=DATA_TYPE_FLOAT32)) == 4
-    assert codec.element_bytes(ChunkHeader(bits=4, dtype=DATA_TYPE_BFLOAT16)) == 1
+    assert payload_codec.element_bytes(ChunkHeader(bits=16, dtype=DATA_TYPE_BFLOAT16)) == 2
+    assert payload_codec.element_bytes(ChunkHeader(bits=16, dtype=DATA_TYPE_FLOAT32)) == 4
+    assert payload_codec.element_bytes(ChunkHeader(bits=4, dtype=DATA_TYPE_BFLOAT16)) == 1
 
 
 @given(st.data())
 def test_damaged_packings_are_refused_or_other_bytes_and_never_more(data: st.DataObject) -> None:
     payload = np.arange(40_000, dtype=np.uint16).tobytes()
-    packed = bytearray(codec.compress(memoryview(payload), 2) or b"")
+    packed = bytearray(payload_codec.compress(memoryview(payload), 2) or b"")
     where = data.draw(st.integers(0, len(packed) - 1))
     packed[where] ^= 1 << data.draw(st.integers(0, 7))
     cut = data.draw(st.sampled_from([0, 0, 1, 100]))
     target = bytearray(len(payload))
     try:
-        codec.decompress(memoryview(packed)[: len(packed) - cut], memoryview(target))
+        payload_codec.decompress(memoryview(packed)[: len(packed) - cut], memoryview(target))
     except ValueError:
         return
     assert len(target) == len(payload)

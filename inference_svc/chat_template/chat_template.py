@@ -1,4 +1,4 @@
-"""Conversations and tools of one model: prompt, grammar, call parser."""
+"""Chat template of one model: renders prompts; the grammar of its tool calls and their parser."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import PreTrainedTokenizerBase
 
-from inference_svc.structured_output.grammar_compiler import GrammarCompiler
-from inference_svc.structured_output.grammar_state import GrammarState
-from inference_svc.tool_calls.prompt_messages import (
+from inference_svc.chat_template.template_messages import (
     check_chat,
     messages_with_described_tools,
     template_arguments,
@@ -19,6 +17,8 @@ from inference_svc.tool_calls.prompt_messages import (
     template_tools,
     uses_tools,
 )
+from inference_svc.structured_output.grammar_compiler import GrammarCompiler
+from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.tool_call_format import (
     MARKERS,
     ToolCallFormat,
@@ -30,7 +30,7 @@ from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 from inference_svc.tool_calls.tool_grammar import optional_calls_grammar, required_calls_grammar
 
 
-class Conversations:
+class ChatTemplate:
     """Chat template and tool calls of one model.
 
     Methods may be called on any thread, and raise InvalidRequest in one sentence.

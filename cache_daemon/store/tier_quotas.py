@@ -13,7 +13,7 @@ from typing import cast
 from cache_daemon.auth.tenant_limits import Priority, TenantLimits
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
 from cache_daemon.store.chunk import Chunk
-from cache_daemon.store.tenant_usage import TenantAccount
+from cache_daemon.store.tenant_accounts import TenantAccount
 
 PartitionKey = bytes | Priority
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from kvsidecar.requests import to_request
 
-from inference_svc.tool_calls.qwen3_coder import json_types
-from tests.inference_svc.tool_calls.test_conversations import HISTORY, conversations
+from inference_svc.tool_calls.qwen3_coder_arguments import json_types
+from tests.inference_svc.chat_template.test_chat_template import HISTORY, chat_template_for
 from tests.inference_svc.tool_calls.test_strict import decoded, go_on, spell
 
 DAYS = {"days": {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "minItems": 3, "maxItems": 3}}
@@ -18,7 +18,7 @@ DAYS = {"days": {"type": "array", "items": {"enum": ["mon", "tue", "wed"]}, "min
 
 def test_text_that_looks_like_an_argument_is_text() -> None:
     """What stands outside of calls, in values, or in calls of others is no argument of the function."""
-    made = conversations("qwen3_coder")
+    made = chat_template_for("qwen3_coder")
     tools = [
         {"type": "function", "function": {"name": "f", "strict": True, "parameters": {"properties": DAYS}}},
         {"type": "function", "function": {"name": "g", "strict": True, "parameters": {
@@ -65,7 +65,7 @@ ALLOWED = {("pattern", "xabc"), ("least", "xabc"), ("any", "<parameter=any>"), (
 @pytest.mark.parametrize("end", ["\n</parameter>", "</parameter>"])
 def test_what_may_be_written_is_read_as_it_was_written(key: str, value: str, end: str) -> None:
     """Or it may not be written."""
-    made = conversations("qwen3_coder")
+    made = chat_template_for("qwen3_coder")
     schema = {"type": "object", "properties": {key: VALUES[key]}, "required": [key]}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
     request = to_request(HISTORY[:1], tools=tools)
@@ -90,7 +90,7 @@ def test_what_may_be_written_is_read_as_it_was_written(key: str, value: str, end
 
 
 def test_strings_between_tags_are_as_their_schema_has_them() -> None:
-    made = conversations("qwen3_coder")
+    made = chat_template_for("qwen3_coder")
     properties = {
         "day": {"type": "string", "format": "date"},
         "code": {"type": "string", "pattern": "^[a-z]{2}/[0-9]$"},

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from cache_daemon.durable import compression
-from cache_daemon.durable.compression import Calibration, PayloadCompressor
+from cache_daemon.durable import compression_policy
+from cache_daemon.durable.compression_policy import Calibration, PayloadCompressor
 from tests.cache_daemon.durable.chunks import chunk, opened, store
-from tests.cache_daemon.durable.test_codec import trained_chunks
+from tests.cache_daemon.durable.test_payload_codec import trained_chunks
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def test_auto_decides_once_there_is_enough_to_read(
         asked.append(1)
         return disk
 
-    monkeypatch.setattr(compression, "_disk_speed", speed)
-    monkeypatch.setattr(compression.IdleCoreCounter, "count", lambda _: 2.0)
+    monkeypatch.setattr(compression_policy, "_disk_speed", speed)
+    monkeypatch.setattr(compression_policy.IdleCoreCounter, "count", lambda _: 2.0)
     tier = opened(tmp_path, 256 << 20)
     first, *others = trained_chunks()
     store(tier, first)
@@ -62,7 +62,7 @@ def test_the_disk_is_measured_for_real(tmp_path: Path) -> None:
     puts = [chunk([i], payload=random.Random(i).randbytes(1 << 20)) for i in range(4)]
     store(tier, *puts)
     try:
-        speed = compression._disk_speed(tmp_path / "data.mdb", list(tier._entries.values()))
+        speed = compression_policy._disk_speed(tmp_path / "data.mdb", list(tier._entries.values()))
     except OSError:
         pytest.skip("this file system has no O_DIRECT")
     assert 1e5 < speed < 1e11
@@ -77,13 +77,13 @@ def test_a_mode_that_is_given_is_not_measured() -> None:
 
 def test_planes_are_looked_for_in_few_payloads_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[int] = []
-    look = compression.codec.compressible_planes
+    look = compression_policy.payload_codec.compressible_planes
 
     def counted(payload: memoryview, element: int) -> frozenset[int]:
         looked.append(element)
         return look(payload, element)
 
-    monkeypatch.setattr(compression.codec, "compressible_planes", counted)
+    monkeypatch.setattr(compression_policy.payload_codec, "compressible_planes", counted)
     store_packing = PayloadCompressor("zstd")
     noise = chunk([1], payload=random.Random(1).randbytes(300_000))
     trained = trained_chunks()[0]

@@ -21,7 +21,7 @@ from typing import Literal
 
 import structlog
 
-from cache_daemon.durable import codec
+from cache_daemon.durable import payload_codec
 from cache_daemon.durable.durable_tier import PAGE_BYTES, Put
 from cache_daemon.durable.payload_reader import THREADS, StoredEntry
 
@@ -55,7 +55,7 @@ class PayloadCompressor:
         self.active: bool | None = {"auto": None, "none": False, "zstd": True}[mode]
         self._spare = (spare or IdleCoreCounter()) if mode == "auto" else None
         self._tries = 8
-        self._plane_compressor = codec.PlaneCompressor()
+        self._plane_compressor = payload_codec.PlaneCompressor()
         self._pool = ThreadPoolExecutor(_THREADS, "durable-pack")
 
     def compress(self, puts: Sequence[Put]) -> list[bytes | None]:
@@ -121,7 +121,7 @@ class PayloadCompressor:
 
 
 def _unpacked(small: bytes, target: bytearray) -> None:
-    codec.decompress(memoryview(small), memoryview(target))
+    payload_codec.decompress(memoryview(small), memoryview(target))
 
 
 def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
