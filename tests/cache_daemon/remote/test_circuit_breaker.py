@@ -10,8 +10,8 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.durable.encryption import NullCipher
 from cache_daemon.remote.backend import RemoteBusy, RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitBreaker, CircuitState
-from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.hedged_reads import HedgedReads
+from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.latency_model import LatencyModel
 from cache_daemon.remote.remote_record import MAX_PARTS, RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
