@@ -57,6 +57,7 @@ class NodeLock:
         except BlockingIOError:
             file.close()
             raise ConfigurationError(
-                f"another kvsidecar serve runs in {self._folder}; stop it, or choose another --runtime-dir"
+                f"another kvsidecar serve runs in {self._folder}; stop it, or give this node its own --runtime-dir, "
+                "--store and --port"
             ) from None
         return file

@@ -28,7 +28,7 @@ from kvsidecar.net.http_health import health_status
 from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
 from kvsidecar.process.node_report import NodeReport, write_reports
-from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir, ensure_private_dir
+from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir, ensure_private_dir, listener_pid
 from kvsidecar.process.sigint import EXIT_CODE
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -43,6 +43,7 @@ from inference_svc.server.worker_config import ModelSettings, WorkerConfig
 
 log = structlog.get_logger("serve")
 
+CACHE_SOCKET = "cache.sock"
 _LOOK_SECONDS, _FOLDER_SECONDS = 0.1, 1.0
 
 
@@ -87,7 +88,7 @@ class Supervisor:
         self._failed: str | None = None
         self._children: list[ChildProcess] = []
         self._watchers: list[asyncio.Task[None]] = []
-        self.cache_socket = config.runtime_dir / "cache.sock"
+        self.cache_socket = config.runtime_dir / CACHE_SOCKET
         self.worker_sockets = [config.runtime_dir / f"worker-{i}.sock" for i in range(config.workers)]
 
     async def run(self) -> int:
@@ -252,9 +253,11 @@ def main(arguments: Sequence[str]) -> int:
         config = read_settings(ServeConfig, given, file)
         configure_logging(config.log_level, "serve")
         ensure_private_dir(config.runtime_dir)
-        _refuse_taken_port(config)
         with NodeLock(config.runtime_dir) as lock:
+            _refuse_taken_port(config)
             worker = _worker_settings(config)
+            if not worker.cache_address:
+                _refuse_second_daemon(config.runtime_dir / CACHE_SOCKET)
             lock.describe(NodeReport(os.getpid(), gateway_url(config), config.workers, cache=not worker.cache_address))
             node = Supervisor(config, checked_settings(worker), lock)
 
@@ -312,4 +315,14 @@ def _refuse_taken_port(config: ServeConfig) -> None:
     if why := why_not_bindable(address):
         raise ConfigurationError(
             f"cannot listen on {address}: {why}; choose another --port, or stop what listens there"
+        )
+
+
+def _refuse_second_daemon(path: Path) -> None:
+    """Raise ConfigurationError if a daemon that this node did not start listens at its socket."""
+    if (pid := listener_pid(path, PROBE_SECONDS)) is not None:
+        who = f"process {pid}" if pid else "a process of another container"
+        raise ConfigurationError(
+            f"a cache daemon ({who}) listens on {path}; stop it with kvsidecar stop, start only kvsidecar worker and "
+            "kvsidecar gateway beside it, or give this node its own --runtime-dir and --store"
         )

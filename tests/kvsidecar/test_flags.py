@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from kvsidecar.cli.flags import FlagParser, add_flags, describe_fields
@@ -60,6 +61,15 @@ def test_a_wrong_flag_is_one_line(
 @pytest.mark.parametrize("given", [["m"], ["--model", "m"], ["--model=m", "--json"], ["m", "--model", "m"]])
 def test_a_model_is_named_with_the_flag_that_serve_has_or_without(given: list[str]) -> None:
     assert parse_options(given).model == "m"
+
+
+def test_the_flags_that_the_page_on_http_names_are_there() -> None:
+    text = (Path(__file__).parents[2] / "docs/http.md").read_text()
+    named = {flag.replace("-", "_") for flag in re.findall(r"--([a-z][a-z-]*)", text)}
+    assert {"default_max_tokens", "max_body_bytes"} <= named
+    assert not named - {name for settings in SETTINGS for name in settings.model_fields}
+    for flag in re.findall(r"`--([a-z-]+)[^`]*` of the gateway or of `serve`", text):
+        assert flag.replace("-", "_") in ServeConfig.model_fields
 
 
 @pytest.mark.parametrize("settings", SETTINGS)

@@ -19,6 +19,7 @@ import pytest
 from kvsidecar.byte_sizes import parse_size
 from kvsidecar.cli.flags import describe_fields
 from kvsidecar.cli.root_command import app
+from kvsidecar.process.runtime_dir import listener_pid
 from typer.testing import CliRunner
 
 from benchmarks.node import free_port
@@ -213,8 +214,23 @@ def test_a_second_node_is_refused(serve: Any, tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         said = serve("demo", "--port", str(port))
         assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port" in said
-    with NodeLock(tmp_path):
-        assert f"another kvsidecar serve runs in {tmp_path}" in serve("demo", "--runtime-dir", str(tmp_path))
+        with NodeLock(tmp_path):
+            said = serve("demo", "--runtime-dir", str(tmp_path), "--port", str(port))
+        assert f"another kvsidecar serve runs in {tmp_path}" in said
+        assert "its own --runtime-dir, --store and --port" in said, "all that a second node needs, in the first error"
+
+
+def test_a_daemon_at_the_nodes_socket_is_refused_before_anything_starts(serve: Any, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "cache_daemon", f"--socket={tmp_path}/cache.sock", "--store=none"]
+    with subprocess.Popen([*command, "--arena-bytes=1MiB", "--log-level=error"]) as daemon:
+        deadline = time.monotonic() + 30
+        while listener_pid(tmp_path / "cache.sock", 1) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        said = serve("demo", "--runtime-dir", str(tmp_path))
+        daemon.terminate()
+    assert f"listens on {tmp_path}/cache.sock; stop it with kvsidecar stop" in said
+    assert "own --runtime-dir and --store" in said
 
 
 # ---- names that nobody knows -------------------------------------------------------------------------------------

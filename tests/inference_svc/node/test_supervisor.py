@@ -328,7 +328,9 @@ def test_status_and_chat_wait_for_the_first_model_to_be_loaded(tmp_path: Path) -
                 return parts
             assert time.monotonic() < deadline, parts
 
-    node = subprocess.Popen([sys.executable, "-c", _LOADING, str(tmp_path), str(port)], stdin=pipe, text=True)
+    log = (tmp_path / "log").open("w")
+    command = [sys.executable, "-c", _LOADING, str(tmp_path), str(port)]
+    node = subprocess.Popen(command, stdin=pipe, stdout=log, stderr=log, text=True)
     try:
         assert {part["pid"] for part in until("loading", "loading", "loading", "not ready")} == {-1}, (
             "nothing began yet"
@@ -346,7 +348,11 @@ def test_status_and_chat_wait_for_the_first_model_to_be_loaded(tmp_path: Path) -
     finally:
         node.terminate()
         node.wait(60)
+        log.close()
     assert "no worker listens" in chat.communicate(timeout=60)[1], "serve has ended meanwhile"
+    said = (tmp_path / "log").read_text()
+    assert "listening; it answers as soon as a worker is ready" in said
+    assert "warning" not in said, "status may be asked in a loop"
 
 
 def test_each_worker_has_a_port_of_its_own_and_chat_waits_for_the_model(tmp_path: Path) -> None:
