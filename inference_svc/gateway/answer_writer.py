@@ -26,6 +26,7 @@ _LONGEST_PATH = 100
 _CODES = {
     "PROMPT_TOO_LONG": "context_length_exceeded",
     "PROMPT_EXCEEDS_POOL": "context_length_exceeded",
+    "REQUEST_TOO_LARGE": "invalid_request",
     "UNKNOWN_MODEL": "model_not_found",
     "UNSUPPORTED_OPTION": "unsupported_parameter",
     "OVERLOADED": "rate_limit_exceeded",

@@ -115,8 +115,9 @@ class ApiKeys:
 
 
 def _sent_key(headers: Headers) -> bytes:
-    """Return the key as it was sent, which may be any bytes."""
-    return headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+    """Return the bearer token as it was sent, which may be any bytes; without one, Anthropic's ``x-api-key``."""
+    sent = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+    return sent.encode("latin-1")
 
 
 def _equal(given: bytes, key: str) -> bool:

@@ -13,24 +13,37 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from inference_svc.gateway.answer_writer import error_response, unknown_path
+from inference_svc.gateway.anthropic_api.error_envelope import (
+    envelope,
+    is_messages_path,
+    messages_error_response,
+    request_id_of,
+)
 from inference_svc.gateway.client_disconnect import ClientDisconnected
 from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
 def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """Create an application without routes that maps errors to OpenAI's format."""
+    """Create an application without routes that maps errors to OpenAI's or Anthropic's format."""
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect would go to whatever host the request names
 
     @app.exception_handler(KVSidecarError)
-    async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
+    async def failed(request: Request, error: KVSidecarError) -> JSONResponse:
         log_line().add(error=error.reason)
+        if is_messages_path(request.url.path):
+            return messages_error_response(error, request_id_of(request.scope))
         return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> JSONResponse:
         known = {path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))}
-        return unknown_path(request.method, request.url.path, error.status_code, error.headers, known)
+        path, code = request.url.path, error.status_code
+        if is_messages_path(path):
+            text = f"{path[:100]} takes no {request.method}" if code == 405 else f"{path[:100]} is not served here"
+            found = envelope(text, code, request_id_of(request.scope))
+            return JSONResponse(found, status_code=code, headers=error.headers)
+        return unknown_path(request.method, path, code, error.headers, known)
 
     @app.exception_handler(ClientDisconnected)
     @app.exception_handler(ClientDisconnect)

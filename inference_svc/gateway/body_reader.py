@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
-from kvsidecar.errors import InvalidRequest, KVSidecarError
+from kvsidecar.errors import InvalidRequest, KVSidecarError, RequestTooLarge
 
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.byte_budget import BudgetShare, ByteBudget
@@ -72,7 +72,7 @@ class BodyReader:
         async for part in request.stream():
             size += len(part)
             if size > self._max_bytes:
-                raise InvalidRequest(f"the body is larger than the {self._max_bytes} bytes allowed")
+                raise RequestTooLarge(f"the body is larger than the {self._max_bytes} bytes allowed")
             if refusal is not None:
                 continue
             try:

@@ -10,7 +10,6 @@ from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from inference_svc.gateway import openai_format
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.chat_messages import Messages
 from inference_svc.gateway.openai_tools import Tools, to_chat
@@ -46,13 +45,10 @@ class WarmBody(BodyModel):
         return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache)
 
 
-def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:
+def serving_status(models: list[dict[str, Any]], router: WorkerRouter, starting: bool) -> dict[str, Any]:
     """Return the served models and the number of workers; without workers, whether one is starting."""
     alive = [worker for worker in router.workers if worker.alive]
-    models = {
-        name: openai_format.model(worker.model, name, router.started) for worker in alive for name in worker.names
-    }
-    return {"models": list(models.values()), "workers": len(alive), "starting": starting and not alive}
+    return {"models": models, "workers": len(alive), "starting": starting and not alive}
 
 
 def num_requests(router: WorkerRouter) -> int:

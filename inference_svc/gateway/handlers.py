@@ -6,7 +6,7 @@ Endpoints are OpenAI's, vLLM's companions to them, health and metrics. ``routes`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -25,9 +25,13 @@ from kvsidecar.errors import (
 )
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel
 
 from inference_svc.gateway import openai_format
 from inference_svc.gateway.answer_writer import AnswerWriter
+from inference_svc.gateway.anthropic_api.error_envelope import request_id_of
+from inference_svc.gateway.anthropic_api.message_writer import MessageWriter
+from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
@@ -35,6 +39,7 @@ from inference_svc.gateway.fleet_api import WarmBody, cached_prefix, num_request
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.lora_routes import LoraRoutes
+from inference_svc.gateway.model_aliases import ModelAliases, parse_aliases
 from inference_svc.gateway.node_view import NodeView
 from inference_svc.gateway.openapi import document
 from inference_svc.gateway.request_log import log_line
@@ -51,13 +56,14 @@ from inference_svc.gateway.responses_api.conversation_store import ConversationS
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize
-from inference_svc.gateway.unsupported_options import parse
+from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES, parse
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | WarmBody)
+Body = TypeVar("Body", bound=BaseModel)
+Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | MessagesRequest | WarmBody)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,7 @@ class _AnswerJob:
     """A parsed request, and the worker requests for its answers."""
 
     answer_id: str
+    model: str
     parsed: ChatRequest | CompletionRequest
     requests: list[pb.GenerateRequest]
 
@@ -76,6 +83,7 @@ class GatewayHandlers:
         self._config = config
         self.keys = ApiKeys(config)
         self.router = WorkerRouter(config.targets)
+        self._aliases = ModelAliases(parse_aliases(config.alias), config.claude_names)
         self.metrics = GatewayMetrics(self.router, config.supervisor_dir)
         self.bodies = BodyReader(config, self.keys)
         self.adapters = LoraRoutes(self.router, self.keys, self.bodies)
@@ -87,13 +95,7 @@ class GatewayHandlers:
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        served = {name: w.model for w in self.router.alive for name in w.names}
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [openai_format.model(m, name, self.router.started) for name, m in served.items()],
-            }
-        )
+        return JSONResponse({"object": "list", "data": self._models(self.router.alive)})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -136,7 +138,10 @@ class GatewayHandlers:
         return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
     async def serving_status(self, request: Request) -> Response:
-        return JSONResponse(serving_status(self.router, self._wait.is_starting()) | self._load(request))
+        shown = serving_status(
+            self._models(w for w in self.router.workers if w.alive), self.router, self._wait.is_starting()
+        )
+        return JSONResponse(shown | self._load(request))
 
     def _load(self, request: Request) -> dict[str, int]:
         """Return the node's load to callers who may see it: it tells a tenant about the others."""
@@ -151,6 +156,9 @@ class GatewayHandlers:
     async def cached_prefix_of_response(self, request: Request) -> Response:
         return await self._cached_prefix(request, ResponsesRequest)
 
+    async def cached_prefix_of_message(self, request: Request) -> Response:
+        return await self._cached_prefix(request, MessagesRequest)
+
     async def cached_prefix_of_warm_request(self, request: Request) -> Response:
         return await self._cached_prefix(request, WarmBody)
 
@@ -159,8 +167,10 @@ class GatewayHandlers:
             parsed: Any = self._salted(kind, request, raw, body)
             if isinstance(parsed, ResponsesRequest):
                 parsed = parsed.chat(self._previous_messages(request, parsed))
+            elif isinstance(parsed, MessagesRequest):
+                parsed = parsed.chat()
             prompt = parsed.to_grpc().prompt if isinstance(parsed, WarmBody) else parsed.prompts()[0]
-            return parsed.model, prompt, parsed.cache_salt.encode()
+            return self._resolve(parsed.model), prompt, parsed.cache_salt.encode()
 
         apart = kind is ResponsesRequest and self._conversations.is_large(self.keys.tenant(request.scope))
         model, prompt, salt = await self.bodies.read(request, prompt_of, apart)
@@ -171,6 +181,7 @@ class GatewayHandlers:
         def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
             parsed = self._salted(WarmBody, request, raw, body)
             self._check_model(parsed.model)
+            parsed.model = self._resolve(parsed.model)
             return parsed.to_grpc(), parsed.within_seconds
 
         asked, seconds = await self.bodies.read(request, parse_request)
@@ -201,16 +212,43 @@ class GatewayHandlers:
             chat, model = parsed.chat(before), self._answer_model(parsed.model)
             writer = ResponseWriter(parsed, model, keep, [*before, *parsed.messages()])
             asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-            self._generator.set_defaults([asked], model)
+            self._generator.set_defaults([asked], self._resolve(model))
             return parsed, writer, asked
 
         parsed, writer, asked = await self.bodies.read(request, parse_request, apart)
         # Not the response's own id: anyone who reads it in the log could continue the conversation.
-        log_line().add(id=asked.request_id, model=asked.model)
+        log_line().add(id=asked.request_id, model=writer.model)
         pieces = with_grammar_option("text.format", self._run(request, [asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         return Response(await cancel_on_disconnect(request, writer.whole(pieces)), media_type="application/json")
+
+    async def create_message(self, request: Request) -> Response:
+        request_id = request_id_of(request.scope)
+
+        def parse_request(raw: bytes, body: Any) -> tuple[MessagesRequest, pb.GenerateRequest]:
+            parsed = self._salted(MessagesRequest, request, raw, body)
+            self._check_model(parsed.model)
+            chat = parsed.chat()
+            asked = chat.to_grpc(chat.prompts()[0], 0, request_id)
+            self._generator.set_defaults([asked], self._resolve(parsed.model))
+            return parsed, asked
+
+        parsed, asked = await self.bodies.read(request, parse_request)
+        log_line().add(model=parsed.model, skipped_tools=parsed.skipped_tools())
+        writer = MessageWriter(parsed, request_id)
+        pieces = with_grammar_option("output_config.format", self._run(request, [asked], not parsed.stream))
+        if parsed.stream:
+            return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
+        return JSONResponse(await cancel_on_disconnect(request, writer.whole(pieces)))
+
+    async def count_tokens(self, request: Request) -> Response:
+        def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
+            parsed = self._parse(CountTokensRequest, raw, body)
+            return parsed.model, pb.TokenizeRequest(prompt=parsed.prompt())
+
+        model, asked = await self.bodies.read(request, parse_request)
+        return JSONResponse({"input_tokens": (await tokenize(self._worker(model), asked))["count"]})
 
     async def response(self, request: Request) -> Response:
         found = self._conversations.response(self.keys.tenant(request.scope), request.path_params["name"])
@@ -225,9 +263,15 @@ class GatewayHandlers:
 
     def _salted(self, kind: type[Salted], request: Request, raw: bytes, body: Any) -> Salted:
         """Parse a body, and set the salt that its sender may use."""
-        parsed = parse(kind, raw, body)
+        parsed = self._parse(kind, raw, body)
         parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
         return parsed
+
+    @staticmethod
+    def _parse(kind: type[Body], raw: bytes, body: Any) -> Body:
+        if issubclass(kind, CountTokensRequest):
+            return parse(kind, raw, body, NEUTRAL_OF_MESSAGES, IGNORED_OF_MESSAGES)
+        return parse(kind, raw, body)
 
     def _previous_messages(self, request: Request, parsed: ResponsesRequest) -> list[dict[str, Any]]:
         """Return the conversation that a request continues. Raises InvalidRequest."""
@@ -247,14 +291,13 @@ class GatewayHandlers:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.num_choices)
         ]
-        self._generator.set_defaults(requests, model)
-        return _AnswerJob(answer_id, parsed, requests)
+        self._generator.set_defaults(requests, self._resolve(model))
+        return _AnswerJob(answer_id, model, parsed, requests)
 
     async def _answer(self, request: Request, asked: _AnswerJob) -> Response:
         parsed, requests = asked.parsed, asked.requests
-        model = requests[0].model
-        log_line().add(id=asked.answer_id, model=model)
-        writer = AnswerWriter(asked.answer_id, model, isinstance(parsed, ChatRequest), parsed)
+        log_line().add(id=asked.answer_id, model=asked.model)
+        writer = AnswerWriter(asked.answer_id, asked.model, isinstance(parsed, ChatRequest), parsed)
         shared = request_logprobs_once(requests, parsed.num_choices)
         pieces = with_grammar_option(parsed.grammar[0], self._run(request, requests, not parsed.stream))
         if shared:
@@ -277,7 +320,8 @@ class GatewayHandlers:
     def _worker(self, name: str) -> Worker:
         """Return a worker that serves the model, or any for an empty name. Raises UnknownModel, Unavailable."""
         self._check_model(name)
-        found = next((w for w in self.router.alive if w.serves(name)), None)
+        served = self._resolve(name)
+        found = next((w for w in self.router.alive if w.serves(served)), None)
         if found is None:
             raise self._unavailable(name)
         return found
@@ -288,9 +332,22 @@ class GatewayHandlers:
 
     def _check_model(self, name: str) -> None:
         """Raise UnknownModel for an unknown name. Models of a worker that is down still count: it comes back."""
-        served = {name for w in self.router.workers if w.was_up for name in w.names}
+        served, name = self._served(), self._resolve(name)
         if name and served and name not in served:
             raise UnknownModel.among(name, sorted(served))
+
+    def _resolve(self, name: str) -> str:
+        """Return the served model behind a name that may be an alias."""
+        return self._aliases.resolve(name, self._served())
+
+    def _served(self) -> set[str]:
+        return {name for w in self.router.workers if w.was_up for name in w.names}
+
+    def _models(self, workers: Iterable[Worker]) -> list[dict[str, Any]]:
+        """Return the entries of all models of workers, and of their aliases."""
+        served = {name: w.model for w in workers for name in w.names}
+        found = self._aliases.with_aliases(served)
+        return [openai_format.model(model, name, self.router.started) for name, model in found.items()]
 
 
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:

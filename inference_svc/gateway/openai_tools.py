@@ -36,7 +36,7 @@ class Tool(BodyModel):
         return pb.Tool(
             name=f.name,
             description=f.description or "",
-            parameters=_json("tools", f.parameters) if f.parameters else "",
+            parameters=to_json("tools", f.parameters) if f.parameters else "",
             strict=bool(f.strict),
         )
 
@@ -67,12 +67,13 @@ def to_chat(
     return pb.Chat(
         messages=[m.to_grpc(i) for i, m in enumerate(messages)],
         tools=[tool.to_grpc() for tool in tools or ()],
-        template_arguments=_json("chat_template_kwargs", template_arguments) if template_arguments else "",
+        template_arguments=to_json("chat_template_kwargs", template_arguments) if template_arguments else "",
         answer_start=start,
     )
 
 
-def _json(name: str, value: dict[str, Any]) -> str:
+def to_json(name: str, value: dict[str, Any]) -> str:
+    """Encode a value of the option ``name``. Raises InvalidRequest."""
     try:
         return json.dumps(value)
     except RecursionError as error:

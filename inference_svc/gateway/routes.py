@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 
+from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, SERVING_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -49,6 +50,8 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
     app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
     app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
+    app.add_api_route(MESSAGES_PATH, gateway.create_message, methods=["POST"])
+    app.add_api_route(COUNT_PATH, gateway.count_tokens, methods=["POST"])
     app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
     app.add_api_route(LOAD, gateway.adapters.load, methods=["POST"])
     app.add_api_route(UNLOAD, gateway.adapters.unload, methods=["POST"])
@@ -63,6 +66,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/chat/completions", gateway.cached_prefix_of_chat, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/completions", gateway.cached_prefix_of_completion, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/responses", gateway.cached_prefix_of_response, methods=["POST"])
+    app.add_api_route(CACHED_PREFIX_PATH + MESSAGES_PATH, gateway.cached_prefix_of_message, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + WARM_PATH, gateway.cached_prefix_of_warm_request, methods=["POST"])
     app.add_api_route(WARM_PATH, gateway.warm_prompt, methods=["POST"])
     if config.page:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
 from kvsidecar.cli.flags import did_you_mean
@@ -49,6 +49,27 @@ IGNORED = (
     # vLLM's; fast tokenizers, which are used here, ignore it.
     "spaces_between_special_tokens",
 )
+# The same for Anthropic's API.
+NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "compaction": (None,),
+    "mcp_servers": (None, []),
+    "thread": (None,),
+}
+IGNORED_OF_MESSAGES = (
+    "betas",
+    "billing_policy",
+    "container",
+    "context_management",
+    "diagnostics",
+    "fallback_credit_token",
+    "fallbacks",
+    "inference_geo",
+    "metadata",
+    "service_tier",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+)
 # UTF-8 cannot encode surrogates: one can only come as an escape.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 200  # of a client's field name in an error message
@@ -82,7 +103,13 @@ def _refuse_surrogates(body: dict[str, Any]) -> None:
             left += [(f"{where}.{i}", part) for i, part in enumerate(value) if isinstance(part, str | dict | list)]
 
 
-def parse(kind: type[B], raw: bytes, body: Any) -> B:
+def parse(
+    kind: type[B],
+    raw: bytes,
+    body: Any,
+    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
+    ignored: Collection[str] = IGNORED,
+) -> B:
     """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest; both name the field."""
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
@@ -90,13 +117,13 @@ def parse(kind: type[B], raw: bytes, body: Any) -> B:
         _refuse_surrogates(body)
     kept = {}
     for name, value in body.items():
-        if name in NEUTRAL and name not in kind.model_fields:
-            if value not in NEUTRAL[name]:
+        if name in neutral and name not in kind.model_fields:
+            if value not in neutral[name]:
                 raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
         elif name in kind.model_fields:
             if value is not None:  # null is the default
                 kept[name] = value
-        elif name not in IGNORED:
+        elif name not in ignored:
             kept[name] = value
     try:
         return kind.model_validate(kept)

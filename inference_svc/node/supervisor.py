@@ -66,6 +66,10 @@ class ServeConfig(ModelSettings):
     """Serve a web page at / of the gateway: chat, reused parts of prompts, state of the node."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
     """Maximum tokens of a chat completion or response without a limit of its own; 0 for the rest of the context."""
+    alias: str = ""
+    """Further names of the model or its adapters: NAME=MODEL, separated by commas."""
+    claude_names: bool = False
+    """Answer requests for any model whose name begins with claude-, for Anthropic's clients."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
@@ -175,7 +179,7 @@ class Supervisor:
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
-        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens")
+        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens", "alias", "claude_names")
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _store_is_private(self) -> bool:

@@ -189,16 +189,12 @@ class InferenceService(InferenceServiceServicer):
             part.token_ids.append(output.token.token)
             if output.token.logprob is not None:
                 part.logprobs.append(token_logprob(output.token, self._requests.text))
+        if request_id:
+            _count(sequence, part.prompt_usage)
         if output.finish is not None:
+            _count(sequence, part.usage)
             part.finish_reason = FINISH[output.finish]
             set_stop_reason(sequence, output.finish, part)
-            part.usage.prompt_tokens = sequence.request.num_prompt_tokens
-            part.usage.cached_tokens = sequence.usage.num_cached
-            part.usage.generated_tokens = sequence.num_generated
-            part.usage.approximate_tokens = sequence.usage.num_approximate
-            part.usage.recomputed_tokens = sequence.usage.num_recomputed
-            part.usage.draft_tokens = sequence.speculation.num_draft_tokens
-            part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
@@ -299,6 +295,17 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         return worker_stats(self._runtime)
+
+
+def _count(sequence: Sequence, usage: pb.Usage) -> None:
+    """Write a sequence's token counts."""
+    usage.prompt_tokens = sequence.request.num_prompt_tokens
+    usage.cached_tokens = sequence.usage.num_cached
+    usage.generated_tokens = sequence.num_generated
+    usage.approximate_tokens = sequence.usage.num_approximate
+    usage.recomputed_tokens = sequence.usage.num_recomputed
+    usage.draft_tokens = sequence.speculation.num_draft_tokens
+    usage.accepted_tokens = sequence.speculation.num_accepted_tokens
 
 
 def _require_unix_socket(context: Context) -> None:

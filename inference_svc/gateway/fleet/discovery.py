@@ -18,6 +18,7 @@ from kvsidecar.net.addresses import TcpAddress
 from inference_svc.gateway.fleet.fleet_router import HashRing, RouteCandidate
 from inference_svc.gateway.fleet.node_addresses import NodeAddress
 from inference_svc.gateway.fleet_api import SERVING_PATH
+from inference_svc.gateway.model_aliases import lists
 
 log = structlog.get_logger("gateway")
 
@@ -60,7 +61,7 @@ class Node:
         return RouteCandidate(self.url, max(self.busy, self.in_flight) / self.workers, held_tokens)
 
     def serves(self, model: str) -> bool:
-        return self.alive and not self.removed and (not model or model in self.models)
+        return self.alive and not self.removed and (not model or lists(self.models, model))
 
     @property
     def extensions(self) -> dict[str, Any]:

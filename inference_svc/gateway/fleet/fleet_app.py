@@ -25,6 +25,7 @@ from kvsidecar.errors import (
 )
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
@@ -47,6 +48,8 @@ _FORWARDED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     RESPONSES,
+    MESSAGES_PATH,
+    COUNT_PATH,
     "/v1/embeddings",
     "/tokenize",
     "/detokenize",

@@ -18,6 +18,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inference_svc.gateway.anthropic_api.content_blocks import without_billing_header
+
 MAX_QUERY_ALL_NODES = 16
 """Up to this many nodes, every node is queried."""
 MAX_LOAD_DIFFERENCE = 4.0
@@ -77,13 +79,20 @@ def prompt_prefix_hashes(body: dict[str, Any]) -> PromptPrefixHashes:
 
 def _parts(body: dict[str, Any]) -> tuple[list[Any], bool]:
     """Return a prompt's parts in the order of chat templates, and whether it is a conversation."""
-    head = [part for part in (body.get("tools"), body.get("instructions")) if part]
+    head = [part for part in (body.get("tools"), body.get("instructions"), *_system(body.get("system"))) if part]
     said = body.get("messages", body.get("input"))
     if isinstance(said, list):
         return [*head, *said], True
     if said is not None:
         return [*head, {"role": "user", "content": said}], True
     return [body.get("prompt", "")], False
+
+
+def _system(system: Any) -> list[str]:
+    """Return the texts of Anthropic's ``system``, without the header that changes with every request."""
+    parts = system if isinstance(system, list) else [{"text": system}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return [without_billing_header(text) for text in texts if isinstance(text, str)]
 
 
 def _bytes(part: Any) -> bytes:

@@ -7,6 +7,7 @@ from math import inf
 
 from inference_svc.gateway.fleet.discovery import NodeDiscovery
 from inference_svc.gateway.fleet.prefix_query import RoutedRequest
+from inference_svc.gateway.model_aliases import lists
 
 _MAX_WAITING, _POLL_SECONDS = 1024, 0.25
 
@@ -38,6 +39,6 @@ class NodeWait:
     def _is_starting(self, request: RoutedRequest) -> bool:
         """Return whether a suitable node is starting; one that was never up may serve any model."""
         return any(
-            node.starting and (not request.model or not node.models or request.model in node.models)
+            node.starting and (not request.model or not node.models or lists(node.models, request.model))
             for node in self._discovery.all
         )

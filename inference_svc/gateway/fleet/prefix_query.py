@@ -15,6 +15,7 @@ import httpx
 from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
 from prometheus_client import Histogram
 
+from inference_svc.gateway.anthropic_api.error_envelope import MESSAGES_PATH
 from inference_svc.gateway.fleet.discovery import BAD_RESPONSE_ERRORS, CONNECTION_ERRORS, Node, NodeDiscovery
 from inference_svc.gateway.fleet.fleet_router import (
     PromptPrefixHashes,
@@ -23,9 +24,10 @@ from inference_svc.gateway.fleet.fleet_router import (
     prompt_prefix_hashes,
 )
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, WARM_PATH
+from inference_svc.gateway.model_aliases import lists
 
 RESPONSES = "/v1/responses"
-_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM_PATH})
+_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES_PATH, WARM_PATH})
 # A node that does not answer within this time counts as having nothing: the prompt must not wait.
 _TIMEOUT_SECONDS = 0.5
 # A shorter prompt is computed as fast as a query takes.
@@ -98,8 +100,8 @@ class PrefixQuery:
     def check_model(self, name: str) -> None:
         """Check that a live node serves the model. Raises UnknownModel, Unavailable."""
         served = self._discovery.models()
-        if name and name not in served:
-            if any(name in node.models for node in self._discovery.all):
+        if name and not lists(served, name):
+            if any(lists(node.models, name) for node in self._discovery.all):
                 raise Unavailable(f"no node that serves {name[:80]!r} is up; try again in a moment")
             raise UnknownModel.among(name, sorted(served))
 

@@ -12,10 +12,11 @@ import httpx
 import structlog
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from kvsidecar.errors import DeadlineExceeded, Unavailable
+from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable
 from starlette.types import Receive, Scope, Send
 
 from inference_svc.gateway.answer_writer import error_response
+from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, error_event
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
@@ -31,7 +32,7 @@ log = structlog.get_logger("gateway")
 MAX_TRIES = 3
 # The node or its workers are down.
 _RETRY_STATUS = frozenset({502, 503})
-_BUSY, _UNAUTHORIZED = 429, 401
+_BUSY, _UNAUTHORIZED = frozenset({429, 529}), 401
 _EVENTS = "text/event-stream"
 # Wait this long for a node after the last live one has failed.
 _NO_NODE_SECONDS = 3.0
@@ -92,7 +93,7 @@ class Proxy:
                 return answer
             except _NodeRefusal as error:
                 refused, why = error.answer, str(error)
-                if error.answer.status_code != _BUSY:
+                if error.answer.status_code not in _BUSY:
                     node.down(why)
             except NodeFailed as error:
                 why = str(error)
@@ -148,7 +149,7 @@ class _NodeRequest:
         await self.close()
         if answer.status_code == _UNAUTHORIZED:  # this gateway's key is wrong: the client cannot fix that
             raise NodeFailed("it does not take this gateway's key")
-        if answer.status_code in _RETRY_STATUS or answer.status_code == _BUSY:
+        if answer.status_code in _RETRY_STATUS or answer.status_code in _BUSY:
             raise _NodeRefusal(answer)
         return answer
 
@@ -186,7 +187,18 @@ class _NodeRequest:
                 DeadlineExceeded("the answer took too long") if late else Unavailable("the node broke off its answer")
             )
             log_line().abort(said.reason)
-            yield b"\n\n" + event(json.loads(bytes(error_response(said).body)))
+            yield b"\n\n" + self._error_event(said)
+
+    @property
+    def kept_headers(self) -> dict[str, str]:
+        """The headers of the node's answer that a stream passes on."""
+        sent = {} if self._response is None else self._response.headers
+        return {REQUEST_ID: sent[REQUEST_ID]} if REQUEST_ID in sent else {}
+
+    def _error_event(self, error: KVSidecarError) -> bytes:
+        if REQUEST_ID in self.kept_headers:  # the node answers in Anthropic's format
+            return error_event(error, self.kept_headers[REQUEST_ID])
+        return event(json.loads(bytes(error_response(error).body)))
 
     async def close(self) -> None:
         self._held.close()
@@ -199,7 +211,7 @@ class _ProxiedStream(StreamingResponse):
     """Streams a node's events, and closes its answer even if the client disconnects before the first one."""
 
     def __init__(self, opened: _NodeRequest, first: bytes, rest: AsyncIterator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **opened.kept_headers}
         super().__init__(opened.pieces(first, rest), media_type=_EVENTS, headers=headers)
         self._opened = opened
 
@@ -221,5 +233,7 @@ async def _close(answer: Response) -> None:
 
 def proxied_response(response: httpx.Response, content: bytes) -> Response:
     """Return a node's complete answer unchanged."""
-    kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
+    kept = {
+        name: response.headers[name] for name in ("content-type", "retry-after", REQUEST_ID) if name in response.headers
+    }
     return Response(content, response.status_code, headers=kept)

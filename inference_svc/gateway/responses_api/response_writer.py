@@ -26,7 +26,7 @@ class ResponseWriter:
         self, request: ResponsesRequest, model: str, keep: Callable[[StoredResponse], None], chat: list[dict[str, Any]]
     ) -> None:
         """``chat`` are the messages that are answered, without the instructions."""
-        self._request, self._keep, self._chat = request, keep, chat
+        self._request, self._keep, self._chat, self.model = request, keep, chat, model
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._open: dict[str, Any] | None = None

@@ -40,6 +40,12 @@ class InvalidRequest(KVSidecarError):
     reason = "INVALID_REQUEST"
 
 
+class RequestTooLarge(InvalidRequest):
+    """The body has more bytes than the gateway accepts."""
+
+    reason = "REQUEST_TOO_LARGE"
+
+
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit into the model's context."""
 

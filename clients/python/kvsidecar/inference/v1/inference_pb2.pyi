@@ -1171,6 +1171,7 @@ class GenerateStreamResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    PROMPT_USAGE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
@@ -1215,6 +1216,10 @@ class GenerateStreamResponse(_message.Message):
     def numerics(self) -> Global___Numerics:
         """As in GenerateResponse. Set in the first message."""
 
+    @_builtins.property
+    def prompt_usage(self) -> Global___Usage:
+        """Tokens of the prompt and of its cached part, known before the answer. Set in the first message."""
+
     def __init__(
         self,
         *,
@@ -1232,10 +1237,11 @@ class GenerateStreamResponse(_message.Message):
         stop_token_id: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
+        prompt_usage: Global___Usage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "prompt_usage", b"prompt_usage", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_usage", b"prompt_usage", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
