@@ -79,15 +79,14 @@ class MessageWriter:
         if self._open != "tool_use" or delta.index != self._call:
             self._call = delta.index
             block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
-            events += [
-                *self._close(),
-                *self._begin(block),
-                self._delta({"type": "input_json_delta", "partial_json": ""}),
-            ]
+            events += [*self._close(), *self._begin(block), self._write_arguments("")]
         if delta.arguments:
-            self._arguments.append(delta.arguments)
-            events.append(self._delta({"type": "input_json_delta", "partial_json": delta.arguments}))
+            events.append(self._write_arguments(delta.arguments))
         return events
+
+    def _write_arguments(self, text: str) -> bytes:
+        self._arguments.append(text)
+        return self._delta({"type": "input_json_delta", "partial_json": text})
 
     def _begin(self, block: dict[str, Any]) -> list[bytes]:
         self._open = block["type"]
