@@ -24,6 +24,7 @@ from kvsidecar.integrations.vllm.cache_salt import (
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
 from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
+from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
@@ -120,6 +121,16 @@ class SchedulerConnector:
         self._adapters, self._warned_adapters = AdapterDigests(), set[str]()
         self._lookup_seconds_left, self._swept_at = _MAX_LOOKUP_SECONDS, time.monotonic()
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-lookup")
+        self.stats = TransferStats()
+        self._reported_attached: bool | None = None
+
+    def take_stats(self) -> dict[str, float]:
+        """Return and reset the lookups since the last call, and whether all ranks have a session if that changed."""
+        stats, attached = self.stats.take(), all(session is not None for session in self._sessions())
+        if self._ranks and attached is not self._reported_attached:
+            self._reported_attached = attached
+            stats[ATTACHED] = float(attached)
+        return stats
 
     def set_worker_handshakes(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Connect to the daemon for each rank, with the namespace from the worker's handshake."""
@@ -214,12 +225,14 @@ class SchedulerConnector:
         tokens = list(request.all_token_ids[:most])
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
+                self.stats.count_lookup("detached")
                 return None
             # The index summary does not cover the remote tier, where other nodes store.
             if not session.remote and not session.may_contain(
                 keys.tenant_root(rank.connection.namespace, salt), tokens
             ):
                 session.count_skipped_lookup(len(tokens))
+                self.stats.count_lookup("skipped")
                 return None
         return _PendingLookup(self._threads.submit(self._match, tokens, salt))
 
@@ -243,7 +256,9 @@ class SchedulerConnector:
                     )
             for other, one in zip(self._ranks, found, strict=False):
                 other.lookup.release(one)
+            self.stats.count_lookup("failed")
             return None
+        self.stats.count_lookup("hit" if all(one.tokens for one in found) else "miss")
         return tuple(found)
 
     def _release_lookup(self, tracked: _TrackedRequest) -> None:
