@@ -1,4 +1,7 @@
-"""Block table: the pool blocks of one sequence (identifiers say page for block)."""
+"""Block table: the pool blocks of one sequence.
+
+Identifiers say page for block.
+"""
 
 from __future__ import annotations
 

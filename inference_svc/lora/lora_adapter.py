@@ -1,8 +1,8 @@
 """LoRA adapter in memory: two low-rank products per changed linear layer.
 
-The layer's own weight is not modified; it may have any width and be on any device or in a streamed file. So one batch
-may contain rows of the model and of several adapters (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023):
-the layer's product is computed for all rows, then each adapter's products for the rows of that adapter.
+The layer's own weight is not modified; it may be quantized, or streamed from a file. So one batch may contain rows of
+the model and of several adapters (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023): the layer's product
+is computed for all rows, then each adapter's products for the rows of that adapter.
 """
 
 from __future__ import annotations
