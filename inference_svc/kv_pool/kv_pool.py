@@ -5,9 +5,8 @@ one is free, because torch's attention reads a contiguous range in place and mus
 read scattered blocks directly. The block after the last one is for padding rows.
 
 The pool counts the block tables that refer to each block. Tables share only whole blocks of computed tokens, and a
-sequence writes only behind its computed tokens. So the copy of copy-on-write happens once, when sharing begins.
-
-If all layers have a sliding window, the pool frees blocks behind the window. Their entries in the block table stay, as
+sequence writes only behind its computed tokens. So the copy of copy-on-write happens once, when sharing begins. If all
+layers have a sliding window, the pool frees blocks behind the window; their entries in the block table stay, as
 UNMAPPED.
 
 The pool may have a disk overflow (``overflow``) for sequences larger than the pool. All blocks of such a sequence are
@@ -36,10 +35,7 @@ WINDOW_STEP = 64
 
 
 class DeviceAttention(Protocol):
-    """Attention kernels of this project on a pool's device.
-
-    A batch is a ``model_runner.ForwardBatch``; its type belongs to a higher layer.
-    """
+    """Our attention kernels on a pool's device. A batch is a ``ForwardBatch``, a type of a higher layer."""
 
     @property
     def kinds(self) -> frozenset[str]:
@@ -71,17 +67,14 @@ class KVPool:
         windows: Sequence[int | None] = (),
         overflow: DiskOverflow | None = None,
     ) -> None:
-        """Allocates the pool.
-
-        ``windows``: for each layer, the number of last keys that a row sees, its own included; None for all keys. With
-        an ``overflow``, which must have ``tokens`` tokens in memory, the pool uses the overflow's tensors.
-        """
+        """``windows``: for each layer, the number of last keys that a row sees, its own included; None for all keys.
+        With an ``overflow``, which must have ``tokens`` tokens in memory, the pool uses the overflow's tensors."""
         self.windows = tuple(windows)
         # Largest window of any layer, in keys; 0 if no layer has a window.
         self.max_window = max((w for w in self.windows if w), default=0)
         # Layers without a window, in models where other layers have one.
         self.wide_layers = tuple(i for i, w in enumerate(self.windows) if not w) if self.max_window else ()
-        # Attention kernels of this project for the pool's device, and the batches that they serve.
+        # Our attention kernels for the pool's device, used for the batches that they serve.
         self.native: DeviceAttention | None = None
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = RangeAllocator(self.pages)
@@ -135,17 +128,13 @@ class KVPool:
 
     @property
     def reclaims_window(self) -> bool:
-        """True if blocks behind the window can be freed.
-
-        This holds if no layer sees all keys and blocks need not be contiguous.
-        """
+        """True if blocks behind the window can be freed: no layer sees all keys, and blocks may be scattered."""
         return bool(self.window) and self.attends_by_pages
 
     def first_visible(self, position: int) -> int:
-        """First token that layers with a window see from ``position - 1``.
+        """First token that windowed layers see from ``position - 1``, rounded down to a multiple of WINDOW_STEP.
 
-        Rounded down to a multiple of WINDOW_STEP. The position before counts, because a request that shares a prompt
-        computes the prompt's last token again.
+        ``position - 1``, because a request that shares a prompt computes the prompt's last token again.
         """
         return self.round_to_step(max(0, position - self.max_window)) if self.max_window else 0
 
@@ -170,10 +159,7 @@ class KVPool:
         return table
 
     def allocate_overflow(self, tokens: int) -> BlockTable | None:
-        """Allocates overflow blocks for ``tokens`` tokens; None if too few are free.
-
-        The blocks have no disk blocks until ``reserve_disk``.
-        """
+        """Allocates overflow blocks for ``tokens`` tokens, without disk blocks; None if too few are free."""
         table = BlockTable(in_overflow=True)
         pages = -(-tokens // PAGE_TOKENS)
         if pages > self.free_overflow_pages:
@@ -241,10 +227,7 @@ class KVPool:
         table.ranges[:] = kept
 
     def release_prefix(self, table: BlockTable, tokens: int) -> None:
-        """Frees the blocks of the first ``tokens`` tokens, which no layer will see again.
-
-        ``tokens`` is a multiple of WINDOW_STEP.
-        """
+        """Frees the blocks of the first ``tokens`` tokens (a multiple of WINDOW_STEP): no layer sees them again."""
         if tokens <= table.num_released:
             return
         gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()
