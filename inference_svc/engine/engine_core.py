@@ -67,10 +67,7 @@ class EngineServices:
 
 
 class EngineCore:
-    """All sequences of an engine, and its step.
-
-    The connector's threads call only ``post``; all methods run on the engine's thread.
-    """
+    """All sequences of an engine, and its step. Runs on the engine's thread; the connector's threads call ``post``."""
 
     def __init__(
         self,
@@ -211,10 +208,7 @@ class EngineCore:
         self._stuck = idle and oldest is None and bool(self.running)
 
     def _run_batch(self, recomputing: Sequence | None) -> bool:
-        """Plans and computes a batch; without prompt rows if ``recomputing`` runs a piece in this step.
-
-        False if no sequence got a row.
-        """
+        """Plans and computes a batch, without prompts if ``recomputing`` runs a piece. False if it has no rows."""
         ready = [
             s
             for s in self.running
