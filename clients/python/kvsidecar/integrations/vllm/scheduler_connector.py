@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from kvsidecar.integrations.vllm.cache_salt import (
     request_salt,
 )
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
+from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
 from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
 from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
@@ -54,33 +54,12 @@ class _RankLookup:
 
 
 @dataclass
-class _PendingLookup:
-    """An asynchronous lookup of one prompt for all ranks."""
-
-    answer: Future[tuple[PrefixMatch, ...] | None]
-    answered_at: float = math.inf  # by the monotonic clock
-
-    def __post_init__(self) -> None:
-        self.answer.add_done_callback(self._on_answer)
-
-    @property
-    def found(self) -> tuple[PrefixMatch, ...] | None:
-        """Result of a completed lookup; None when it failed or was cancelled."""
-        return None if self.answer.cancelled() or self.answer.exception() else self.answer.result()
-
-    def _on_answer(self, answer: Future[tuple[PrefixMatch, ...] | None]) -> None:
-        self.answered_at = time.monotonic()
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            log.warning("looking a prompt up failed, computing instead: %s", error)
-
-
-@dataclass
 class _TrackedRequest:
     """A request's state. ``salt`` is None when the request is not cached."""
 
     request: Any
     salt: bytes | None
-    lookup: _PendingLookup | None = None
+    lookup: PendingLookup | None = None
     local_tokens: int = 0  # computed tokens that vLLM had at the lookup
     num_loading_tokens: int = 0  # tokens in the blocks after the running load; 0 without one
     loaded: bool = False  # or failed; not tried again before a preemption
@@ -216,7 +195,7 @@ class SchedulerConnector:
             for other in self._requests.values()
         )
 
-    def _look_up(self, tracked: _TrackedRequest) -> _PendingLookup | None:
+    def _look_up(self, tracked: _TrackedRequest) -> PendingLookup | None:
         """Start a lookup for all ranks on a thread. Returns None when nothing can be stored."""
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
@@ -234,7 +213,7 @@ class SchedulerConnector:
                 session.count_skipped_lookup(len(tokens))
                 self.stats.count_lookup("skipped")
                 return None
-        return _PendingLookup(self._threads.submit(self._match, tokens, salt))
+        return PendingLookup(self._threads.submit(self._match, tokens, salt))
 
     def _sessions(self) -> list[Session | None]:
         return [rank.connection.session for rank in self._ranks]
