@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from kvsidecar.errors import InvalidRequest
@@ -29,6 +30,8 @@ from inference_svc.tool_calls.tool_call_format import (
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 from inference_svc.tool_calls.tool_grammar import optional_calls_grammar, required_calls_grammar
 
+_NOTHING: Mapping[int, str] = MappingProxyType({})
+
 
 class ChatTemplate:
     """Chat template and tool calls of one model.
@@ -54,8 +57,11 @@ class ChatTemplate:
             template = template.get("tool_use" if with_tools else "default") or next(iter(template.values()), None)
         return template if isinstance(template, str) else None
 
-    def render(self, chat: pb.Chat, generation_prompt: bool) -> str:
-        """Render a conversation with the model's template."""
+    def render(self, chat: pb.Chat, generation_prompt: bool, written: Mapping[int, str] = _NOTHING) -> str:
+        """Render a conversation with the model's template.
+
+        ``written`` has texts of messages by their index, which stand for their content and calls.
+        """
         check_chat(chat)
         more, start = template_arguments(chat), chat.answer_start
         more["add_generation_prompt"] = generation_prompt and start == pb.ANSWER_START_UNSPECIFIED
@@ -63,14 +69,14 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise InvalidRequest(f"{self._name} has no chat template; send text or token_ids instead", param="messages")
         if self._knows_tools or not uses_tools(chat):
-            return self._written(template_messages(chat, self._dialect), template_tools(chat), more)
+            return self._written(template_messages(chat, self._dialect, written), template_tools(chat), more)
         try:
-            return self._written(messages_with_described_tools(chat, in_system=True), [], more)
+            return self._written(messages_with_described_tools(chat, True, written), [], more)
         except InvalidRequest:
             if chat.messages[0].role == "system":
                 raise
         # Some templates support no system message.
-        return self._written(messages_with_described_tools(chat, in_system=False), [], more)
+        return self._written(messages_with_described_tools(chat, False, written), [], more)
 
     def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
         try:

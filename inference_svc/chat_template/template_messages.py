@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsidecar.errors import InvalidRequest
@@ -105,33 +105,36 @@ def template_tools(chat: pb.Chat) -> list[dict[str, Any]]:
     return [{"type": "function", "function": _function(tool)} for tool in chat.tools]
 
 
-def template_messages(chat: pb.Chat, dialect: ToolCallFormat) -> list[dict[str, Any]]:
-    """Messages for a template that supports tools, or for a conversation without tools."""
+def template_messages(chat: pb.Chat, dialect: ToolCallFormat, written: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Messages for a template that supports tools, or for a conversation without tools.
+
+    ``written`` has texts of messages by their index, which stand for their content and calls.
+    """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     messages = []
-    for m in chat.messages:
-        message: dict[str, Any] = {"role": m.role, "content": m.content}
+    for i, m in enumerate(chat.messages):
+        message: dict[str, Any] = {"role": m.role, "content": written.get(i, m.content)}
         name = m.name or (names.get(m.tool_call_id, "") if m.role == "tool" else "")
         if name:
             message["name"] = name
         if m.tool_call_id:
             message["tool_call_id"] = _shown_id(m.tool_call_id, dialect)
-        if m.tool_calls:
+        if m.tool_calls and i not in written:
             message["tool_calls"] = [_call(call, dialect) for call in m.tool_calls]
         messages.append(message)
     return messages
 
 
-def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
+def messages_with_described_tools(chat: pb.Chat, in_system: bool, written: Mapping[int, str]) -> list[dict[str, Any]]:
     """Messages for a template without support for tools.
 
     Describes the tools in the system message with ``in_system``, otherwise in the first message. Raises InvalidRequest.
     """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     said: list[tuple[str, list[str]]] = []  # a role, and what it says in a row
-    for m in chat.messages:
-        role, content = m.role, m.content
-        if m.tool_calls:
+    for i, m in enumerate(chat.messages):
+        role, content = m.role, written.get(i, m.content)
+        if m.tool_calls and i not in written:
             calls = [{"name": call.name, "arguments": _arguments(call)} for call in m.tool_calls]
             content = "\n".join(filter(None, (content, _json({"tool_calls": calls}))))
         if m.role == "tool":

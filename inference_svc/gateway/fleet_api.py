@@ -64,7 +64,7 @@ async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prom
     try:
         tokens = prompt.token_ids.ids
         if prompt.WhichOneof("kind") != "token_ids":
-            asked = pb.TokenizeRequest(prompt=prompt)
+            asked = pb.TokenizeRequest(prompt=prompt, tenant_salt=salt)
             tokens = (await worker.client.stub.Tokenize(asked, timeout=_TIMEOUT_SECONDS)).token_ids
         found, namespace = 0, worker.namespace(model)
         if daemon is not None and namespace and tokens:

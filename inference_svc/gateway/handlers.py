@@ -25,7 +25,6 @@ from kvsidecar.errors import (
 )
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from pydantic import BaseModel
 
 from inference_svc.gateway import openai_format
 from inference_svc.gateway.answer_writer import AnswerWriter
@@ -56,14 +55,19 @@ from inference_svc.gateway.responses_api.conversation_store import ConversationS
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize
-from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES, parse
+from inference_svc.gateway.unsupported_options import (
+    IGNORED,
+    IGNORED_OF_MESSAGES,
+    NEUTRAL,
+    NEUTRAL_OF_MESSAGES,
+    parse,
+)
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-Body = TypeVar("Body", bound=BaseModel)
-Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | MessagesRequest | WarmBody)
+Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | CountTokensRequest | WarmBody)
 
 
 @dataclass(frozen=True)
@@ -244,8 +248,8 @@ class GatewayHandlers:
 
     async def count_tokens(self, request: Request) -> Response:
         def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
-            parsed = self._parse(CountTokensRequest, raw, body)
-            return parsed.model, pb.TokenizeRequest(prompt=parsed.prompt())
+            parsed = self._salted(CountTokensRequest, request, raw, body)
+            return parsed.model, pb.TokenizeRequest(prompt=parsed.prompt(), tenant_salt=parsed.cache_salt.encode())
 
         model, asked = await self.bodies.read(request, parse_request)
         return JSONResponse({"input_tokens": (await tokenize(self._worker(model), asked))["count"]})
@@ -263,15 +267,11 @@ class GatewayHandlers:
 
     def _salted(self, kind: type[Salted], request: Request, raw: bytes, body: Any) -> Salted:
         """Parse a body, and set the salt that its sender may use."""
-        parsed = self._parse(kind, raw, body)
+        of_anthropic = issubclass(kind, CountTokensRequest)
+        neutral, ignored = (NEUTRAL_OF_MESSAGES, IGNORED_OF_MESSAGES) if of_anthropic else (NEUTRAL, IGNORED)
+        parsed = parse(kind, raw, body, neutral, ignored)
         parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
         return parsed
-
-    @staticmethod
-    def _parse(kind: type[Body], raw: bytes, body: Any) -> Body:
-        if issubclass(kind, CountTokensRequest):
-            return parse(kind, raw, body, NEUTRAL_OF_MESSAGES, IGNORED_OF_MESSAGES)
-        return parse(kind, raw, body)
 
     def _previous_messages(self, request: Request, parsed: ResponsesRequest) -> list[dict[str, Any]]:
         """Return the conversation that a request continues. Raises InvalidRequest."""

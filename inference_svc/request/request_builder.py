@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from secrets import token_hex
@@ -18,6 +19,7 @@ from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
+from inference_svc.request.sampled_calls import SampledCalls
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.scheduling.pool_capacity import PoolCapacity
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
@@ -73,6 +75,7 @@ class RequestBuilder:
         self._chat_template = ChatTemplate(
             loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser
         )
+        self._sampled_calls = SampledCalls()
         # A longer text cannot fit: no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
@@ -129,10 +132,10 @@ class RequestBuilder:
     def _check_length(self, tokens: int) -> None:
         self._room.check(tokens)
 
-    def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
+    def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
         """``tokens`` of a prompt that need not fit into the context; only its characters are limited."""
         self._check_characters(*_prompt_texts(prompt))
-        return self.tokens(prompt)[0]
+        return self.tokens(prompt, cache=pb.CacheOptions(tenant_salt=salt))[0]
 
     def _check_characters(self, *texts: str) -> int:
         """Return the number of characters. Raises PromptTooLong for more than the context can hold."""
@@ -186,12 +189,39 @@ class RequestBuilder:
         elif kind == "text":
             ids, marks = self._encode(prompt.text, not prompt.without_special_tokens, separator)
         elif kind == "chat":
-            ids, marks = self._encode(self._chat_template.render(prompt.chat, generation_prompt), False, separator)
+            ids, marks = self._encode_chat(prompt.chat, generation_prompt, separator, cache.tenant_salt)
         else:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         return ids, marks
+
+    def _encode_chat(
+        self, chat: pb.Chat, generation_prompt: bool, separator: str, salt: bytes
+    ) -> tuple[list[int], DocumentMarks]:
+        """Render and tokenize a conversation; calls that are sent back have the tokens that the model sampled."""
+        known = ((i, self._sampled_calls.find(salt, message)) for i, message in enumerate(chat.messages))
+        sampled = {i: tokens for i, tokens in known if tokens is not None}
+        marker, pieces = token_hex(16), list[str]()  # no text has this marker, and templates write it as it is
+        if sampled:
+            with suppress(InvalidRequest):  # templates may demand a call before a result
+                written = dict.fromkeys(sampled, marker)
+                pieces = self._chat_template.render(chat, generation_prompt, written).split(marker)
+        if len(pieces) != len(sampled) + 1:
+            return self._encode(self._chat_template.render(chat, generation_prompt), False, separator)
+        ids, ends = list[int](), list[int]()
+        for piece, tokens in zip(pieces, [*sampled.values(), []], strict=True):
+            found, marks = self._encode(piece, False, separator)
+            ends += [len(ids) + end for end in marks.segment_ends]
+            ids += found + tokens
+        return ids, DocumentMarks(segment_ends=tuple(ends))
+
+    def keep_calls(self, salt: bytes, sequence: Sequence, message: pb.ChatMessage) -> None:
+        """Keep the tokens of an answer with calls that the model ended; ``message`` is how clients send it back."""
+        tokens = sequence.tokens[sequence.request.num_prompt_tokens :]
+        if tokens and tokens[-1] in self._loaded.stop_tokens:
+            tokens.pop()
+        self._sampled_calls.keep(salt, message, tokens)
 
     def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], DocumentMarks]:
         if not separator or separator not in text:

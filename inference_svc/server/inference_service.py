@@ -102,7 +102,7 @@ class InferenceService(InferenceServiceServicer):
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Yield the parts of an answer. Closing it early cancels the sequence."""
-        calls, first = None, True
+        calls, first, texts, message = None, True, list[str](), pb.ChatMessage()
         async with aclosing(self.outputs(request, seen)) as outputs:
             async for sequence, output in outputs:
                 if first:
@@ -110,6 +110,13 @@ class InferenceService(InferenceServiceServicer):
                 part = self._part(sequence, output, sequence.request.id if first else "")
                 if calls is not None:
                     read_calls(calls, part)
+                    texts.append(part.text)
+                    add_calls(message.tool_calls, part.tool_calls)
+                    # A stop string, or a call beyond the allowed one, is among the tokens and not in the message.
+                    called = part.finish_reason == pb.FINISH_REASON_TOOL_CALLS and part.WhichOneof("stopped_by") is None
+                    if called and calls.calls == len(message.tool_calls):
+                        message.content = "".join(texts)
+                        self._requests.keep_calls(request.cache.tenant_salt, sequence, message)
                 if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
                     await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
                 first = False
@@ -232,7 +239,8 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        ids = await self._tokenize_beside(request, lambda: self._requests.counted_tokens(request.prompt))
+        salt = request.tenant_salt
+        ids = await self._tokenize_beside(request, lambda: self._requests.counted_tokens(request.prompt, salt))
         return pb.TokenizeResponse(token_ids=ids)
 
     @unary(INFERENCE_DOMAIN)

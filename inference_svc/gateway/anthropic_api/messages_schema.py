@@ -109,6 +109,8 @@ class CountTokensRequest(BodyModel):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older name of ``output_config.format``."""
+    cache_salt: str = ""
+    """Ours: requests with different salts never share cached text."""
 
     def prompt(self) -> pb.Prompt:
         return self._chat({}).prompts()[0]
@@ -148,8 +150,6 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=0, lt=2**31)
-    cache_salt: str = ""
-    """Ours: requests with different salts never share cached text."""
 
     def chat(self) -> ChatRequest:
         """Return the chat request. Raises InvalidRequest, UnsupportedOption."""

@@ -1320,6 +1320,9 @@ class TokenizeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    tenant_salt: _builtins.bytes
+    """As in CacheOptions: tool calls that are sent back have the tokens that the model wrote under this salt."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to turn into tokens."""
@@ -1328,10 +1331,11 @@ class TokenizeRequest(_message.Message):
         self,
         *,
         prompt: Global___Prompt | None = ...,
+        tenant_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
