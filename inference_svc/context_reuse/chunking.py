@@ -1,8 +1,7 @@
-"""Chunkers: where a prompt is split into chunks.
+"""Chunkers: split a prompt into chunks.
 
-Every chunker splits from the start and depends only on tokens up to a boundary and a few after it, so that a longer
-prompt with the same beginning has the same chunks there. Only ``document`` and ``content_defined`` split the same text
-alike at any position.
+A boundary depends only on the tokens before it and a few after it, so two prompts with the same first tokens have the
+same first chunks. Only ``document`` and ``content_defined`` split the same text in the same way at any position.
 
 ================  ==============================================================================================
 fixed             every N tokens
@@ -32,14 +31,14 @@ _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class DocumentMarks:
-    """Document structure of a request: token ids of its separator, and the ends of marked segments."""
+    """Document structure of a request: token ids of the separator, and ends of marked segments."""
 
     separator: tuple[int, ...] = ()
     segment_ends: tuple[int, ...] = ()
 
 
 class Chunker(Protocol):
-    """Splits token ids. ``ends`` returns rising end indices, the last one ``len(tokens)``."""
+    """Splits token ids into chunks. ``ends`` returns ascending end indices; the last is ``len(tokens)``."""
 
     def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]: ...
 
@@ -94,10 +93,10 @@ class DocumentChunker:
 
 @dataclass(frozen=True)
 class ContentDefinedChunker:
-    """Chunks that end where the rolling hash exceeds that of ``reach`` positions on both sides.
+    """Chunks that end where the rolling hash is the maximum of ``reach`` positions on both sides.
 
-    No boundary depends on the one before it, so that the same text is split alike after its first ``reach`` tokens. No
-    chunk but the last is shorter than ``reach``; the average is ``2 * reach + 1`` tokens.
+    No boundary depends on the one before it, so the same text has the same boundaries after its first ``reach`` tokens.
+    Only the last chunk may be shorter than ``reach`` tokens; the average is ``2 * reach + 1`` tokens.
     """
 
     reach: int
@@ -117,7 +116,7 @@ class ContentDefinedChunker:
 
 
 def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
-    """Hashes ``[len(tokens) + 1]``: number ``i`` covers the ``_HASH_WINDOW`` tokens before index ``i``."""
+    """Compute hashes ``[len(tokens) + 1]``: hash ``i`` covers the ``_HASH_WINDOW`` tokens before index ``i``."""
     mixed = (np.asarray(tokens, np.uint64) + np.uint64(1)) * _MIX
     mixed ^= mixed >> np.uint64(29)
     out = np.zeros(len(tokens) + 1, np.uint64)
@@ -132,7 +131,7 @@ def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
 
 
 def new_chunker(strategy: Strategy, size: int, separator: Sequence[int], sentence_ends: frozenset[int]) -> Chunker:
-    """Build the chunker of a worker's settings; ``size`` is the (target) number of tokens."""
+    """Build the chunker of a worker's settings; ``size`` is the maximum or average number of tokens."""
     if strategy == "fixed":
         return FixedChunker(size)
     if strategy == "boundary":

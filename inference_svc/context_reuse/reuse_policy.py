@@ -1,4 +1,4 @@
-"""A worker's policy for approximate reuse."""
+"""Reuse policy: a worker's settings for approximate reuse."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class RecomputeSetting:
 
 @dataclass(frozen=True)
 class ReusePolicy:
-    """Chunking, and whether and how relocated chunks are reused.
+    """Chunker, and conditions and recompute of relocated chunks.
 
-    ``key_rotation`` is None for a model without RoPE shift. ``selector`` and ``ratio`` are None for those of the
-    verdict.
+    ``key_rotation`` is None for a model without RoPE shift. If ``selector`` or ``ratio`` is None, the verdict's is
+    used.
     """
 
     chunker: Chunker
@@ -39,7 +39,7 @@ class ReusePolicy:
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
         """Selector and ratio for approximate tokens; None if they may not be reused.
 
-        Unless the operator set ``always``, reuse needs a passed verification of this very selector.
+        Unless the operator set ``always``, the same selector must have passed verification.
         """
         if self.key_rotation is None or self.mode == "off":
             return None
