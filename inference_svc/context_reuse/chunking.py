@@ -55,7 +55,10 @@ class FixedChunker:
 
 @dataclass(frozen=True)
 class SentenceChunker:
-    """Chunks of up to ``size`` tokens that end with a sentence, if one ends in their last ``window`` tokens."""
+    """Chunks of up to ``size`` tokens that end with a sentence.
+
+    If no sentence ends in the last ``window`` of ``size`` tokens, the chunk has ``size`` tokens.
+    """
 
     size: int
     sentence_ends: frozenset[int]
@@ -93,10 +96,11 @@ class DocumentChunker:
 
 @dataclass(frozen=True)
 class ContentDefinedChunker:
-    """Chunks that end where the rolling hash is the maximum of ``reach`` positions on both sides.
+    """Chunks that end at local maxima of a rolling hash.
 
-    No boundary depends on the one before it, so the same text has the same boundaries after its first ``reach`` tokens.
-    Only the last chunk may be shorter than ``reach`` tokens; the average is ``2 * reach + 1`` tokens.
+    A local maximum is the largest hash of ``reach`` positions on both sides. No boundary depends on the one before it,
+    so the same text has the same boundaries after its first ``reach`` tokens. Only the last chunk may be shorter than
+    ``reach`` tokens; the average is ``2 * reach + 1`` tokens.
     """
 
     reach: int

@@ -65,7 +65,7 @@ class LabResult:
 
 @dataclass(frozen=True)
 class LabDocuments:
-    """Documents after a common head, to store in one order and use in another."""
+    """Head and documents, to store in one order and use in another."""
 
     lab: ReuseLab
     head: list[int]

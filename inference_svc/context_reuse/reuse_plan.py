@@ -12,7 +12,10 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RelocatedSpan:
-    """Tokens ``start`` to ``end`` of a prompt whose keys and values were computed behind another prefix."""
+    """Relocated tokens ``start`` to ``end`` of a prompt.
+
+    Their keys and values were computed behind another prefix.
+    """
 
     start: int
     end: int

@@ -16,7 +16,7 @@ Mode = Literal["off", "verified", "always"]
 
 @dataclass(frozen=True)
 class RecomputeSetting:
-    """A selector, and the share of approximate tokens that it selects for recomputation."""
+    """A selector, and the share of approximate tokens to recompute."""
 
     selector: TokenSelector
     ratio: float

@@ -33,7 +33,7 @@ class KeyRotation:
         self.by: Callable[[int], Rotation] = lru_cache(4096)(self._by)
 
     def _by(self, delta: int) -> Rotation:
-        """Cosine and sine ``[rotary_dim / 2]`` (float32) of a shift by ``delta`` positions, which may be negative."""
+        """Cosine and sine ``[rotary_dim / 2]`` (float32) of a shift by ``delta`` positions. It may be negative."""
         angles = self.frequencies * delta
         return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

@@ -352,9 +352,10 @@ def _quote(parts: Sequence[Sequence[int]], rng: random.Random) -> list[int]:
 
 
 def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]]:
-    """Compute KL divergence from full prefill (nats) and top-1 agreement, per compared position and answer token.
+    """Compute KL divergence (nats) and top-1 agreement with a full prefill.
 
-    The logits of the last position predict the first token of the answer, so it is not compared twice.
+    It returns them for each compared position and answer token. The logits of the last position predict the first token
+    of the answer, so it is not compared twice.
     """
     pairs = ((full.logits, got.logits), (full.answer_logits[1:], got.answer_logits[1:]))
     kl: list[float] = []

@@ -47,7 +47,7 @@ _MAX_REMOTE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ChunkCopy:
-    """A leased chunk, and the pool slots to which its first tokens are copied.
+    """A leased chunk, and the pool slots for its first tokens.
 
     ``rotation`` is the RoPE shift of its keys. With ``global_layers_only``, only layers without a window are copied.
     """
@@ -65,9 +65,10 @@ class ChunkCopy:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Leased chunks to copy for a load, and the report to the engine after the copy.
+    """Leased chunks to copy for a load.
 
-    ``lookup_seconds`` is the time of the lookup, without the time of the remote tier.
+    ``restored`` is the report to the engine after the copy. ``lookup_seconds`` is the time of the lookup, without the
+    time of the remote tier.
     """
 
     lease_id: bytes
@@ -153,7 +154,7 @@ class ChunkLoader:
         began: float,
         looked_up: float,
     ) -> LoadPlan:
-        """Choose the chunks of a Match answer to copy, and build the report to the engine."""
+        """Choose the chunks of a Match answer to copy. Builds the report to the engine."""
         sequence, pool = load.sequence, load.pool
         stored = _stored_prefix(answer.passed_tokens, answer.matches, cuts)
         use = self._plan_window(sequence, pool, answer, stored)
@@ -260,7 +261,7 @@ class ChunkLoader:
 
     @staticmethod
     def _prefix_copies(sequence: Sequence, pool: KVPool, matches: Any, use: WindowPlan) -> list[ChunkCopy]:
-        """Plan the copies of prefix chunks, for all layers or only for layers without a window."""
+        """Plan the copies of prefix chunks. Some are only for layers without a window."""
         out: list[ChunkCopy] = []
         for match in matches:
             start = match.start_position
@@ -308,7 +309,7 @@ class ChunkLoader:
     def _relocated_copies(
         self, sequence: Sequence, pool: KVPool, contents: Any, exact: int
     ) -> tuple[list[ChunkCopy], list[RelocatedSpan]]:
-        """Plan the copies of content matches, with the RoPE shift to their positions in the prompt."""
+        """Plan the copies of content matches. RoPE shift moves them to their positions in the prompt."""
         assert sequence.kv.table is not None
         out: list[ChunkCopy] = []
         stretches: list[RelocatedSpan] = []
@@ -329,7 +330,7 @@ class ChunkLoader:
         return out, stretches
 
     def _relocation_pays(self, chosen: RecomputeSetting) -> bool:
-        """True if load and recompute together are cheaper than prefill, or if the operator set ``always``."""
+        """True if load and recompute together are cheaper than prefill. Always true with mode ``always``."""
         share = recompute_cost(chosen.selector, chosen.ratio, self._geometry.layers, self._projection_share)
         return self._policy.mode == "always" or self._cost_model.worth_reusing(share)
 
@@ -352,7 +353,7 @@ class ChunkLoader:
 
 
 def document_marks(sequence: Sequence) -> DocumentMarks:
-    """Add the end of the prompt to a request's marks, because the answer is not part of the last document."""
+    """Add the end of the prompt to a request's marks. The answer is not part of the last document."""
     marks = sequence.request.cache.marks
     return replace(marks, segment_ends=(*marks.segment_ends, sequence.request.num_prompt_tokens))
 

@@ -320,7 +320,7 @@ class DaemonConnector:
 
 
 def _share_head(a: list[int], b: list[int]) -> bool:
-    """True if two prompts have the same first tokens, of which the Bloom filter contains a hash."""
+    """True if two prompts have the same first tokens. The Bloom filter contains a hash of these only."""
     head = min(HEAD_TOKENS, len(a), len(b))
     return a[:head] == b[:head]
 

@@ -17,8 +17,8 @@ _TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 2.0, 1.0
 class LoadCostModel:
     """Moving averages of load and prefill times.
 
-    While loading is clearly slower than prefill, the model advises against it, except for one retry in
-    ``_RETRY_EVERY`` lookups.
+    While loading is clearly slower than prefill, the model advises against it, except for one retry in ``_RETRY_EVERY``
+    lookups.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ def plan_window(
 def load_layers(
     pool: KVPool, pieces: Sequence[ChunkPlacement], far: Sequence[ChunkPlacement], groups: Sequence[range]
 ) -> Iterator[range]:
-    """Write chunk placements into the pool, and yield each group of layers when it is complete.
+    """Write chunk placements into the pool. Yields each group of layers when it is complete.
 
     Layers with a window do not get the ``far`` placements.
     """

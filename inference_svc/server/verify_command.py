@@ -1,6 +1,7 @@
 """``kvsidecar verify MODEL``: verifies approximate reuse for a model.
 
-Modules that need torch are imported after the flags were parsed: that takes seconds, and a mistyped flag none.
+Modules that import torch, which takes seconds, are imported after the flags are parsed, so that a mistyped flag is
+reported at once.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def report_table(report: Report) -> Table:
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Parse the options; ``model`` is set. Exits with status 2 for invalid ones."""
+    """Parse the options; ``model`` is then set. Exits with status 2 for invalid options."""
     asking = parser()
     options = asking.parse_args(arguments)
     if options.model and options.named and options.model != options.named:

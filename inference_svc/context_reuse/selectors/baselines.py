@@ -18,9 +18,9 @@ class NoTokens:
 
 
 class ChunkEdges:
-    """Selects tokens at both ends of each relocated span, where the context changes.
+    """Selects tokens at both ends of each relocated span.
 
-    Two thirds of a span's selected tokens are at its start, one third at its end.
+    There the context changes. Two thirds of a span's selected tokens are at its start, one third at its end.
     """
 
     name, depth, needs_deviation, attention_depth = "selective", 0, False, 0.0

@@ -19,7 +19,10 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 
 
 class GuidedSelector:
-    """Selects the share ``ratio`` of tokens with the most attention of the question, after ``depth`` layers."""
+    """Selects tokens by the question's attention.
+
+    It selects the share ``ratio`` with the most attention, after ``depth`` layers.
+    """
 
     # In the built-in model, attention is informative well before the last layer.
     needs_deviation, attention_depth = False, 2 / 3

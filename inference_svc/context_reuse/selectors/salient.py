@@ -14,9 +14,10 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 
 
 class SalientSelector:
-    """Selects by the question's attention times the squared deviation in layers 1 and 2.
+    """Selects tokens by attention times deviation.
 
-    It selects the share ``ratio`` of tokens with the largest product.
+    It selects the share ``ratio`` with the largest product of the question's attention and the squared deviation in
+    layers 1 and 2.
     """
 
     name, depth, needs_deviation, attention_depth = "salient", 2, True, 1.0

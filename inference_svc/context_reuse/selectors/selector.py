@@ -13,7 +13,9 @@ from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 
 @dataclass(frozen=True)
 class SelectionSignals:
-    """Measurements of the approximate tokens, each ``[approximate tokens]`` in the order of their positions.
+    """Measurements of the approximate tokens, in the order of their positions.
+
+    Each array has the shape ``[approximate tokens]``.
 
     ``deviation``: distance of a token's computed keys and values from the stored ones, in layers 1 to the selector's
     depth: the root of the sum of squares, where each layer's keys and values are divided by their mean norm.
