@@ -316,7 +316,7 @@ class ChunkLoader:
             match = found.match
             end = found.start + match.tokens
             # The first tokens of a prompt are attention sinks whatever they are; relocated, they must not be.
-            start = max(found.start + (SINK_TOKENS if match.start_position == 0 else 0), exact)
+            start = max(found.start + max(0, SINK_TOKENS - match.start_position), exact)
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue
             slots = torch.from_numpy(sequence.kv.table.slots(found.start, end))
@@ -352,9 +352,8 @@ class ChunkLoader:
 
 
 def document_marks(sequence: Sequence) -> DocumentMarks:
-    """Marks of a request, with one at the end of its prompt: the answer is not part of the last document."""
-    marks = sequence.request.cache.marks
-    return replace(marks, segment_ends=(*marks.segment_ends, sequence.request.num_prompt_tokens))
+    """Marks of a request, with the end of its prompt."""
+    return replace(sequence.request.cache.marks, prompt_end=sequence.request.num_prompt_tokens)
 
 
 def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredPrefix:

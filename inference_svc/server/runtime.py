@@ -23,6 +23,7 @@ from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.context_reuse.selectors import SELECTORS
+from inference_svc.context_reuse.text_structure import TextStructure
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.kv_client.connector import DaemonConnector
@@ -305,7 +306,8 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
         separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
     # Decoding the whole vocabulary takes a second for a large one.
     ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
-    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends)
+    structure = TextStructure.of(loaded.tokenizer) if config.chunking == "content_defined" else None
+    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends, structure)
     why = why_not_shiftable(loaded.config)
     if why and config.approximate != "off":
         log.info("reuse is limited to prefixes", reason=why)
