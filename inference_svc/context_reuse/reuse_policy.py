@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 
 from inference_svc.context_reuse.chunking import Chunker
 from inference_svc.context_reuse.rope_shift import KeyRotation
 from inference_svc.context_reuse.selectors import DEFAULT_RATIO, DEFAULT_SELECTOR, SELECTORS, TokenSelector
-
-Mode = Literal["off", "verified", "always"]
 
 
 @dataclass(frozen=True)
@@ -27,23 +24,24 @@ class ReusePolicy:
     """Chunking, and whether and how relocated chunks are reused.
 
     ``key_rotation`` is None for a model without RoPE shift. ``selector`` and ``ratio`` are None for those of the
-    verdict.
+    verdict. ``enabled`` is the setting for requests that do not set their own; ``unverified`` needs no verdict.
     """
 
     chunker: Chunker
     key_rotation: KeyRotation | None
     selector: TokenSelector | None
     ratio: float | None
-    mode: Mode = "verified"
+    enabled: bool = False
+    unverified: bool = False
 
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
         """Selector and ratio for approximate tokens; None if they may not be reused.
 
-        Unless the operator set ``always``, reuse needs a passed verification of this very selector.
+        Unless the operator set ``unverified``, reuse needs a passed verification of this very selector.
         """
-        if self.key_rotation is None or self.mode == "off":
+        if self.key_rotation is None:
             return None
-        if self.mode == "always":
+        if self.unverified:
             return RecomputeSetting(self.selector or SELECTORS[DEFAULT_SELECTOR], self._ratio(DEFAULT_RATIO))
         if verdict is None or not verdict.passed or verdict.ratio > self._ratio(verdict.ratio) + 1e-9:
             return None

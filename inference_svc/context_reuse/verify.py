@@ -3,8 +3,8 @@
 Each prompt is documents and a question. The documents are stored in another order, relocated into the prompt,
 selectively recomputed, and compared with a full prefill over every token of the question and of the greedy answer. A
 control quotes one of the documents instead of asking: its continuation needs no other document, so that reuse without
-recomputation does no harm, and recomputation must not. A verification can fail; workers with ``approximate=verified``
-use only a selector that passed.
+recomputation does no harm, and recomputation must not. A verification can fail; workers with ``reuse_anywhere`` use
+only a selector that passed.
 """
 
 from __future__ import annotations
@@ -164,6 +164,8 @@ class Report:
             top1_agreement=c.top1_agreement,
             prompts=c.prompts or self.prompts,
             measured_at=int(time.time()),
+            cost=c.cost,
+            reason="" if self.passed else self.inconclusive_reason or c.why,
         )
 
     def as_dict(self) -> dict[str, object]:

@@ -103,7 +103,7 @@ class ChunkLoader:
         table = sequence.kv.table  # the engine takes back the pages of a load that is not wanted any more
         if table is not None and table.tokens < len(sequence.tokens):
             return False
-        return not sequence.request.cache.exact_only and self._policy.recompute_setting(session.verdict) is not None
+        return sequence.request.cache.reuse_anywhere and self._policy.recompute_setting(session.verdict) is not None
 
     def look_up(self, session: Session, root: bytes, load: SequenceLoad) -> LoadPlan | None:
         """Look a prompt up and plan its load; None if there is nothing to copy.
@@ -316,7 +316,7 @@ class ChunkLoader:
             match = found.match
             end = found.start + match.tokens
             # The first tokens of a prompt are attention sinks whatever they are; relocated, they must not be.
-            start = max(found.start + max(0, SINK_TOKENS - match.start_position), exact)
+            start = max(found.start + (SINK_TOKENS if match.start_position == 0 else 0), exact)
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue
             slots = torch.from_numpy(sequence.kv.table.slots(found.start, end))
@@ -329,9 +329,9 @@ class ChunkLoader:
         return out, stretches
 
     def _relocation_pays(self, chosen: RecomputeSetting) -> bool:
-        """True if loading and recomputing is cheaper than prefill, or if the operator set ``always``."""
+        """True if loading and recomputing is cheaper than prefill, or if the operator set ``unverified``."""
         share = recompute_cost(chosen.selector, chosen.ratio, self._geometry.layers, self._projection_share)
-        return self._policy.mode == "always" or self._cost_model.worth_reusing(share)
+        return self._policy.unverified or self._cost_model.worth_reusing(share)
 
     def _chunk_ends(self, session: Session, sequence: Sequence) -> list[int]:
         """Chunk boundaries of the prompt, for a daemon that can fetch chunks from the remote tier."""
