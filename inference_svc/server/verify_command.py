@@ -115,7 +115,7 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
     where = "does not store the verdict" if options.no_store else "hands the verdict to the cache daemon"
     _say(
         f"loads {options.model}, compares answers over reordered documents with those of a full prefill, and {where}; "
-        "it takes half a minute for 135 million parameters on two idle cores, and longer in proportion for larger models"
+        "it takes half a minute for 135 million parameters on two idle cores, longer for larger models"
     )
     from inference_svc.context_reuse.reuse_lab import ReuseLab
     from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 from kvsidecar.errors import InvalidRequest
-from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
 from inference_svc.context_reuse.chunking import new_chunker

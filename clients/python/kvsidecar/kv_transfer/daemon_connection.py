@@ -130,7 +130,7 @@ class DaemonConnection:
             try:
                 grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
             except grpc.FutureTimeoutError:
-                self._log_once("the cache daemon does not answer; serving without cache")
+                self._log_once(f"no cache daemon answers at {self._address.target}; serving without cache")
                 return False
             stub: Any = CacheServiceStub(with_trace_context(channel))
             incoming = stub.Attach(iter(outgoing.get, None))
@@ -193,7 +193,10 @@ class DaemonConnection:
             self._logged = ""
             self._changed.notify_all()
         how = f"arena of {format_size(welcome.arena.size_bytes)}" if welcome.memory_socket else "chunks are streamed"
-        self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, {how}")
+        self._log.info(
+            f"attached to the cache daemon at {self._address.target}, epoch {welcome.epoch:x}, {how}, "
+            f"namespace {self.namespace.hex()[:12]}"
+        )
         session.closed.wait()
         return True
 
