@@ -108,12 +108,14 @@ class LabDocuments:
 class ReuseLab:
     """One model with a pool for one prompt at a time.
 
-    A loaded model can have only one Decoder: pass it if it exists. Raises ModelUnsupported if the model's keys cannot
-    be shifted.
+    A loaded model can have only one Decoder: pass it if it exists. A prefill computes at most ``piece_rows`` rows at
+    once. Raises ModelUnsupported if the model's keys cannot be shifted.
     """
 
-    def __init__(self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None) -> None:
-        self.loaded = loaded
+    def __init__(
+        self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None, piece_rows: int = 512
+    ) -> None:
+        self.loaded, self._piece_rows = loaded, piece_rows
         self.key_rotation = key_rotation_of(loaded.model)
         self.decoder = decoder or Decoder(loaded)
         self.pool = KVPool(
@@ -129,7 +131,7 @@ class ReuseLab:
         self,
         tokens: Sequence[int],
         logits_at: Positions,
-        piece: int = 512,
+        piece: int | None = None,
         go_on: int = 0,
         answer: Sequence[int] = (),
     ) -> LabResult:
@@ -185,7 +187,15 @@ class ReuseLab:
             began = time.perf_counter()
             plan = self.place_chunks(table, tokens, exact, placed)
             work = SelectiveRecompute(
-                self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at
+                self.decoder,
+                self.pool,
+                list(tokens),
+                table,
+                plan,
+                strategy,
+                ratio,
+                piece_rows=lambda: self._piece_rows,
+                logits_at=logits_at,
             )
             for _ in work.steps():
                 pass
@@ -263,9 +273,11 @@ class ReuseLab:
         rotation = self.key_rotation.by(delta) if delta else None
         unpack_chunk(self.pool.keys, self.pool.values, slots, chunk.header, chunk.payload, rotation)
 
-    def prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int = 512) -> Tensor:
+    def prefill(
+        self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int | None = None
+    ) -> Tensor:
         """Prefill a prompt into its blocks; return float32 logits at positions ``logits_at``."""
-        out = []
+        out, piece = [], piece or self._piece_rows
         for start in range(0, len(tokens), piece):
             span = forward_batch.SequenceSlice(list(tokens[start : start + piece]), start, table, False)
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start

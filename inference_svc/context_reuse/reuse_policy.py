@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 
 from inference_svc.context_reuse.chunking import Chunker
 from inference_svc.context_reuse.rope_shift import KeyRotation
 from inference_svc.context_reuse.selectors import DEFAULT_RATIO, DEFAULT_SELECTOR, SELECTORS, TokenSelector
-
-Mode = Literal["off", "verified", "always"]
 
 
 @dataclass(frozen=True)
@@ -27,23 +24,24 @@ class ReusePolicy:
     """Chunker, and conditions and recompute of relocated chunks.
 
     ``key_rotation`` is None for a model without RoPE shift. If ``selector`` or ``ratio`` is None, the verdict's is
-    used.
+    used. ``enabled`` applies to requests that do not set their own; with ``unverified``, reuse needs no verdict.
     """
 
     chunker: Chunker
     key_rotation: KeyRotation | None
     selector: TokenSelector | None
     ratio: float | None
-    mode: Mode = "verified"
+    enabled: bool = False
+    unverified: bool = False
 
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
         """Selector and ratio for approximate tokens; None if they may not be reused.
 
-        Unless the operator set ``always``, the same selector must have passed verification.
+        Unless the operator set ``unverified``, the same selector must have passed verification.
         """
-        if self.key_rotation is None or self.mode == "off":
+        if self.key_rotation is None:
             return None
-        if self.mode == "always":
+        if self.unverified:
             return RecomputeSetting(self.selector or SELECTORS[DEFAULT_SELECTOR], self._ratio(DEFAULT_RATIO))
         if verdict is None or not verdict.passed or verdict.ratio > self._ratio(verdict.ratio) + 1e-9:
             return None

@@ -4,7 +4,7 @@ A prompt consists of documents and a question. The documents are stored in anoth
 selectively recomputed. The result is compared with a full prefill, at every token of the question and of the greedy
 answer. A control has a quote from one of the documents instead of the question: its continuation needs no other
 document, so reuse without recomputation is harmless there, and recomputation must be harmless, too. A verification can
-fail; workers with ``approximate=verified`` use only a selector that passed.
+fail; workers with ``reuse_anywhere`` use only a selector that passed.
 """
 
 from __future__ import annotations
@@ -164,6 +164,8 @@ class Report:
             top1_agreement=c.top1_agreement,
             prompts=c.prompts or self.prompts,
             measured_at=int(time.time()),
+            cost=c.cost,
+            reason="" if self.passed else self.inconclusive_reason or c.why,
         )
 
     def as_dict(self) -> dict[str, object]:

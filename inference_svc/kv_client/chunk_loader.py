@@ -104,7 +104,7 @@ class ChunkLoader:
         table = sequence.kv.table  # None if the engine has freed the blocks of an abandoned load
         if table is not None and table.tokens < len(sequence.tokens):
             return False
-        return not sequence.request.cache.exact_only and self._policy.recompute_setting(session.verdict) is not None
+        return sequence.request.cache.reuse_anywhere and self._policy.recompute_setting(session.verdict) is not None
 
     def look_up(self, session: Session, root: bytes, load: SequenceLoad) -> LoadPlan | None:
         """Look up a prompt and plan its load; None if there is nothing to copy.
@@ -330,9 +330,9 @@ class ChunkLoader:
         return out, stretches
 
     def _relocation_pays(self, chosen: RecomputeSetting) -> bool:
-        """True if load and recompute together are cheaper than prefill. Always true with mode ``always``."""
+        """True if load and recompute together are cheaper than prefill. Always true with ``unverified``."""
         share = recompute_cost(chosen.selector, chosen.ratio, self._geometry.layers, self._projection_share)
-        return self._policy.mode == "always" or self._cost_model.worth_reusing(share)
+        return self._policy.unverified or self._cost_model.worth_reusing(share)
 
     def _chunk_ends(self, session: Session, sequence: Sequence) -> list[int]:
         """Compute the prompt's chunk boundaries, for a daemon with a remote tier; empty without one."""
@@ -353,9 +353,8 @@ class ChunkLoader:
 
 
 def document_marks(sequence: Sequence) -> DocumentMarks:
-    """Add the end of the prompt to a request's marks. The answer is not part of the last document."""
-    marks = sequence.request.cache.marks
-    return replace(marks, segment_ends=(*marks.segment_ends, sequence.request.num_prompt_tokens))
+    """Add the end of the prompt to a request's marks."""
+    return replace(sequence.request.cache.marks, prompt_end=sequence.request.num_prompt_tokens)
 
 
 def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredPrefix:

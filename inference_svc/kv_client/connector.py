@@ -92,6 +92,31 @@ class DaemonConnector:
     def attached(self) -> bool:
         return all(daemon.session is not None for daemon in self._daemons.values())
 
+    @property
+    def verdict(self) -> pb.ReuseVerdict | None:
+        """Verdict on approximate reuse of the model without adapters; None without one, and without a session."""
+        session = self._daemons[b""].session
+        return None if session is None else session.verdict
+
+    def use_verdict(self, verdict: pb.ReuseVerdict) -> None:
+        """Use a verdict for the model as long as the daemon has none."""
+        daemon = self._daemons[b""]
+        daemon.default_verdict = verdict
+        session = daemon.session
+        if session is not None and session.verdict is None:
+            session.verdict = verdict
+
+    def store_verdict(self, verdict: pb.ReuseVerdict) -> None:
+        """Use a verdict, and store it in the daemon. A daemon that cannot store it is logged."""
+        self.use_verdict(verdict)
+        session = self._daemons[b""].session
+        try:
+            if session is not None:
+                request = pb.SetVerdictRequest(session_id=session.id, verdict=verdict)
+                session.stub.SetVerdict(request, timeout=_VERDICT_SECONDS)
+        except grpc.RpcError as error:
+            log.warning("the daemon did not store the verdict on approximate reuse", error=str(from_rpc(error)))
+
     def close(self) -> None:
         """Finish queued jobs and end the sessions. Blocks."""
         # Lookup threads end before the copy thread, because lookups submit copies.
@@ -334,7 +359,7 @@ def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.Reu
     try:
         session = link.session if link.wait(_VERDICT_SECONDS) else None
         if session is None:
-            raise Unavailable(f"no cache daemon answers on {socket}; start one, or leave --store-verdict out")
+            raise Unavailable(f"no cache daemon answers on {socket}; start one, or add --no-store")
         request = pb.SetVerdictRequest(session_id=session.id, verdict=verdict)
         try:
             session.stub.SetVerdict(request, timeout=_VERDICT_SECONDS)

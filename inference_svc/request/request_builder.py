@@ -49,6 +49,7 @@ class RequestDefaults:
     tool_call_parser: str = "auto"
     speculate: str = "off"
     has_draft_model: bool = False
+    reuse_anywhere: bool = False
 
 
 class RequestBuilder:
@@ -71,7 +72,7 @@ class RequestBuilder:
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
-        self._separator = defaults.document_separator
+        self._separator, self._reuse_anywhere = defaults.document_separator, defaults.reuse_anywhere
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
         self._chat_template = ChatTemplate(
@@ -265,7 +266,7 @@ class RequestBuilder:
             request.include_stop,
             request.min_tokens,
         )
-        cache = request_options.cache_use(request.cache, marks)
+        cache = request_options.cache_use(request.cache, marks, self._reuse_anywhere)
         parameters = GenerationRequest(
             id=request.request_id or token_hex(12),
             num_prompt_tokens=len(tokens),

@@ -57,8 +57,11 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
-    """Return the cache options of a request. Raises InvalidRequest."""
+def cache_use(given: pb.CacheOptions, marks: DocumentMarks, reuse_anywhere: bool) -> CacheParams:
+    """Return the cache options of a request. Raises InvalidRequest.
+
+    ``reuse_anywhere`` is the worker's setting, for a request without its own.
+    """
     if len(given.tenant_salt) > _MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
     if given.HasField("ttl_seconds") and not 1 <= given.ttl_seconds <= MAX_TTL_SECONDS:
@@ -66,11 +69,17 @@ def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
             f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
             param="cache_ttl_seconds",
         )
+    if given.HasField("reuse_anywhere"):
+        if given.reuse_anywhere and given.exact_only:
+            raise InvalidRequest(
+                "reuse_anywhere is true beside exact_only, which forbids it; send one of them", param="reuse_anywhere"
+            )
+        reuse_anywhere = given.reuse_anywhere
     return CacheParams(
         read=not given.skip_read,
         write=not given.skip_write,
         tenant_salt=given.tenant_salt,
-        exact_only=given.exact_only,
+        reuse_anywhere=reuse_anywhere and not given.exact_only,
         marks=marks,
         ttl_seconds=given.ttl_seconds,
     )

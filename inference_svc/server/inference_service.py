@@ -79,6 +79,7 @@ class InferenceService(InferenceServiceServicer):
             response.prompt_text = response.prompt_text or part.prompt_text
             if part.HasField("numerics"):
                 response.numerics.CopyFrom(part.numerics)
+                response.reuse_anywhere.CopyFrom(part.reuse_anywhere)
             if part.finish_reason:
                 copy_stop_reason(part, response)
                 response.finish_reason = part.finish_reason
@@ -179,6 +180,7 @@ class InferenceService(InferenceServiceServicer):
             part.prompt_parts.extend(prompt_parts(sequence, self._requests.text))
         if request.explain:
             part.numerics.CopyFrom(numerics_of(self._loaded))
+            part.reuse_anywhere.CopyFrom(self._runtime.reuse_state().message())
         part.prompt_logprobs.extend(prompt_logprobs(sequence, self._requests.text))
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
@@ -272,6 +274,7 @@ class InferenceService(InferenceServiceServicer):
             has_chat_template=bool(m.tokenizer.chat_template),
             adapters=[self._adapter_message(adapter) for adapter in list(self._engine.adapters.values())],
             numerics=numerics_of(m),
+            reuse_anywhere=self._runtime.reuse_state().message(),
         )
 
     def _namespace(self, fingerprint: bytes) -> bytes:
@@ -347,6 +350,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         skipping_requests=engine.stats.bypassing_requests,
         skipping_tokens=engine.stats.bypassing_tokens,
         bypassed_requests=cache.stats.bypassed if cache else 0,
+        reuse_anywhere=runtime.reuse_state().message(),
     )
 
 

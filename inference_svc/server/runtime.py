@@ -21,8 +21,11 @@ from kvsidecar.process.malloc_tuning import keep_freed_memory, trim_freed_memory
 
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
+from inference_svc.context_reuse.reuse_state import NO_DAEMON, ReuseState
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.context_reuse.selectors import SELECTORS
+from inference_svc.context_reuse.shipped_verdicts import shipped_verdict
+from inference_svc.context_reuse.text_structure import TextStructure
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.kv_client.connector import DaemonConnector
@@ -47,6 +50,7 @@ from inference_svc.models.numerics_identity import NumericsIdentity
 from inference_svc.request.request_builder import RequestBuilder, RequestDefaults
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server.daemon_address import daemon_address
+from inference_svc.server.idle_verification import IdleVerification
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
@@ -65,9 +69,28 @@ class Runtime:
     engine: Engine
     cache: DaemonConnector | None
     config: WorkerConfig
+    policy: ReusePolicy
+    verification: IdleVerification | None = None
+
+    def start_verification(self) -> None:
+        """Log the state of approximate reuse, and verify it while no request runs if necessary."""
+        log.info(self.reuse_state().sentence)
+        if self.verification is not None and (self.cache is None or self.cache.verdict is None):
+            self.verification.start(lambda: log.info(self.reuse_state().sentence))
+
+    def reuse_state(self) -> ReuseState:
+        """State of approximate reuse of the model without adapters."""
+        why = why_not_shiftable(self.engine.loaded.config)
+        if not why and (self.cache is None or not self.cache.attached):
+            why = NO_DAEMON
+        verdict = None if self.cache is None else self.cache.verdict
+        waits = self.verification is not None and verdict is None
+        return ReuseState(self.policy, verdict, why, self.verification.progress if waits and self.verification else "")
 
     def close(self) -> None:
         """Stop the engine, finish queued saves, end the sessions. Blocks."""
+        if self.verification is not None:
+            self.verification.close()
         self.engine.stop()
         if self.engine.loaded.streamed is not None:
             self.engine.loaded.streamed.close()
@@ -78,7 +101,11 @@ class Runtime:
         """Build the request builder for this engine and its settings."""
         config, engine = self.config, self.engine
         defaults = RequestDefaults(
-            config.document_separator, config.tool_call_parser, config.speculate, bool(config.draft_model)
+            config.document_separator,
+            config.tool_call_parser,
+            config.speculate,
+            bool(config.draft_model),
+            config.reuse_anywhere,
         )
         return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.capacity)
 
@@ -164,7 +191,9 @@ def _assemble(
         latest = time.monotonic() + _ATTACH_SECONDS
         for daemon in daemons.values():
             daemon.wait(max(0.0, latest - time.monotonic()))
-        _log_reuse_mode(policy, daemons[b""])
+        shipped = shipped_verdict(loaded.descriptor(config.storage_bits))
+        if shipped is not None:
+            cache.use_verdict(shipped)
     limits = EngineLimits(
         config.batch_tokens,
         config.batch_sequences,
@@ -179,7 +208,10 @@ def _assemble(
     _log_adapters(config, engine, bool(daemons))
     if daemons:
         daemons[b""].served_counts = lambda: _prompt_counters(engine)  # counts requests of all adapters, too
-    return Runtime(engine, cache, config)
+    verification: IdleVerification | None = None
+    if cache is not None and loaded.streamed is None and policy.enabled and policy.key_rotation is not None:
+        verification = None if policy.unverified else IdleVerification(engine, cache, config)
+    return Runtime(engine, cache, config, policy, verification)
 
 
 def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWeights]:
@@ -270,7 +302,7 @@ def _warn_batch_variance(bad: list[str], loaded: LoadedModel) -> None:
 def _log_adapters(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
         engine.between_steps(partial(log_adapter_ready, adapter, engine.loaded))
-    if engine.adapters and cached and config.approximate == "verified":
+    if engine.adapters and cached and config.reuse_anywhere:
         log.info("adapters reuse prefixes only, exactly: kvsidecar verify verifies the model without adapters")
 
 
@@ -282,35 +314,30 @@ def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
         _warn_batch_variance(batch_variant_shapes(products, _PROBED_ROWS), loaded)
 
 
-def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
-    session = daemon.session
-    if session is None or policy.key_rotation is None or policy.mode != "verified":
-        return
-    if policy.recompute_setting(session.verdict) is None:
-        known = "failed its verification" if session.verdict is not None else "has not been verified: kvsidecar verify"
-        log.info(
-            f"stored chunks are reused as prefixes only, exactly; approximate reuse is off because the model {known}"
-        )
-
-
 def _prompt_counters(engine: Engine) -> ServedCounts:
     s = engine.stats
     return ServedCounts(s.requests - s.bypassing_requests, s.cacheable_tokens, s.cached_tokens, s.pool_hit_tokens)
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
-    """Build the worker's chunking and reuse policy. Logs the reason if a model's keys cannot be shifted."""
+    """Build the worker's chunking and reuse policy."""
     separator: list[int] = []
     if config.document_separator:
         separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
     # Detokenizing a large vocabulary takes a second, so this is done only for the chunker that needs it.
     ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
-    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends)
+    structure = TextStructure.of(loaded.tokenizer) if config.chunking == "content_defined" else None
+    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends, structure)
     why = why_not_shiftable(loaded.config)
-    if why and config.approximate != "off":
-        log.info("reuse is limited to prefixes", reason=why)
     rotary = None if why else key_rotation_of(loaded.model)
-    return ReusePolicy(chunker, rotary, SELECTORS.get(config.repair), config.repair_ratio, config.approximate)
+    return ReusePolicy(
+        chunker,
+        rotary,
+        SELECTORS.get(config.repair),
+        config.repair_ratio,
+        config.reuse_anywhere,
+        config.unverified_reuse,
+    )
 
 
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:

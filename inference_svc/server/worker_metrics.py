@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvsidecar.telemetry.build_info import BuildInfoCollector
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -99,5 +100,6 @@ class WorkerCollector:
 def serve_metrics(runtime: Runtime, port: int, host: str) -> None:
     """Serve ``/metrics``. Raises OSError if the address is taken."""
     registry = CollectorRegistry()
+    registry.register(BuildInfoCollector("worker"))
     registry.register(WorkerCollector(runtime))
     start_http_server(port, host, registry)

@@ -112,6 +112,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
             cache=runtime.cache is not None and runtime.cache.attached,
             **({"vllm_grpc": addresses[-1]} if others else {}),
         )
+        runtime.start_verification()
         names = {"", SERVICE, *(door.service for door in others)}
         await _watch_engine(runtime.engine, health, names, stop)
         log.info("stopping")
