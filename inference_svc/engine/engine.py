@@ -159,7 +159,7 @@ class Engine:
         return self.between_steps(end)
 
     def between_steps(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` on the engine's thread between two steps, and returns its result or raises its error."""
+        """Runs ``work`` on the engine's thread between two steps. Returns its result, or raises its error."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -225,7 +225,7 @@ class Engine:
 
     @property
     def free_overflow_pages(self) -> int:
-        """Blocks that a new sequence could get in the pool's overflow, as of the last step."""
+        """Blocks that a new sequence could get in the overflow, as of the last step."""
         return self._free_overflow_pages
 
     @property

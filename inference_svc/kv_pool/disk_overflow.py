@@ -38,7 +38,7 @@ _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
 
 
 class DiskOverflow:
-    """Tensors whose first slots are memory and whose last slots are a file.
+    """Tensors with first slots in memory and last slots in a file.
 
     Only the engine's thread calls it; other threads may read and write the tensors. ``keys`` and ``values`` have the
     pool's shape ``[layers, kv_heads, slots, head_dim]``. The first ``memory_pages`` blocks are in memory, followed by
@@ -136,7 +136,7 @@ class DiskOverflow:
     # ---- parts ----------------------------------------------------------------------------------------------
 
     def _whole(self, pages: int) -> int:
-        """Rounds a number of KV blocks up, so that every strip fills whole memory pages and disk blocks."""
+        """Rounds up a number of KV blocks. Every strip then fills whole memory pages and disk blocks."""
         each = mmap.PAGESIZE // min(mmap.PAGESIZE, self._page_bytes & -self._page_bytes)
         each = math.lcm(each, self._group)
         return -(-pages // each) * each

@@ -39,7 +39,7 @@ class PrefillBudget:
             self._row = _mean(self._row, each)
 
     def learn_step(self, spans: Iterable[SequenceSlice], seconds: float) -> None:
-        """Records the seconds of a step by its slices, unless the step may have waited for layers to load."""
+        """Records the seconds of a step by its slices. Ignores steps that may have waited for layers to load."""
         spans = list(spans)
         if all(span.gate is None for span in spans):
             self.learn(sum(len(span.tokens) for span in spans if len(span.tokens) > 1 + span.num_drafted), seconds)

@@ -106,7 +106,7 @@ class DraftModelProposer:
 
     @property
     def copies(self) -> bool:
-        """True if the draft model is a copy that uses the model's pool and the sequences' own blocks."""
+        """True if the draft model is a copy. It then uses the model's pool and the sequences' own blocks."""
         return self._copy
 
     def tables(self) -> list[BlockTable]:

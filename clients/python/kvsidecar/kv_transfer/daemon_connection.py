@@ -70,6 +70,7 @@ class DaemonConnection:
         self._maps = maps
         self.namespace = keys.namespace_id(descriptor)
         self.served_counts: Callable[[], ServedCounts] = ServedCounts  # reported in heartbeats; set by the runtime
+        self.default_verdict: pb.ReuseVerdict | None = None  # of sessions for which the daemon has none
         self._session: Session | None = None
         self._stop = threading.Event()
         self._current: Session | None = None
@@ -146,7 +147,7 @@ class DaemonConnection:
                     stub,
                     welcome.heartbeat_interval_ms / 1000,
                     welcome.max_chunk_tokens,
-                    welcome.verdict if welcome.HasField("verdict") else None,
+                    welcome.verdict if welcome.HasField("verdict") else self.default_verdict,
                     remote=welcome.remote,
                     served_before=self.served_counts(),
                 )

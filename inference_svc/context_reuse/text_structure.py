@@ -1,0 +1,61 @@
+"""Paragraph and message ends in token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLANK_LINE, _ENDS_LINE, _STARTS_LINE, _SPECIAL = 1, 2, 4, 8
+# How vocabularies write a line feed: as it is, as byte-level BPE, as a byte of SentencePiece.
+_LINE_FEEDS = ("\n", "Ċ", "<0x0A>")
+# The tokens between a special token and the line's end that belong to it, such as a role's name.
+_HEADER_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class TextStructure:
+    """Kinds ``[vocabulary]`` of tokens: those with line feeds, and special ones; empty for no structure."""
+
+    kinds: NDArray[np.uint8] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TextStructure:
+        """Read a tokenizer's vocabulary."""
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        kinds = np.zeros(max(vocabulary.values(), default=0) + 1, np.uint8)
+        for written, token in vocabulary.items():
+            if any(feed in written for feed in _LINE_FEEDS):
+                text = str(tokenizer.decode([token])).replace("\r", "")
+                kinds[token] = (
+                    _BLANK_LINE * ("\n\n" in text)
+                    | _ENDS_LINE * text.endswith("\n")
+                    | _STARTS_LINE * text.startswith("\n")
+                )
+        added = (token for token, text in tokenizer.added_tokens_decoder.items() if text.special)
+        kinds[[*tokenizer.all_special_ids, *added]] |= _SPECIAL
+        return cls(kinds)
+
+    def ends(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Rising indices after blank lines, and on both sides of a chat template's markup.
+
+        A blank line is one token, a part of one (".\\n\\n"), or two line feeds. An index depends on the few tokens
+        around it only.
+        """
+        if self.kinds is None or not len(tokens):
+            return np.empty(0, np.int64)
+        kinds = np.where(tokens < len(self.kinds), self.kinds[np.minimum(tokens, len(self.kinds) - 1)], 0)
+        blank = (kinds & _BLANK_LINE) > 0
+        blank[1:] |= ((kinds[:-1] & _ENDS_LINE) > 0) & ((kinds[1:] & _STARTS_LINE) > 0)
+        blank[:-1] &= (kinds[1:] & _STARTS_LINE) == 0  # several blank lines are one end
+        special, closing = (kinds & _SPECIAL) > 0, (kinds & (_SPECIAL | _ENDS_LINE)) > 0
+        markup, opening = special.copy(), special.copy()
+        for distance in range(1, min(_HEADER_TOKENS, len(kinds) - 1) + 1):
+            headers = np.flatnonzero(opening[:-distance] & closing[distance:])
+            opening[headers] = False
+            for inside in range(1, distance + 1):
+                markup[headers + inside] = True
+        edges = np.flatnonzero(np.diff(markup)) + 1
+        return np.union1d(np.flatnonzero(blank) + 1, edges)
