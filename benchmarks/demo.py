@@ -146,7 +146,7 @@ def real_model() -> bool:
 def with_real_model() -> bool:
     """Let SmolLM2 answer questions about a document."""
     with console.status("starting a cache daemon and two workers with SmolLM2"):
-        node = Node(DEFAULT, workers=2, storage_bits=16).__enter__()
+        node = Node(DEFAULT, workers=2, storage_bits=16, worker_flags={"reuse_anywhere": True}).__enter__()
     try:
         equal = demo_document.verdict(demo_document.play(node))
         return demo_retrieval.play(node) and equal

@@ -1,7 +1,7 @@
 """Demo with a real model: one question over the same documents in another order.
 
-The first prompt stores the documents. The second one has them in another order, before another question, and asks for
-reuse anywhere, as every request does on a node that was started with --reuse-anywhere.
+The first prompt stores the documents. The second one has them in another order, before another question. The node's
+workers run with --reuse-anywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def play(node: Node, worker: int = 0, answer_tokens: int = 24) -> bool:
     asked = _messages(texts, QUESTIONS[1])
     options = {"max_tokens": answer_tokens, "temperature": 0}
     plain = client.generate(asked, skip_cache=True, **options)  # type: ignore[arg-type]
-    found = client.generate(asked, reuse_anywhere=True, **options)  # type: ignore[arg-type]
+    found = client.generate(asked, **options)  # type: ignore[arg-type]
     _show(plain, found, client.model().reuse_anywhere.sentence)
     return found.cached_tokens > 0.9 * found.prompt_tokens
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import time
@@ -15,7 +14,7 @@ from kvsidecar.cli.node_commands import parts_in
 from kvsidecar.errors import InvalidRequest
 
 from benchmarks.node import Node
-from benchmarks.real_prompts import SAMPLE
+from benchmarks.retrieval import messages, retrieved
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.context_reuse.reuse_state import ReuseState
@@ -54,30 +53,22 @@ def test_a_sentence_says_whether_and_why(state: ReuseState, verified: bool, said
     assert re.search(said, state.sentence), state.sentence
 
 
-def retrieved(documents: list[str], order: int) -> list[dict[str, str]]:
-    question = f"Using the texts, say in one sentence what matters most about point {order}."
-    return [{"role": "user", "content": "\n\n".join([*documents, question])}]
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.usefixtures("smollm2")
 @pytest.mark.parametrize("tokens", [60, *(pytest.param(n, marks=pytest.mark.long) for n in (130, 400))])
 def test_documents_are_found_in_ten_orders_with_one_flag(tokens: int) -> None:
     """With the default model, whose verdict is shipped, and no other option."""
-    encode = load("smollm2").tokenizer
-    lines = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
-    ids = encode(" ".join(part for line in lines if line["kind"] == "documents" for part in line["parts"]))["input_ids"]
     rng = random.Random(tokens)
-    texts = [encode.decode(ids[at : at + tokens]).strip() for at in rng.sample(range(0, len(ids) - tokens, tokens), 10)]
+    texts = retrieved(load("smollm2").tokenizer, tokens, rng)
     with Node("smollm2", worker_flags={"reuse_anywhere": True}) as node:
         client = node.client()
         assert client.model().reuse_anywhere.verified
-        client.generate(retrieved(texts, 0), max_tokens=1)
+        client.generate(messages(texts, 0), max_tokens=1)
         kept = cached = equal = 0
         for order in range(1, 10):
             node.settle()
             rng.shuffle(texts)
-            asked = retrieved(texts, order)
+            asked = messages(texts, order)
             found = client.generate(asked, max_tokens=1, temperature=0)
             kept += found.cached_tokens - found.recomputed_tokens
             cached += found.prompt_tokens - found.recomputed_tokens
