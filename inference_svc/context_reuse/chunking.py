@@ -1,8 +1,7 @@
-"""Chunkers: where a prompt is split into chunks.
+"""Chunkers: split a prompt into chunks.
 
-Every chunker splits from the start and depends only on tokens up to a boundary and a few after it, so that a longer
-prompt with the same beginning has the same chunks there. Only ``document`` and ``content_defined`` split the same text
-alike at any position.
+A boundary depends only on the tokens before it and a few after it, so two prompts with the same first tokens have the
+same first chunks. Only ``document`` and ``content_defined`` split the same text in the same way at any position.
 
 ================  ==============================================================================================
 fixed             every N tokens
@@ -32,13 +31,13 @@ Strategy = Literal["fixed", "boundary", "document", "content_defined"]
 
 _HASH_WINDOW = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-# A paragraph's end is no cut between two paragraphs that are shorter: lines of a list stay together.
+# There is no cut between two paragraphs that are both shorter than this, so that the lines of a list stay together.
 _MIN_PARAGRAPH = 24
 
 
 @dataclass(frozen=True)
 class DocumentMarks:
-    """Document structure of a request: token ids of its separator, and the ends of marked segments.
+    """Document structure of a request: token ids of the separator, and ends of marked segments.
 
     ``prompt_end`` is the end of the prompt in a sequence that may have an answer after it; 0 without one.
     """
@@ -49,7 +48,7 @@ class DocumentMarks:
 
 
 class Chunker(Protocol):
-    """Splits token ids. ``ends`` returns rising end indices, the last one ``len(tokens)``."""
+    """Splits token ids into chunks. ``ends`` returns ascending end indices; the last is ``len(tokens)``."""
 
     def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]: ...
 
@@ -66,7 +65,10 @@ class FixedChunker:
 
 @dataclass(frozen=True)
 class SentenceChunker:
-    """Chunks of up to ``size`` tokens that end with a sentence, if one ends in their last ``window`` tokens."""
+    """Chunks of up to ``size`` tokens that end with a sentence.
+
+    If no sentence ends in the last ``window`` of ``size`` tokens, the chunk has ``size`` tokens.
+    """
 
     size: int
     sentence_ends: frozenset[int]
@@ -102,10 +104,11 @@ class DocumentChunker:
 
 @dataclass(frozen=True)
 class LocalMaximumChunker:
-    """Chunks that end where the rolling hash exceeds that of ``reach`` positions on both sides.
+    """Chunks that end at local maxima of a rolling hash.
 
-    No boundary depends on the one before it, so that the same text is split alike after its first ``reach`` tokens. No
-    chunk but the last is shorter than ``reach``; the average is ``2 * reach + 1`` tokens.
+    A local maximum is the largest hash of ``reach`` positions on both sides. No boundary depends on the one before it,
+    so the same text has the same boundaries after its first ``reach`` tokens. Only the last chunk may be shorter than
+    ``reach`` tokens; the average is ``2 * reach + 1`` tokens.
     """
 
     reach: int
@@ -126,10 +129,10 @@ class LocalMaximumChunker:
 
 @dataclass(frozen=True)
 class ContentDefinedChunker:
-    """Cuts at marks and paragraph ends; ``inside`` splits the text in between, each part by itself.
+    """Cuts at marks and paragraph ends; ``inside`` splits each part between two cuts.
 
-    So a text between two of these cuts has the same chunks at any position. The end of the prompt is no cut: in the
-    next turn of a conversation it lies in the middle.
+    So a text between two cuts has the same chunks at any position. The end of the prompt is not a cut, because in the
+    next turn of a conversation it is in the middle of the prompt.
     """
 
     separator: tuple[int, ...]
@@ -146,7 +149,7 @@ class ContentDefinedChunker:
 
 
 def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
-    """Hashes ``[len(tokens) + 1]``: number ``i`` covers the ``_HASH_WINDOW`` tokens before index ``i``."""
+    """Compute hashes ``[len(tokens) + 1]``: hash ``i`` covers the ``_HASH_WINDOW`` tokens before index ``i``."""
     mixed = (np.asarray(tokens, np.uint64) + np.uint64(1)) * _MIX
     mixed ^= mixed >> np.uint64(29)
     out = np.zeros(len(tokens) + 1, np.uint64)
@@ -167,9 +170,9 @@ def new_chunker(
     sentence_ends: frozenset[int] = frozenset(),
     structure: TextStructure | None = None,
 ) -> Chunker:
-    """Build the chunker of a worker's settings; ``size`` is the (target) number of tokens.
+    """Build the chunker of a worker's settings; ``size`` is the maximum or average number of tokens.
 
-    ``structure`` is the tokenizer's; ``content_defined`` cuts at no paragraph without one.
+    ``structure`` is that of the tokenizer; without it, ``content_defined`` does not cut at paragraphs.
     """
     if strategy == "fixed":
         return FixedChunker(size)

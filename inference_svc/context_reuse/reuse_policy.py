@@ -1,4 +1,4 @@
-"""A worker's policy for approximate reuse."""
+"""Reuse policy: a worker's settings for approximate reuse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inference_svc.context_reuse.selectors import DEFAULT_RATIO, DEFAULT_SELECTO
 
 @dataclass(frozen=True)
 class RecomputeSetting:
-    """A selector, and the share of approximate tokens that it selects for recomputation."""
+    """A selector, and the share of approximate tokens to recompute."""
 
     selector: TokenSelector
     ratio: float
@@ -21,10 +21,10 @@ class RecomputeSetting:
 
 @dataclass(frozen=True)
 class ReusePolicy:
-    """Chunking, and whether and how relocated chunks are reused.
+    """Chunker, and conditions and recompute of relocated chunks.
 
-    ``key_rotation`` is None for a model without RoPE shift. ``selector`` and ``ratio`` are None for those of the
-    verdict. ``enabled`` is the setting for requests that do not set their own; ``unverified`` needs no verdict.
+    ``key_rotation`` is None for a model without RoPE shift. If ``selector`` or ``ratio`` is None, the verdict's is
+    used. ``enabled`` applies to requests that do not set their own; with ``unverified``, reuse needs no verdict.
     """
 
     chunker: Chunker
@@ -37,7 +37,7 @@ class ReusePolicy:
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
         """Selector and ratio for approximate tokens; None if they may not be reused.
 
-        Unless the operator set ``unverified``, reuse needs a passed verification of this very selector.
+        Unless the operator set ``unverified``, the same selector must have passed verification.
         """
         if self.key_rotation is None:
             return None

@@ -1,6 +1,6 @@
-"""Assembles a worker: model, pool, connector, engine.
+"""Runtime: a worker's model, pool, connector and engine, and their assembly.
 
-Used by the gRPC worker and by the in-process Engine.
+The gRPC worker and the in-process ``python_api.Engine`` use it.
 """
 
 from __future__ import annotations
@@ -113,14 +113,14 @@ class Runtime:
 def build_runtime(config: WorkerConfig) -> Runtime:
     """Load the model and start the engine. Raises ConfigurationError, ModelUnsupported.
 
-    Runs on a thread that ends afterwards: OpenMP keeps a team of threads for every thread that computed, and once there
-    are more of them than cores it lets all of them sleep between operations, which makes a decode step 15 to 25 %
-    slower. So only the engine's thread may be left with a team.
+    Runs on a thread that ends afterwards. OpenMP keeps a team of threads for every thread that computed. If the teams
+    have more threads than the machine has cores, OpenMP lets all of them sleep between operations, which makes a decode
+    step 15 to 25 % slower. So only the engine's thread may keep a team.
     """
     keep_freed_memory()
     with ThreadPoolExecutor(1, "load") as thread:
         built = thread.submit(_load_and_assemble, config).result()
-    trim_freed_memory()  # weights were loaded before they were packed
+    trim_freed_memory()  # returns the memory of the weights before packing
     return built
 
 
@@ -207,7 +207,7 @@ def _assemble(
     engine = Engine(loaded, pool, cache or NullKVConnector(), limits, threads, draft, speculates, adapters, decoder)
     _log_adapters(config, engine, bool(daemons))
     if daemons:
-        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # of all that the worker does
+        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # counts requests of all adapters, too
     verification: IdleVerification | None = None
     if cache is not None and loaded.streamed is None and policy.enabled and policy.key_rotation is not None:
         verification = None if policy.unverified else IdleVerification(engine, cache, config)
@@ -215,7 +215,7 @@ def _assemble(
 
 
 def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWeights]:
-    """Read adapter weights, checked against the model's layers. Raises ConfigurationError."""
+    """Read adapter weights, and check them against the model's layers. Raises ConfigurationError."""
     if not folders:
         return []
     linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME)
@@ -225,9 +225,9 @@ def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWei
 def _daemon_connections(
     address: ServiceAddress | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
 ) -> dict[bytes, DaemonConnection]:
-    """Connections for the model and for each adapter, by fingerprint; empty without a daemon.
+    """Open connections for the model and for each adapter, by fingerprint; empty without a daemon.
 
-    Each has its own namespace, and with it a verdict on approximate reuse.
+    Each connection has its own namespace, and each namespace its own verdict on approximate reuse.
     """
     if address is None:
         return {}
@@ -238,7 +238,7 @@ def _daemon_connections(
 def daemon_connection(
     address: ServiceAddress, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
 ) -> DaemonConnection:
-    """Connect for the adapter of this name and fingerprint; both are empty for the model."""
+    """Open the connection for an adapter's name and fingerprint; both are empty for the model."""
     return DaemonConnection(
         address,
         f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
@@ -249,7 +249,7 @@ def daemon_connection(
 
 
 def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
-    """Load the draft model, if one is configured. Its pool has a page for each of the model's."""
+    """Load the draft model, if one is configured. Its pool has as many blocks as the model's."""
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
@@ -307,7 +307,7 @@ def _log_adapters(config: WorkerConfig, engine: Engine, cached: bool) -> None:
 
 
 def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
-    """Log that an adapter is ready, and its layers whose bits depend on the batch. On the engine's thread."""
+    """Log that an adapter is ready, and its layers whose bits depend on the batch. Call it on the engine's thread."""
     log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
     if loaded.device.type == "cpu":
         products = [product for pair in adapter.pairs.values() for product in pair.products]
@@ -324,7 +324,7 @@ def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
     separator: list[int] = []
     if config.document_separator:
         separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
-    # Decoding the whole vocabulary takes a second for a large one.
+    # Detokenizing a large vocabulary takes a second, so this is done only for the chunker that needs it.
     ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
     structure = TextStructure.of(loaded.tokenizer) if config.chunking == "content_defined" else None
     chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends, structure)
@@ -348,7 +348,7 @@ def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
             f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
         )
-    # A batch cannot use more tokens than this.
+    # A full batch of the longest sequences uses no more tokens than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
     return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
 

@@ -1,6 +1,7 @@
 """``kvsidecar verify MODEL``: verifies approximate reuse for a model.
 
-Modules that need torch are imported after the flags were parsed: that takes seconds, and a mistyped flag none.
+Modules that import torch, which takes seconds, are imported after the flags are parsed, so that a mistyped flag is
+reported at once.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def report_table(report: Report) -> Table:
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Parse the options; ``model`` is set. Exits with status 2 for invalid ones."""
+    """Parse the options; ``model`` is then set. Exits with status 2 for invalid options."""
     asking = parser()
     options = asking.parse_args(arguments)
     if options.model and options.named and options.model != options.named:
@@ -111,7 +112,10 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> Report:
-    """Load and measure the model, and store the verdict unless told not to. Raises KVSidecarError, OSError."""
+    """Load and measure the model, and store the verdict unless an option forbids it.
+
+    Raises KVSidecarError, OSError.
+    """
     where = "does not store the verdict" if options.no_store else "hands the verdict to the cache daemon"
     _say(
         f"loads {options.model}, compares answers over reordered documents with those of a full prefill, and {where}; "

@@ -73,8 +73,8 @@ class ModelSettings(BaseSettings):
     """Size of the KV pool of a worker."""
     overflow_bytes: int | Literal["auto"] = "auto"
     """Disk overflow for requests larger than the pool, on a CPU: auto (as much as the model's longest context needs, at
-    most a quarter of the free disk space), a size, or 0 for none. Space is allocated when it is needed; a request that
-    uses it is slowed down by reading its pages."""
+    most a quarter of the free disk space), a size, or 0 for none. Space is allocated when it is needed; a request in
+    the overflow is slower, because its blocks are read from disk."""
     overflow_dir: Path = Field(default_factory=lambda: default_data_dir() / "overflow")
     """Folder of the disk overflow, on a disk and not in memory. Its files have no name, and vanish with the worker."""
     strict: bool = True
@@ -215,7 +215,7 @@ class WorkerConfig(ModelSettings):
     max_waiting: int = Field(default=1024, ge=1)
     """Maximum waiting requests; further ones are refused."""
     resident_sequences: int = Field(default=64, ge=0, le=4096)
-    """Maximum finished sequences in the prefix cache: their pages stay in the pool for follow-up requests."""
+    """Maximum finished sequences in the prefix cache: their blocks stay in the pool for follow-up requests."""
     cache_timeout_ms: int = Field(default=500, ge=10, le=60_000)
     """Timeout of the daemon's answers; after it, a request continues without the cache."""
     threads: int = Field(default=0, ge=0)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Weights, in draft tokens, of a prior in the common counts and of the common rate in an answer's own rate. Then the
-# factors by which each new draft token reduces the weight of older ones.
+# Weights in draft tokens: of a prior in the common counts, and of the common rate in an answer's rate.
 _PRIOR_WEIGHT, _COMMON_WEIGHT = 8.0, 4.0
+# Each new draft token multiplies the weight of older ones by this factor, in the common and in an answer's own counts.
 _COMMON_FADE, _OWN_FADE = 0.998, 0.96
 
 
