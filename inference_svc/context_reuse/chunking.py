@@ -31,7 +31,7 @@ Strategy = Literal["fixed", "boundary", "document", "content_defined"]
 
 _HASH_WINDOW = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
-# A paragraph's end is no cut between two paragraphs that are shorter: lines of a list stay together.
+# There is no cut between two paragraphs that are both shorter than this, so that the lines of a list stay together.
 _MIN_PARAGRAPH = 24
 
 

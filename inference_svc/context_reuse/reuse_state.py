@@ -16,8 +16,8 @@ NO_DAEMON = "no cache daemon is attached"
 class ReuseState:
     """Setting, verdict and progress of a worker's approximate reuse.
 
-    ``obstacle`` is the reason why this worker cannot reuse text anywhere, whatever its verdict. ``progress`` describes
-    a verification that runs or waits; empty without one.
+    ``obstacle`` is the reason if this worker cannot reuse text anywhere with any verdict. ``progress`` describes a
+    verification that runs or waits; empty without one.
     """
 
     policy: ReusePolicy
@@ -34,7 +34,7 @@ class ReuseState:
 
     @property
     def sentence(self) -> str:
-        """The state, its reason, gain and change by the verdict, and the flag."""
+        """Summary in one sentence: the state, its reason, the verdict's numbers, and the flag that changes it."""
         on = self.policy.enabled
         if self.obstacle:
             return f"reuse anywhere is off, because {self.obstacle}; prefixes are reused exactly"
@@ -71,7 +71,7 @@ class ReuseState:
 
 
 def verdict_numbers(verdict: ReuseVerdict | None) -> str:
-    """Gain and change by a verdict that passed."""
+    """Describe a passed verdict in numbers: the computed share, and the agreement of answers."""
     if verdict is None:
         return "no numbers"
     gain = f"repair {verdict.strategy} computes {verdict.ratio:.0%} of such text again"

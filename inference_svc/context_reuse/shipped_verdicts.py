@@ -14,9 +14,9 @@ _FILE = Path(__file__).parent / "shipped_verdicts.json"
 
 
 def measured_namespace(descriptor: NamespaceDescriptor) -> str:
-    """The id, in hexadecimal, of weights, dtype and storage that a verdict holds for.
+    """Hexadecimal id of the weights, dtype and storage for which a verdict holds.
 
-    The numerics are left out: kernels that differ in a result's last bits do not change a verdict.
+    It excludes the numerics, because kernels that differ in a result's last bits do not change a verdict.
     """
     known = NamespaceDescriptor()
     known.CopyFrom(descriptor)
@@ -25,6 +25,6 @@ def measured_namespace(descriptor: NamespaceDescriptor) -> str:
 
 
 def shipped_verdict(descriptor: NamespaceDescriptor) -> ReuseVerdict | None:
-    """The shipped verdict for a model as it is loaded; None without one."""
+    """Return the shipped verdict of a loaded model; None without one."""
     found = json.loads(_FILE.read_text(encoding="utf-8"))["verdicts"].get(measured_namespace(descriptor))
     return None if found is None else ParseDict(found["verdict"], ReuseVerdict())

@@ -9,15 +9,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 _BLANK_LINE, _ENDS_LINE, _STARTS_LINE, _SPECIAL = 1, 2, 4, 8
-# How vocabularies write a line feed: as it is, as byte-level BPE, as a byte of SentencePiece.
+# Line feed in a vocabulary: plain, in byte-level BPE, as a byte token of SentencePiece.
 _LINE_FEEDS = ("\n", "Ċ", "<0x0A>")
-# The tokens between a special token and the line's end that belong to it, such as a role's name.
+# Maximum tokens between a special token and the end of its line that belong to the markup, such as a role's name.
 _HEADER_TOKENS = 4
 
 
 @dataclass(frozen=True)
 class TextStructure:
-    """Kinds ``[vocabulary]`` of tokens: those with line feeds, and special ones; empty for no structure."""
+    """Kinds of token ids: tokens with line feeds, and special tokens.
+
+    ``kinds [vocabulary]`` are bit masks; None for no structure.
+    """
 
     kinds: NDArray[np.uint8] | None = None
 
@@ -39,17 +42,17 @@ class TextStructure:
         return cls(kinds)
 
     def ends(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Rising indices after blank lines, and on both sides of a chat template's markup.
+        """Ascending indices after blank lines, and on both sides of a chat template's markup.
 
-        A blank line is one token, a part of one (".\\n\\n"), or two line feeds. An index depends on the few tokens
-        around it only.
+        A blank line is one token, a part of one (".\\n\\n"), or two line feeds. An index depends only on a few tokens
+        around it.
         """
         if self.kinds is None or not len(tokens):
             return np.empty(0, np.int64)
         kinds = np.where(tokens < len(self.kinds), self.kinds[np.minimum(tokens, len(self.kinds) - 1)], 0)
         blank = (kinds & _BLANK_LINE) > 0
         blank[1:] |= ((kinds[:-1] & _ENDS_LINE) > 0) & ((kinds[1:] & _STARTS_LINE) > 0)
-        blank[:-1] &= (kinds[1:] & _STARTS_LINE) == 0  # several blank lines are one end
+        blank[:-1] &= (kinds[1:] & _STARTS_LINE) == 0  # consecutive blank lines have one end
         special, closing = (kinds & _SPECIAL) > 0, (kinds & (_SPECIAL | _ENDS_LINE)) > 0
         markup, opening = special.copy(), special.copy()
         for distance in range(1, min(_HEADER_TOKENS, len(kinds) - 1) + 1):

@@ -37,7 +37,7 @@ BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
 _ANSWER = 16
 # The noise floor is the difference to a second prefill of the prompt in pieces of this size.
 _NOISE_PIECE = 40
-# Number of tokens of a control's quote, and number of last ones whose predictions are compared.
+# Number of tokens of a control's quote, and of its last tokens whose predictions are compared.
 _QUOTED, _JUDGED = 32, 16
 
 

@@ -36,8 +36,8 @@ from inference_svc.sequence.sequence import Sequence
 
 # Shorter relocated chunks cost more accuracy at their edges than they save.
 _MIN_RELOCATED_TOKENS = 8
-# A load of at least this many tokens is layerwise: the engine may compute as soon as the first group of layers is
-# loaded. And the number of layers per group.
+# A load of at least _MIN_LAYERWISE_TOKENS is layerwise: the engine may compute as soon as the first group of
+# _LAYER_GROUP layers is loaded.
 _MIN_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
 # The daemon may have to read matched chunks from disk: the timeout of Match grows with their size.
 _DISK_BYTES_PER_SECOND = 200e6
@@ -183,8 +183,8 @@ class ChunkLoader:
     def copy(self, session: Session, found: LoadPlan, load: SequenceLoad) -> None:
         """Copy planned chunks into the pool, in order of layers, and release their lease.
 
-        A large load is reported before the copy, with a gate that opens layer by layer. An incomplete copy without a
-        gate is not reported.
+        A large load is reported before the copy, with a gate that opens layer by layer. Without a gate, the caller
+        reports an incomplete copy.
         """
         began, parts, pool = time.perf_counter(), found.copies, load.pool
         layers, gate = self._geometry.layers, None
@@ -316,7 +316,7 @@ class ChunkLoader:
         for found in contents:
             match = found.match
             end = found.start + match.tokens
-            # The first tokens of any prompt are attention sinks; elsewhere in a prompt their keys would be wrong.
+            # The first tokens of any prompt become attention sinks. At another position their keys would be wrong.
             start = max(found.start + (SINK_TOKENS if match.start_position == 0 else 0), exact)
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue

@@ -47,7 +47,7 @@ from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("cache")
 
-# A prompt whose prefix is in the pool is looked up only if at least this many of its tokens are not.
+# A prompt whose prefix is in the pool is looked up only if at least this many of its tokens are not in the pool.
 _MIN_UNCACHED_TOKENS = 64
 # Maximum queued saves to another host.
 _MAX_QUEUED_SENDS = 4

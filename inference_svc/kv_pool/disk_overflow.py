@@ -61,7 +61,7 @@ class DiskOverflow:
         """
         self.folder, self._page_bytes = folder, PAGE_TOKENS * head_dim * dtype.itemsize
         self._file = self._opened(folder)
-        # Number of KV blocks that share one disk block, where KV blocks are smaller.
+        # Number of KV blocks that share a disk block; 1 unless KV blocks are smaller than disk blocks.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
         self._refused = False  # the file system refused to free disk blocks; logged once
         self._users: dict[int, set[int]] = {}  # groups with disk blocks, and the KV blocks in use of each
@@ -69,7 +69,7 @@ class DiskOverflow:
         self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
         self.pages = self._whole(-(-tokens // PAGE_TOKENS))
         self._head_bytes = (self.first_page + self.pages) * self._page_bytes
-        self._file_bytes = self.pages * self._page_bytes  # of each strip
+        self._file_bytes = self.pages * self._page_bytes  # bytes of the file per strip
         self._strips = 2 * layers * kv_heads
         try:
             os.ftruncate(self._file, self._strips * self._file_bytes)

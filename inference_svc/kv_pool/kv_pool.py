@@ -29,8 +29,8 @@ from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, 
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.pool_memory import populate, zeros
 
-# Blocks behind a sliding window are freed in units of 64 tokens, because our kernels read keys in units of 64 and must
-# not read a freed one.
+# Blocks behind a sliding window are freed in units of this many tokens: our kernels read keys in units of 64, and must
+# not read a freed key.
 WINDOW_STEP = 64
 
 

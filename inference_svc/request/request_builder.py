@@ -29,8 +29,8 @@ from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
-# A text with more characters per token of the context than the first number is tokenized in pieces of the second, to
-# count its tokens. The third is the maximum number of additional tokens that a cut between pieces causes.
+# A text of more than _USUAL_CHARACTERS_PER_TOKEN characters per token of the context is first tokenized in pieces of
+# _PIECE_CHARACTERS, to count its tokens. A cut between pieces causes at most _CUT_TOKENS additional tokens.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
     pb.SPECULATION_OFF: SpeculationMode.OFF,
@@ -85,7 +85,7 @@ class RequestBuilder:
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def warm_up(self) -> None:
-        """Prepare the grammar compiler, which would hold the GIL for seconds during its first request."""
+        """Prepare the grammar compiler. Its first use holds the GIL for seconds and must not delay requests."""
         self._grammar_compiler.warm_up()
 
     def checked_tokens(

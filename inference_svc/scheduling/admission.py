@@ -36,7 +36,8 @@ log = structlog.get_logger("engine")
 
 # Number of waiting requests, from the front of the queue, among which admission chooses.
 _WINDOW = 16
-# Slots allocated ahead for a new sequence's answer, so that its blocks stay contiguous, while 1/4 of the pool is free.
+# A new sequence gets up to _SPARE_TOKENS more slots for its answer, so that its blocks stay contiguous, if after that 1
+# / _SPARE_SHARE of the pool is free.
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
 # Tokens per copy between the pool and its overflow.
 _COPIED_TOKENS = 1024
@@ -259,7 +260,7 @@ class Admission:
     # ---- the pool -------------------------------------------------------------------------------------------
 
     def _initial_tokens(self, tokens: int, source: PrefixSource) -> int:
-        """Tokens that get blocks at admission; not all, if blocks behind a sliding window are freed for reuse."""
+        """Number of tokens that get blocks at admission: not all, if the pool frees blocks behind the window."""
         if not self._pool.reclaims_window:
             return tokens
         return min(tokens, source.tokens + self._pool.window + self._piece + WINDOW_STEP + PAGE_TOKENS)

@@ -21,8 +21,8 @@ from inference_svc.sequence.sequence import Sequence
 
 log = structlog.get_logger("engine")
 
-# A part of fewer tokens than the first number is not saved yet. If the connector has stored nothing of more offered
-# tokens than the second (its chunks are too long), the sequence is not saved at all.
+# A part of fewer than _MIN_SAVED_TOKENS is not saved yet. If the connector has got more than _MAX_UNSAVED_TOKENS and
+# stored none of them, its chunks are too long: the sequence is then not saved at all.
 _MIN_SAVED_TOKENS, _MAX_UNSAVED_TOKENS = 128, 8192
 
 

@@ -1,4 +1,4 @@
-"""Verification of approximate reuse in a worker, while no request runs."""
+"""Idle verification: verifies approximate reuse while no request runs."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _LOCK = "verification.lock"
 
 
 class IdleVerification:
-    """Verifies the model on a thread of its own; each forward runs on the engine's thread when that has no request.
+    """Verifies the model on a separate thread while no request runs.
 
-    It starts when the daemon is attached and has no verdict. Of several workers of a node, one verifies; the others see
-    its verdict with a heartbeat.
+    Each forward runs on the engine's thread, and only when the engine has no requests. The verification starts when the
+    daemon is attached and has no verdict. Only one worker of a node verifies; the other workers get its verdict with a
+    heartbeat.
     """
 
     def __init__(self, engine: Engine, cache: DaemonConnector, config: WorkerConfig) -> None:
@@ -40,15 +41,15 @@ class IdleVerification:
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
         self.progress = "it starts while the node is idle"
-        """State for people; empty when it has ended."""
+        """Progress in words; empty after the end."""
 
     def start(self, report: Callable[[], None]) -> None:
-        """Start; ``report`` is called, on the thread, when there is a verdict."""
+        """Start. The thread calls ``report`` when there is a verdict."""
         self._report = report
         self._thread.start()
 
     def close(self) -> None:
-        """End it. Blocks for the duration of a forward."""
+        """End the verification. Blocks for at most one forward."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -91,7 +92,7 @@ class IdleVerification:
         self._cache.store_verdict(report.verdict())
 
     def _when_idle(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` on the engine's thread as soon as no request runs or waits. Raises Unavailable at the end."""
+        """Run ``work`` on the engine's thread when no request runs or waits. Raises Unavailable after ``close``."""
 
         def unless_busy() -> tuple[bool, Any]:
             running, waiting, _ = self._engine.load
@@ -120,7 +121,7 @@ class _IdleDecoder:
 
 
 def _locked(descriptor: int) -> bool:
-    """Lock the node's verification; False while another worker has it."""
+    """Lock the node's verification; False if another worker has the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -322,7 +322,7 @@ def _ended(
 ) -> Result:
     s, ended_by = call.sequence, last.WhichOneof("stopped_by")
     called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS
-    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # without the time until the caller read the result
+    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # excludes the time until the caller reads the result
     return Result(
         text=text,
         token_ids=s.tokens[s.request.num_prompt_tokens :],

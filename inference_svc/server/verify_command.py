@@ -112,7 +112,10 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> Report:
-    """Load and measure the model, and store the verdict unless told not to. Raises KVSidecarError, OSError."""
+    """Load and measure the model, and store the verdict unless an option forbids it.
+
+    Raises KVSidecarError, OSError.
+    """
     where = "does not store the verdict" if options.no_store else "hands the verdict to the cache daemon"
     _say(
         f"loads {options.model}, compares answers over reordered documents with those of a full prefill, and {where}; "

@@ -26,7 +26,7 @@ from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import serve_metrics
 
 GRACE_SECONDS = 10.0
-# EX_SOFTWARE: the engine has stopped, and only a new process can run a new one.
+# EX_SOFTWARE: the engine has stopped, and only a new process can start another engine.
 EXIT_ENGINE_STOPPED = 70
 # Grace periods after the engine has stopped: for errors to reach callers, and for queued saves.
 _STOPPED_GRACE_SECONDS, _STOPPED_CLOSE_SECONDS = 2.0, 5.0

@@ -39,7 +39,7 @@ _MARGIN = 1.02
 _PAUSE, _MOST_PAUSE = 64, 1024
 # The same for drafts of a model, and the maximum depth of these drafts.
 _MODEL_PAUSE, _MOST_MODEL_PAUSE, _MOST_COMPUTED = 16, 1 << 14, 8
-# If the n-gram lookups of a sequence cost more than they save, only one step in 16 does a lookup for it.
+# If the n-gram lookups of a sequence cost more than they save, only one step in _RARELY does a lookup for it.
 _RARELY = 16
 _FADE = 0.9
 # Draft tokens below this acceptance probability are never verified, even if rows cost nothing.

@@ -48,7 +48,7 @@ class CharReader:
     # ---- JSON -----------------------------------------------------------------------------------------------
 
     def _value(self, put: Callable[[str], None]) -> Parse[None]:
-        """Parse a JSON value and pass its source to ``put``; of a string its text, of null an empty object."""
+        """Parse a JSON value and pass its source to ``put``; for a string its text, for null ``{}``."""
         character = yield from self._next_nonspace()
         if character == '"':
             put((yield from self._string()))
@@ -147,7 +147,7 @@ class CharReader:
         return white, read
 
     def _white_before(self) -> Parse[tuple[str, str]]:
-        """Return the white space, and the character after it; empty at the end."""
+        """Return white space, and the character after it (empty at the end of the text)."""
         white: list[str] = []
         while (character := (yield from self._next())) is not None and character in _WHITE:
             white.append(character)
