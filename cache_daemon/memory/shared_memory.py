@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 
 from kvsidecar.errors import ConfigurationError
 
@@ -31,6 +32,8 @@ class SharedMemory:
         self.size_bytes = size_bytes
         try:
             self.descriptor = os.memfd_create(f"kvsidecar-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # The descriptor is closed with the object, also when the mapping fails or no owner calls ``close``.
+            self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)
             os.ftruncate(self.descriptor, size_bytes)
             self._map = mmap.mmap(self.descriptor, size_bytes)
         except (OSError, ValueError) as error:
@@ -51,7 +54,7 @@ class SharedMemory:
 
     def close(self) -> None:
         """Close the memory. Views that are still in use keep it until they are gone."""
-        os.close(self.descriptor)
+        self._close_descriptor()
         self.memory.release()
         try:
             self._map.close()

@@ -92,6 +92,7 @@ class Options(TypedDict, total=False):
     tenant_salt: bytes
     cache_ttl_seconds: int | None
     exact_only: bool
+    reuse_anywhere: bool | None
     document_separator: str | None
     segment_ends: Sequence[int]
     request_id: str
@@ -146,6 +147,7 @@ def to_request(
     tenant_salt: bytes = b"",
     cache_ttl_seconds: int | None = None,
     exact_only: bool = False,
+    reuse_anywhere: bool | None = None,
     document_separator: str | None = None,
     segment_ends: Sequence[int] = (),
     request_id: str = "",
@@ -194,6 +196,7 @@ def to_request(
         skip_write=skip_cache,
         tenant_salt=tenant_salt,
         exact_only=exact_only,
+        reuse_anywhere=reuse_anywhere,
         document_separator=document_separator,
         segment_ends=segment_ends,
         ttl_seconds=cache_ttl_seconds,

@@ -259,6 +259,8 @@ def _services() -> list[Finding]:
                 told = numerics_text(m.numerics)
                 state = _NOTE if m.numerics.shared_across_machines else _OK
                 out.append(Finding(socket.stem, state, f"{text}; {told}" if told else text))
+                if m.reuse_anywhere.sentence:
+                    out.append(Finding("reuse anywhere", _OK, m.reuse_anywhere.sentence))
             except grpc.RpcError:
                 out.append(Finding(socket.stem, _NOTE, f"not running on {socket}", "kvsidecar serve"))
     if node := find_node(folder):

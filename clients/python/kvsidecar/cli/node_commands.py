@@ -237,7 +237,7 @@ def _of_worker(channel: grpc.Channel) -> str:
     stats = stub.GetStats(inference_pb2.GetStatsRequest(), timeout=_PATIENCE_SECONDS)
     cache = "attached" if stats.cache_attached else "without cache"
     told = [f"{model.model_id} on {model.device}, {cache}", f"{stats.running} running, {stats.waiting} waiting"]
-    return "; ".join(filter(None, [*told, numerics_text(model.numerics)]))
+    return "; ".join(filter(None, [*told, numerics_text(model.numerics), model.reuse_anywhere.sentence]))
 
 
 def _to_end(folder: Path) -> list[psutil.Process]:

@@ -70,6 +70,7 @@ class DaemonConnection:
         self._maps = maps
         self.namespace = keys.namespace_id(descriptor)
         self.served_counts: Callable[[], ServedCounts] = ServedCounts  # reported in heartbeats; set by the runtime
+        self.default_verdict: pb.ReuseVerdict | None = None  # of sessions for which the daemon has none
         self._session: Session | None = None
         self._stop = threading.Event()
         self._current: Session | None = None
@@ -129,7 +130,7 @@ class DaemonConnection:
             try:
                 grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
             except grpc.FutureTimeoutError:
-                self._log_once("the cache daemon does not answer; serving without cache")
+                self._log_once(f"no cache daemon answers at {self._address.target}; serving without cache")
                 return False
             stub: Any = CacheServiceStub(with_trace_context(channel))
             incoming = stub.Attach(iter(outgoing.get, None))
@@ -146,7 +147,7 @@ class DaemonConnection:
                     stub,
                     welcome.heartbeat_interval_ms / 1000,
                     welcome.max_chunk_tokens,
-                    welcome.verdict if welcome.HasField("verdict") else None,
+                    welcome.verdict if welcome.HasField("verdict") else self.default_verdict,
                     remote=welcome.remote,
                     served_before=self.served_counts(),
                 )
@@ -192,7 +193,10 @@ class DaemonConnection:
             self._logged = ""
             self._changed.notify_all()
         how = f"arena of {format_size(welcome.arena.size_bytes)}" if welcome.memory_socket else "chunks are streamed"
-        self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, {how}")
+        self._log.info(
+            f"attached to the cache daemon at {self._address.target}, epoch {welcome.epoch:x}, {how}, "
+            f"namespace {self.namespace.hex()[:12]}"
+        )
         session.closed.wait()
         return True
 

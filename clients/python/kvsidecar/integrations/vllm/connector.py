@@ -118,7 +118,8 @@ class KVSidecarConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> Any:
         from kvsidecar.integrations.vllm.vllm_metrics import ConnectorStats
 
-        counted = {} if self._worker is None else self._worker.stats.take()
+        sides = [side for side in (self._scheduler, self._worker) if side is not None]
+        counted = {name: value for side in sides for name, value in side.take_stats().items()}
         return ConnectorStats(counted) if counted else None
 
     @property

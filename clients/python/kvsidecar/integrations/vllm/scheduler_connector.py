@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,10 @@ from kvsidecar.integrations.vllm.cache_salt import (
     request_salt,
 )
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
+from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
 from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
+from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
@@ -53,33 +54,12 @@ class _RankLookup:
 
 
 @dataclass
-class _PendingLookup:
-    """An asynchronous lookup of one prompt for all ranks."""
-
-    answer: Future[tuple[PrefixMatch, ...] | None]
-    answered_at: float = math.inf  # by the monotonic clock
-
-    def __post_init__(self) -> None:
-        self.answer.add_done_callback(self._on_answer)
-
-    @property
-    def found(self) -> tuple[PrefixMatch, ...] | None:
-        """Result of a completed lookup; None when it failed or was cancelled."""
-        return None if self.answer.cancelled() or self.answer.exception() else self.answer.result()
-
-    def _on_answer(self, answer: Future[tuple[PrefixMatch, ...] | None]) -> None:
-        self.answered_at = time.monotonic()
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            log.warning("looking a prompt up failed, computing instead: %s", error)
-
-
-@dataclass
 class _TrackedRequest:
     """A request's state. ``salt`` is None when the request is not cached."""
 
     request: Any
     salt: bytes | None
-    lookup: _PendingLookup | None = None
+    lookup: PendingLookup | None = None
     local_tokens: int = 0  # computed tokens that vLLM had at the lookup
     num_loading_tokens: int = 0  # tokens in the blocks after the running load; 0 without one
     loaded: bool = False  # or failed; not tried again before a preemption
@@ -120,6 +100,16 @@ class SchedulerConnector:
         self._adapters, self._warned_adapters = AdapterDigests(), set[str]()
         self._lookup_seconds_left, self._swept_at = _MAX_LOOKUP_SECONDS, time.monotonic()
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-lookup")
+        self.stats = TransferStats()
+        self._reported_attached: bool | None = None
+
+    def take_stats(self) -> dict[str, float]:
+        """Return and reset the lookups since the last call, and whether all ranks have a session if that changed."""
+        stats, attached = self.stats.take(), all(session is not None for session in self._sessions())
+        if self._ranks and attached is not self._reported_attached:
+            self._reported_attached = attached
+            stats[ATTACHED] = float(attached)
+        return stats
 
     def set_worker_handshakes(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Connect to the daemon for each rank, with the namespace from the worker's handshake."""
@@ -205,7 +195,7 @@ class SchedulerConnector:
             for other in self._requests.values()
         )
 
-    def _look_up(self, tracked: _TrackedRequest) -> _PendingLookup | None:
+    def _look_up(self, tracked: _TrackedRequest) -> PendingLookup | None:
         """Start a lookup for all ranks on a thread. Returns None when nothing can be stored."""
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
@@ -214,14 +204,16 @@ class SchedulerConnector:
         tokens = list(request.all_token_ids[:most])
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
+                self.stats.count_lookup("detached")
                 return None
             # The index summary does not cover the remote tier, where other nodes store.
             if not session.remote and not session.may_contain(
                 keys.tenant_root(rank.connection.namespace, salt), tokens
             ):
                 session.count_skipped_lookup(len(tokens))
+                self.stats.count_lookup("skipped")
                 return None
-        return _PendingLookup(self._threads.submit(self._match, tokens, salt))
+        return PendingLookup(self._threads.submit(self._match, tokens, salt))
 
     def _sessions(self) -> list[Session | None]:
         return [rank.connection.session for rank in self._ranks]
@@ -243,7 +235,9 @@ class SchedulerConnector:
                     )
             for other, one in zip(self._ranks, found, strict=False):
                 other.lookup.release(one)
+            self.stats.count_lookup("failed")
             return None
+        self.stats.count_lookup("hit" if all(one.tokens for one in found) else "miss")
         return tuple(found)
 
     def _release_lookup(self, tracked: _TrackedRequest) -> None:

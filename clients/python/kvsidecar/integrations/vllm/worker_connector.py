@@ -87,6 +87,10 @@ class WorkerConnector:
         self.stats = TransferStats()
         self._failed: set[int] = set()
 
+    def take_stats(self) -> dict[str, float]:
+        """Return and reset the statistics since the last call."""
+        return self.stats.take()
+
     def handshake(self) -> WorkerHandshake:
         return WorkerHandshake(self._connection.descriptor.SerializeToString())
 
