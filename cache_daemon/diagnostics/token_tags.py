@@ -5,10 +5,11 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
+from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
 
 TAG_BYTES = 2
-# Positions repeat after so many tokens: longer prompts may not be tagged at once.
-MAX_TAGGED_TOKENS = 16_384
+# Tokens tagged at once: a whole chunk. Position keys repeat after so many.
+MAX_TAGGED_TOKENS = MAX_CHUNK_TOKENS
 _KEY_BITS = 32
 
 
