@@ -107,6 +107,7 @@ def test_marks_and_separators_are_cuts(strategy: str) -> None:
     a, b, c = ([t + 10 for t in part] for part in (a, b, c))
     assert [len(x) for x in chunks(chunker, [*a, 9, 8, *b, 9, 8, *c])] == [40, 37, 52]
     assert [len(x) for x in chunks(chunker, a + b + c, DocumentMarks(segment_ends=(40, 75)))] == [40, 35, 50]
+    assert [len(x) for x in chunks(chunker, a + b, DocumentMarks(segment_ends=(40, 50, 60)))] == [40, 10, 10, 15]
     assert [len(x) for x in chunks(chunker, [*a, 7, *c], DocumentMarks(separator=(7,)))] == [40, 51]
 
 
