@@ -33,7 +33,7 @@ class BatchSampler:
         self._finish, self._fail = finish, fail
 
     def run(self, slices: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
-        """Samples a token per sequence, and further tokens while the sampled token equals a draft token.
+        """Samples tokens of each sequence until one equals no draft token.
 
         Each token is sampled as without drafts: from the same distribution, with the same random number.
         """

@@ -42,13 +42,13 @@ from inference_svc.spec_decode.step_cost_model import StepCostModel, time_once, 
 
 log = structlog.get_logger("engine")
 T = TypeVar("T")
-# A step hangs if it takes longer than the maximum of this time and this multiple of a full batch's expected time.
+# A step hangs if it takes longer than _MAX_STEP_SECONDS and than _MAX_STEP_RATIO times a full batch's expected time.
 _MAX_STEP_SECONDS, _MAX_STEP_RATIO = 60.0, 4.0
 _WARM_ROWS = 64
 
 
 class Engine:
-    """Runs sequences on its own thread. Any thread may call the public methods."""
+    """Runs sequences on its own thread. Any other thread may call the public methods."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class Engine:
         self._threads = threads
         self._ready = threading.Event()
         self._broken: Exception | None = None
-        self._step_began = 0.0  # 0 between steps
+        self._step_began = 0.0  # start of the current step; 0 between steps
         self.died: Future[Unavailable] = Future()
         """Done after an error ended the engine's thread, with the error that callers get. Waiting ones have got it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -159,7 +159,7 @@ class Engine:
         return self.between_steps(end)
 
     def between_steps(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` on the engine's thread between two steps, and returns its result or raises its error."""
+        """Runs ``work`` on the engine's thread between two steps. Returns its result, or raises its error."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -225,7 +225,7 @@ class Engine:
 
     @property
     def free_overflow_pages(self) -> int:
-        """Blocks that a new sequence could get in the pool's overflow, as of the last step."""
+        """Blocks that a new sequence could get in the overflow, as of the last step."""
         return self._free_overflow_pages
 
     @property

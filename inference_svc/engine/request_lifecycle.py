@@ -171,7 +171,7 @@ class RequestFinisher:
             self._pool.free(table)
 
     def retain_prefix(self, sequence: Sequence) -> None:
-        """Moves the blocks of an unfinished sequence to the prefix cache, or frees them if layers are missing."""
+        """Moves the blocks of an unfinished sequence to the prefix cache. Frees them if layers are missing."""
         if sequence.kv.is_loaded:
             self._cache_pages(sequence)
         else:

@@ -89,6 +89,9 @@ class GenerationOptions(BodyModel):
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
     """Reuse no chunks that were computed in another context."""
+    reuse_anywhere: bool | None = None
+    """Reuse chunks that were computed in another context, if the model's verification has passed; it may change the
+    answer. Default: the worker's setting."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
     """Proposer of draft tokens that the model then verifies; answers stay the same. Default: the worker's setting."""
     speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
@@ -172,6 +175,7 @@ class GenerationOptions(BodyModel):
                 document_separator=self.document_separator,
                 segment_ends=self.segment_ends,
                 exact_only=self.exact_only,
+                reuse_anywhere=self.reuse_anywhere,
                 ttl_seconds=self.cache_ttl_seconds,
             ),
             request_id=request_id,

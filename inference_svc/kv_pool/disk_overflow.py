@@ -38,7 +38,7 @@ _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
 
 
 class DiskOverflow:
-    """Tensors whose first slots are memory and whose last slots are a file.
+    """Tensors with first slots in memory and last slots in a file.
 
     Only the engine's thread calls it; other threads may read and write the tensors. ``keys`` and ``values`` have the
     pool's shape ``[layers, kv_heads, slots, head_dim]``. The first ``memory_pages`` blocks are in memory, followed by
@@ -61,7 +61,7 @@ class DiskOverflow:
         """
         self.folder, self._page_bytes = folder, PAGE_TOKENS * head_dim * dtype.itemsize
         self._file = self._opened(folder)
-        # Number of KV blocks that share one disk block, where KV blocks are smaller.
+        # Number of KV blocks that share a disk block; 1 unless KV blocks are smaller than disk blocks.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
         self._refused = False  # the file system refused to free disk blocks; logged once
         self._users: dict[int, set[int]] = {}  # groups with disk blocks, and the KV blocks in use of each
@@ -69,7 +69,7 @@ class DiskOverflow:
         self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
         self.pages = self._whole(-(-tokens // PAGE_TOKENS))
         self._head_bytes = (self.first_page + self.pages) * self._page_bytes
-        self._file_bytes = self.pages * self._page_bytes  # of each strip
+        self._file_bytes = self.pages * self._page_bytes  # bytes of the file per strip
         self._strips = 2 * layers * kv_heads
         try:
             os.ftruncate(self._file, self._strips * self._file_bytes)
@@ -136,7 +136,7 @@ class DiskOverflow:
     # ---- parts ----------------------------------------------------------------------------------------------
 
     def _whole(self, pages: int) -> int:
-        """Rounds a number of KV blocks up, so that every strip fills whole memory pages and disk blocks."""
+        """Rounds up a number of KV blocks. Every strip then fills whole memory pages and disk blocks."""
         each = mmap.PAGESIZE // min(mmap.PAGESIZE, self._page_bytes & -self._page_bytes)
         each = math.lcm(each, self._group)
         return -(-pages // each) * each

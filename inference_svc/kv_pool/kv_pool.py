@@ -29,8 +29,8 @@ from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, 
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.pool_memory import populate, zeros
 
-# Blocks behind a sliding window are freed in units of 64 tokens, because our kernels read keys in units of 64 and must
-# not read a freed one.
+# Blocks behind a sliding window are freed in units of this many tokens: our kernels read keys in units of 64, and must
+# not read a freed key.
 WINDOW_STEP = 64
 
 
@@ -132,7 +132,7 @@ class KVPool:
         return bool(self.window) and self.attends_by_pages
 
     def first_visible(self, position: int) -> int:
-        """First token that windowed layers see from ``position - 1``, rounded down to a multiple of WINDOW_STEP.
+        """First token that windowed layers see from ``position - 1``. Rounded down to a multiple of WINDOW_STEP.
 
         ``position - 1``, because a request that shares a prompt computes the prompt's last token again.
         """
@@ -144,7 +144,7 @@ class KVPool:
         return tokens // WINDOW_STEP * WINDOW_STEP
 
     def covers_window(self, table: BlockTable, tokens: int) -> bool:
-        """True if a table still has all keys that a row after its first ``tokens`` tokens sees."""
+        """True if a table has all keys that the row after ``tokens`` sees."""
         return table.first_valid_token <= max(0, tokens + 1 - self.max_window)
 
     def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
@@ -184,7 +184,7 @@ class KVPool:
         return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
 
     def share(self, table: BlockTable, tokens: int) -> BlockTable:
-        """Returns a table of the whole blocks of the first ``tokens`` tokens, with a reference to each."""
+        """Shares the whole blocks of the first ``tokens`` tokens. The new table has a reference to each."""
         shared, left = (
             BlockTable(first_valid_token=table.first_valid_token, in_overflow=table.in_overflow),
             tokens // PAGE_TOKENS,
@@ -298,7 +298,7 @@ class KVPool:
         return int(held.sum())
 
     def count_exclusive_pages(self, table: BlockTable, also: BlockTable | None = None) -> int:
-        """Number of pool blocks that become free with this table, if ``also`` drops its references too."""
+        """Number of pool blocks that freeing this table frees, if ``also`` is freed too."""
         if table.in_overflow:
             return 0
         references = self._references

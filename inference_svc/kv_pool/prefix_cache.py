@@ -47,7 +47,7 @@ class StoredPrefix:
 
 @dataclass(frozen=True, eq=False)
 class CachedSequence:
-    """Tokens ``[n]`` of a finished sequence, and the ``table`` of their blocks, which it owns."""
+    """A finished sequence: its tokens ``[n]``, and the table of their blocks, which it owns."""
 
     tokens: TokenArray
     table: BlockTable
@@ -103,7 +103,7 @@ class PrefixCache:
         return found, longest
 
     def insert(self, entry: CachedSequence) -> None:
-        """Adds a finished sequence, takes ownership of its blocks, and frees entries that are prefixes of it."""
+        """Adds a finished sequence and owns its blocks. Frees entries that are prefixes of it."""
         if not self._max:
             self._pool.free(entry.table)
             return
@@ -116,7 +116,7 @@ class PrefixCache:
             self._drop(next(iter(self._entries)))
 
     def drop_corrupt(self, scope: CacheScope, tokens: TokenArray) -> None:
-        """Drops entries that begin with ``tokens``, and zeroes the blocks to which no other table refers."""
+        """Drops entries that begin with ``tokens``. Zeroes their blocks, except blocks of other tables."""
         for key, entry in list(self._entries.items()):
             if entry.scope == scope and common_prefix(entry.tokens, tokens) == len(tokens):
                 self._pool.zero_exclusive(entry.table)

@@ -48,7 +48,7 @@ class LoraPair:
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """Adapter that any number of sequences may use. Its namespace contains ``fingerprint``."""
+    """Adapter that any number of sequences may use. ``fingerprint`` is part of its namespace's hash."""
 
     name: str
     fingerprint: bytes

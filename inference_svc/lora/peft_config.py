@@ -51,7 +51,7 @@ _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class PatternRefused(Exception):
-    """An adapter's pattern takes too long to match, or is not a regular expression."""
+    """An adapter's pattern is not a regular expression, or matches too slowly."""
 
 
 class PeftConfig(BaseModel):
@@ -110,7 +110,7 @@ class PeftConfig(BaseModel):
         return number == wanted if isinstance(wanted, int) else number in wanted
 
     def _matches(self, wanted: list[str] | str, path: str) -> bool:
-        """True if a regular expression matches the whole path, or a name in a list is the path or its end."""
+        """True if a path matches. A regular expression must match all of it, a name in a list the path or its end."""
         if isinstance(wanted, str):
             return self._match(wanted, path) is not None
         return any(path == name or path.endswith(f".{name}") for name in wanted)

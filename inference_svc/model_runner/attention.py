@@ -30,7 +30,7 @@ PACK_ROWS = 128
 
 
 class ProjectionDone(Exception):
-    """Ends a layer of a ``project_only`` batch when its keys and values are in the pool."""
+    """Signal that ends a layer of a ``project_only`` batch after its projections."""
 
 
 def _keys_values(batch: ForwardBatch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
@@ -123,7 +123,7 @@ def _attend(
 def _soft_capped(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, group: int
 ) -> Tensor:
-    """Computes attention with ``softcap * tanh(scores / softcap)`` (Gemma 2), in float32 as the eager model."""
+    """Computes attention with ``softcap * tanh(scores / softcap)`` (Gemma 2). In float32, as the eager model."""
     if group > 1:
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale

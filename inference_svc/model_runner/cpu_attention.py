@@ -52,7 +52,7 @@ def attend(
 
 
 def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
-    """Returns the first slots of the blocks of a segment's keys, padded to whole units of the kernel.
+    """Returns the first slot of each block of a segment's keys. Padded to whole units of the kernel.
 
     Padding and released blocks have the slot ``beyond``, the pool's padding: the kernel multiplies these values by
     zero, and another sequence's values may be NaN, which times zero is NaN.

@@ -102,7 +102,7 @@ def build_index(batch: ForwardBatch) -> CudaIndex:
 
 
 def select_cuda_attention(pool: KVPool, kernels: Kernels, heads: int, keys: int = 4096) -> CudaAttention:
-    """Selects our kernels for the kinds of batches in which they are faster than torch's attention.
+    """Selects the kinds of batches for which our kernels beat torch's attention.
 
     Compares the median times of a few calls over ``keys`` keys of an empty pool. Writes nothing to the pool.
     """

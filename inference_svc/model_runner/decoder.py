@@ -28,9 +28,10 @@ from inference_svc.models.loader import LoadedModel
 
 
 class Decoder:
-    """Computes batches of rows and writes their keys and values to the batch's pool.
+    """Computes forward batches with a loaded model.
 
-    On a CPU it moves the model's linear weights into packed layers, so a loaded model can have only one Decoder.
+    A forward writes the keys and values of its rows to the batch's pool. On a CPU the decoder moves the model's linear
+    weights into packed layers, so a loaded model can have only one Decoder.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -119,7 +120,7 @@ class Decoder:
 
     @torch.inference_mode()
     def trace(self, hidden: Tensor, batch: ForwardBatch, layer: int, see: Callable[[Tensor], None]) -> None:
-        """Computes one layer as in a forward, and calls ``see`` with the result of each kernel, in order.
+        """Computes one layer as in a forward. Calls ``see`` with the result of each kernel, in order.
 
         Writes keys and values to the pool and may change ``hidden``. Must not run while another thread runs a forward.
         """

@@ -59,11 +59,12 @@ class Branch:
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """Tokens of one sequence to compute, at positions from ``start`` on or at ascending ``positions``.
+    """Tokens of one sequence to compute in a step.
 
-    ``table`` must contain the keys and values of all earlier positions. The step computes logits for the first
-    ``num_scored`` tokens. With ``wants_logits`` it also computes logits for the last token; if the last ``num_drafted``
-    tokens are draft tokens, for these, the token before them, and all tokens of ``branches``.
+    Their positions are ``start`` and the following ones, or the ascending ``positions``. ``table`` must contain the
+    keys and values of all earlier positions. The step computes logits for the first ``num_scored`` tokens. With
+    ``wants_logits`` it also computes logits for the last token; if the last ``num_drafted`` tokens are draft tokens,
+    for these, the token before them, and all tokens of ``branches``.
     """
 
     tokens: list[int]
@@ -118,9 +119,9 @@ class SequenceSlice:
 
 @dataclass(eq=False)
 class Segment:
-    """Up to SEGMENT_ROWS rows of one slice, and the keys that they see.
+    """Rows of one slice, at most SEGMENT_ROWS, and their keys.
 
-    They see ``keys`` keys, padded to ``padded``.
+    The rows see ``keys`` keys, which are padded to ``padded``.
     """
 
     first_row: int

@@ -1,9 +1,10 @@
-"""Fused decoder layers for the CPU, with a quarter of the eager layers' calls.
+"""Fused decoder layers for the CPU.
 
-They compute the same mathematics as the model's own layers. For one row, a layer of a 0.5B model takes 0.9 ms of memory
-traffic; the eager layer adds 0.4 ms of Python and small kernels. A fused layer consists of four packed matrix products,
-three compiled row kernels and one attention call. It supports models with Llama's layer structure (Llama, Mistral,
-Qwen2, Qwen3); other models run their own layers. ``tests/inference_svc/models/test_architectures.py`` compares both.
+They compute the same mathematics as the model's own layers, in a quarter of the calls. For one row, a layer of a 0.5B
+model takes 0.9 ms of memory traffic; the eager layer adds 0.4 ms of Python and small kernels. A fused layer consists of
+four packed matrix products, three compiled row kernels and one attention call. It supports models with Llama's layer
+structure (Llama, Mistral, Qwen2, Qwen3); other models run their own layers.
+``tests/inference_svc/models/test_architectures.py`` compares both.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class _LayerPass:
         self.gated = hidden.new_zeros(rows, layers.widths.inner)
 
     def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
-        """Computes a product of layer ``i`` over ``x [rows, in]``, and adds the adapters' products of their rows."""
+        """Computes a product of layer ``i`` over ``x [rows, in]``. Adds the adapters' products of their rows."""
         out = of(x)
         for part in self.batch.adapted:
             part.add((i, name), x, out)
@@ -107,7 +108,7 @@ class FusedLayers:
         return self._run(_LayerPass(self, hidden, batch), first, end)
 
     def complete(self, hidden: Tensor, batch: ForwardBatch, first: int) -> Tensor | None:
-        """Computes all layers from ``first`` on and the final norm, for the rows that need logits; None without any.
+        """Computes the layers from ``first`` on and the final norm. Returns the rows that need logits, or None.
 
         In the last layer, rows that need no logits compute only their keys and values.
         """
@@ -159,7 +160,7 @@ class FusedLayers:
             self._project(_LayerPass(self, hidden, batch), i, None)
 
     def trace(self, hidden: Tensor, batch: ForwardBatch, i: int, see: Callable[[Tensor], None]) -> None:
-        """Computes layer ``i`` over ``hidden``, in place, and calls ``see`` with the output of each kernel.
+        """Computes layer ``i`` over ``hidden``, in place. Calls ``see`` with the output of each kernel.
 
         ``see`` does not get the keys and values, which are written to the pool.
         """
@@ -227,7 +228,8 @@ class FusedLayers:
         return graphs[capacity]
 
     def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns RoPE cosines and sines ``[rows, dim]`` from a table that the model's rotary module fills."""
+        """Returns RoPE cosines and sines ``[rows, dim]``. They are from a table that the model's rotary module
+        fills."""
         longest = int(positions.max()) + 1
         if longest > len(self._cos):
             size = 1 << (longest - 1).bit_length()

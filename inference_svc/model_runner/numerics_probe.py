@@ -109,7 +109,7 @@ class NumericsProbe:
             see(part)
 
     def _see_layers(self, layers: Sequence[int], see: See) -> None:
-        """Hashes layers with their own weights, over the rows of a decode step and of a prompt."""
+        """Hashes layers with their own weights. The rows are those of a decode step and of a prompt."""
         loaded, count = self._loaded, layers[-1] + 1
         pool = self._pool(count, loaded.windows[:count])
         for number, kept in enumerate((pool.keys, pool.values)):
@@ -212,7 +212,7 @@ class NumericsProbe:
 
 
 def _values(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
-    """Returns numbers between -2 and 2 that are the same on every machine and in every library version."""
+    """Returns fixed numbers between -2 and 2. They are the same on every machine and in every library version."""
     drawn = np.frombuffer(hashlib.shake_256(b"%d" % seed).digest(2 * _PERIOD), "<i2")
     once, size = torch.from_numpy(drawn.astype(np.float32) / np.float32(1 << 14)).to(dtype), math.prod(shape)
     return once.repeat(-(-size // _PERIOD))[:size].view(*shape)
@@ -236,7 +236,7 @@ def with_numerics_identity(
 
 
 def _cancelling(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns a weight ``[outputs, inputs]`` and ``x [count, inputs]`` whose product is zero except for rounding."""
+    """Returns ``weight [outputs, inputs]`` and ``x [count, inputs]``. Their product is zero except for rounding."""
     one, other = _pairs(inputs, inputs)
     weight, x = torch.zeros(_OUTPUTS, inputs, dtype=dtype), torch.zeros(count, inputs, dtype=dtype)
     weight[:, one] = weight[:, other] = _values((_OUTPUTS, len(one)), 9, dtype)

@@ -47,7 +47,7 @@ def sample(logits: Tensor, samplers: Sequence[SamplingState]) -> list[SampleResu
 
 
 def _likeliest(logits: Tensor) -> tuple[list[int], list[float]]:
-    """Returns the first likeliest token of each row and its logit, which is NaN if the row contains NaN.
+    """Returns the first likeliest token of each row and its logit. The logit is NaN if the row contains NaN.
 
     Uses NumPy on the CPU: for 8 bfloat16 rows of 150k tokens, torch needs 2 ms and NumPy 0.1 ms.
     """

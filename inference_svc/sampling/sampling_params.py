@@ -106,13 +106,13 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class PromptLogprob(SampledToken):
-    """Prompt token with its log probability, alternatives and rank (1 for the likeliest)."""
+    """Prompt token with its log probability, alternatives and rank (likeliest: 1)."""
 
     rank: int = 0
 
 
 class TokenCounts:
-    """Distinct tokens of a prompt and its answer, and their counts in the answer."""
+    """Distinct tokens of prompt and answer, with their counts in the answer."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         known = np.unique(np.fromiter(prompt, np.int64))
@@ -184,7 +184,7 @@ class SamplingState:
         return self._stops if self.drawn < self.params.min_tokens else []
 
     def uniform(self, attempt: int) -> float:
-        """Returns the random number in [0, 1) of the next token and this attempt of top_p sampling.
+        """Returns the random number in [0, 1) for an attempt of the next token.
 
         The number is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) of a
         counter.
@@ -222,5 +222,5 @@ def mix(word: int) -> int:
 
 
 def min_p_margin(min_p: float) -> float:
-    """Returns the distance below the largest logit at which a probability is ``min_p`` times the largest."""
+    """Returns the logit difference that corresponds to a probability ratio of ``min_p``."""
     return -math.log(min_p) if min_p > 0 else math.inf

@@ -36,7 +36,8 @@ log = structlog.get_logger("engine")
 
 # Number of waiting requests, from the front of the queue, among which admission chooses.
 _WINDOW = 16
-# Slots allocated ahead for a new sequence's answer, so that its blocks stay contiguous, while 1/4 of the pool is free.
+# A new sequence gets up to _SPARE_TOKENS more slots for its answer, so that its blocks stay contiguous, if after that 1
+# / _SPARE_SHARE of the pool is free.
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
 # Tokens per copy between the pool and its overflow.
 _COPIED_TOKENS = 1024
@@ -44,7 +45,7 @@ _COPIED_TOKENS = 1024
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Prefix of ``tokens`` tokens in the pool, in the blocks of a cached or running sequence."""
+    """Prefix in the pool: the first ``tokens`` tokens of a cached or a running sequence."""
 
     tokens: int = 0
     cached: CachedSequence | None = None
@@ -106,9 +107,10 @@ class Admission:
                     log.exception("probing failed", request=sequence.request.id)
 
     def _source(self, sequence: Sequence, live: list[Sequence], now: float) -> tuple[PrefixSource, float]:
-        """Finds the longest prefix in the pool, and the time until which the sequence is held back.
+        """Finds the longest prefix in the pool, and the time of admission.
 
-        A sequence is held back (time above 0) while a live sequence computes or loads a longer common prefix.
+        The sequence is held back until that time if a live sequence is computing or loading a longer common prefix;
+        otherwise the time is 0.
         """
         if not sequence.reads_cache:
             return PrefixSource(), 0.0
@@ -193,14 +195,17 @@ class Admission:
     # ---- the overflow ---------------------------------------------------------------------------------------
 
     def exceeds_pool(self, sequence: Sequence) -> bool:
-        """True if a sequence and the next tokens of its answer need more than the whole pool, and so the overflow."""
+        """True if a sequence needs the overflow: with its next tokens, it exceeds the whole pool."""
         if not self._pool.overflow_pages:
             return False
         soon = min(sequence.request.max_tokens - sequence.num_generated, _SPARE_TOKENS)
         return exceeds_pool(self._pool, self._piece, min(len(sequence.tokens) + soon, self._longest))
 
     def _in_turn(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yields the sequences that fit the pool, and the first that needs the overflow, if it fits there."""
+        """Yields the sequences that may be admitted now.
+
+        These are all that fit the pool, and the first that needs the overflow if it fits there.
+        """
         served = False
         for sequence in waiting:
             if not self.exceeds_pool(sequence):
@@ -255,15 +260,16 @@ class Admission:
     # ---- the pool -------------------------------------------------------------------------------------------
 
     def _initial_tokens(self, tokens: int, source: PrefixSource) -> int:
-        """Tokens that get blocks at admission; not all, if blocks behind a sliding window are freed for reuse."""
+        """Number of tokens that get blocks at admission: not all, if the pool frees blocks behind the window."""
         if not self._pool.reclaims_window:
             return tokens
         return min(tokens, source.tokens + self._pool.window + self._piece + WINDOW_STEP + PAGE_TOKENS)
 
     def _adopt(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
-        """Continues in the blocks of a cached sequence, if the prompt extends it and the blocks after it are free.
+        """Continues in the blocks of a cached sequence. False if that is not possible.
 
-        False for a request that must not be cached: the cached sequence would be lost at the request's end.
+        The prompt must extend the cached sequence, and the blocks after it must be free. The request must allow
+        caching, because the cached sequence would otherwise be lost at the request's end.
         """
         cached = source.cached
         if cached is None or not sequence.request.cache.write or source.tokens + PAGE_TOKENS < len(cached.tokens):

@@ -31,7 +31,7 @@ from inference_svc.spec_decode.speculator import Speculator
 
 @dataclass(frozen=True)
 class PlannerServices:
-    """Shared parts of the engine that the planner uses, and the limits of a batch."""
+    """Parts of the engine that the planner uses, and batch limits."""
 
     pool: KVPool
     prefix_cache: PrefixCache
@@ -59,7 +59,10 @@ class Decision:
 
 @dataclass
 class PlannedBatch:
-    """Slices of the next step, and sequences that did not get the blocks that the decision planned."""
+    """Slices of the next step.
+
+    ``preempted`` and ``failed`` sequences did not get the blocks that the decision planned for them.
+    """
 
     slices: list[tuple[Sequence, SequenceSlice]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)

@@ -23,7 +23,7 @@ def peak_tokens(pool: KVPool, piece: int, tokens: int) -> int:
 
 
 def exceeds_pool(pool: KVPool, piece: int, tokens: int) -> bool:
-    """True if a request of ``tokens`` tokens, prompt and answer, needs more than the whole pool."""
+    """True if a request of ``tokens`` tokens (prompt and answer) exceeds the pool."""
     return peak_tokens(pool, piece, tokens) > pool.pages * PAGE_TOKENS
 
 

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 
 from inference_svc.model_runner.forward_batch import SequenceSlice
 
-# A step that took more than this multiple of the mean was interrupted: it counts as this multiple. And the weight of a
-# new step in the running mean.
+# _MAX_RATIO: a step counts as at most this multiple of the running mean, because a longer one was interrupted. _GAIN:
+# weight of a new step in the running mean.
 _MAX_RATIO, _GAIN = 2.0, 0.25
 # Steps with fewer prompt rows do not update the cost of a row.
 _MIN_MEASURED_ROWS = 16
-# Minimum prompt rows per step, whatever their cost, so that prompts always progress; and the rounding of the budget.
+# _MIN_ROWS: minimum prompt rows per step, at any cost, so that prompts always progress. The budget is a multiple of
+# _ROW_STEP.
 _MIN_ROWS, _ROW_STEP = 32, 16
 # A step with prompt rows may take this multiple of a decode-only step, even if that exceeds the time budget.
 _MAX_STRETCH = 2.0
@@ -39,7 +40,7 @@ class PrefillBudget:
             self._row = _mean(self._row, each)
 
     def learn_step(self, spans: Iterable[SequenceSlice], seconds: float) -> None:
-        """Records the seconds of a step by its slices, unless the step may have waited for layers to load."""
+        """Records the seconds of a step by its slices. Ignores steps that may have waited for layers to load."""
         spans = list(spans)
         if all(span.gate is None for span in spans):
             self.learn(sum(len(span.tokens) for span in spans if len(span.tokens) > 1 + span.num_drafted), seconds)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 AGE_TOKENS_PER_SECOND = 2000.0
 # Maximum time for which a sequence is held back until another sequence has computed their common prefix.
 MAX_HOLD_SECONDS = 60.0
-# Prompts get at least 1/4 of the rows, even if decoding sequences could use all.
+# Prompts get at least 1 / _PREFILL_SHARE of the rows, even if decoding sequences could use all.
 _PREFILL_SHARE = 4
 # Fewer rows of a prompt cost more per row than they gain.
 _MIN_CHUNK_TOKENS = 32

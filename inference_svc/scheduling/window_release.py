@@ -21,16 +21,16 @@ from inference_svc.sequence.sequence import Sequence
 
 log = structlog.get_logger("engine")
 
-# A part of fewer tokens than the first number is not saved yet. If the connector has stored nothing of more offered
-# tokens than the second (its chunks are too long), the sequence is not saved at all.
+# A part of fewer than _MIN_SAVED_TOKENS is not saved yet. If the connector has got more than _MAX_UNSAVED_TOKENS and
+# stored none of them, its chunks are too long: the sequence is then not saved at all.
 _MIN_SAVED_TOKENS, _MAX_UNSAVED_TOKENS = 128, 8192
 
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """Blocks that the connector reads, and the block table that they are shared from.
+    """Blocks of a pending save, and the block table that shares them.
 
-    ``pages`` has its own references, so that the sequence may free its table during the save.
+    ``pages`` has its own references, so the sequence may free its table ``source`` during the save.
     """
 
     pages: BlockTable
@@ -64,7 +64,7 @@ class WindowReleaser:
 
     @property
     def pending_pages(self) -> int:
-        """Number of blocks that will be free after the pending saves, when their sequences release them too."""
+        """Number of blocks that the pending saves will free, with their sequences' references."""
         return sum(
             self._pool.count_exclusive_pages(part.pages, part.source if sequence.kv.table is part.source else None)
             for sequence, part in self._pending.items()
@@ -90,7 +90,7 @@ class WindowReleaser:
                 self._release_prefix(kv.table, self._pool.first_visible(kv.num_computed))
 
     def finish_save(self, sequence: Sequence, stored: StoredPrefix | None) -> None:
-        """Records the end of a save (``stored`` is None if it failed), and frees its blocks."""
+        """Records the end of a save, and frees its blocks. ``stored`` is None if it failed."""
         part = self._pending.pop(sequence)
         if sequence.in_batch and sequence.kv.table is part.source:
             if stored is None:

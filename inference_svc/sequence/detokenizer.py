@@ -89,7 +89,7 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n

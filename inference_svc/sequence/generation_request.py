@@ -31,7 +31,7 @@ class CacheParams:
     read: bool = True
     write: bool = True
     tenant_salt: bytes = b""
-    exact_only: bool = False
+    reuse_anywhere: bool = False
     marks: DocumentMarks = field(default_factory=DocumentMarks)
     ttl_seconds: int = 0
 

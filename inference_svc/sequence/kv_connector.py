@@ -80,9 +80,9 @@ class KVConnector(Protocol):
         ...
 
     def discard(self, sequence: Sequence, position: int) -> None:
-        """Deletes the chunk at a position of a sequence's prompt, because its payload is not finite.
+        """Deletes the chunk at a position of a sequence's prompt. Asynchronous.
 
-        Asynchronous.
+        The engine calls it if the chunk's keys or values are not finite.
         """
         ...
 

@@ -59,7 +59,7 @@ class KVState:
         self.table = table
 
     def reuse_prefix(self, num_tokens: int, stored: StoredPrefix | None) -> None:
-        """Records that the table begins with ``num_tokens`` copied or shared tokens of a prefix in the pool."""
+        """Records ``num_tokens`` leading tokens that were copied or shared from the pool."""
         self.num_computed = num_tokens
         if stored is not None and stored.tokens <= num_tokens:
             self.stored = StoredPrefix(stored.tokens, stored.prefix_hash, min(stored.covered, num_tokens))

@@ -16,7 +16,7 @@ from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.sampling.sampling_params import PromptLogprob
 from inference_svc.sequence.sequence import Sequence
 
-# Maximum rows with prompt logprobs per step, and rows per float32 softmax.
+# Maximum rows with prompt logprobs per step, and maximum rows per float32 softmax.
 MAX_SCORED_ROWS, _PIECE = 128, 16
 
 

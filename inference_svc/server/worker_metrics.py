@@ -57,7 +57,7 @@ _STREAM_COUNTERS = ("hits", "waits", "misses", "read_bytes", "read_seconds", "wa
 
 
 class WorkerCollector:
-    """Collector that reads a worker's counters at each scrape."""
+    """Prometheus collector that reads a worker's counters at each scrape."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime

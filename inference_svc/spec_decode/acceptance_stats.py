@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Weights, in draft tokens, of a prior in the common counts and of the common rate in an answer's own rate. Then the
-# factors by which each new draft token reduces the weight of older ones.
+# Weights in draft tokens: of a prior in the common counts, and of the common rate in an answer's rate.
 _PRIOR_WEIGHT, _COMMON_WEIGHT = 8.0, 4.0
+# Each new draft token multiplies the weight of older ones by this factor, in the common and in an answer's own counts.
 _COMMON_FADE, _OWN_FADE = 0.998, 0.96
 
 
@@ -69,7 +69,7 @@ class VerificationResult:
 class SpeculationStats:
     """Counters of speculative decoding since the start.
 
-    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``: the number of drafts with more than ``i`` of them.
+    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``, so also drafts with more than ``i`` accepted tokens.
     """
 
     drafts: int = 0  # verified draft trees

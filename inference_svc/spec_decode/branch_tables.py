@@ -75,7 +75,7 @@ class BranchTables:
         self._pool.copy_slots(source, target, 1)
 
     def zero(self, sequence: Sequence) -> None:
-        """Zeroes the branch blocks of a failed sequence, so that their next owner reads no NaN."""
+        """Zeroes the branch blocks of a failed sequence. Their next owner must not read NaN."""
         for table in self._held.get(sequence, ()):
             self._pool.zero_exclusive(table)
 

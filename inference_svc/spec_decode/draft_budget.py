@@ -27,7 +27,7 @@ class DraftNode:
 class DraftSelection:
     """Selected draft tokens, and ``rate``, the expected tokens per second.
 
-    ``nodes`` are in order of decreasing probability, so a parent comes before its children.
+    ``nodes`` are in order of decreasing probability, so each parent precedes its children.
     """
 
     nodes: tuple[DraftNode, ...] = ()
@@ -74,7 +74,7 @@ def _best(ordered: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts
 
 
 def _fitting(ordered: Sequence[DraftNode], widths: Sequence[int]) -> tuple[list[DraftNode], list[bool]]:
-    """Drops nodes that exceed the branch limits; returns the others, and for each whether it begins a branch."""
+    """Drops nodes that exceed the branch limits. Returns the rest, and True for each that begins a branch."""
     taken, forked = list[DraftNode](), list[bool]()
     there, children, branches = set[tuple[int, int]](), set[tuple[int, int]](), Counter[int]()
     for node in ordered:

@@ -69,8 +69,8 @@ class DraftModelProposer:
     slots that verification overwrites. So it needs no blocks and no prefill.
     """
 
-    # Acceptance of the sampled token, and of its alternative. The second is low, but the speculator compares
-    # alternatives with the answer even unverified, and so measures their acceptance.
+    # Priors of the sampled token and of its alternative. The alternative's is low, so it is not verified at first; but
+    # the speculator compares it with the answer even unverified, and so measures its acceptance.
     priors = (0.6, 0.01)
 
     def __init__(
@@ -106,7 +106,7 @@ class DraftModelProposer:
 
     @property
     def copies(self) -> bool:
-        """True if the draft model is a copy that uses the model's pool and the sequences' own blocks."""
+        """True if the draft model is a copy. It then uses the model's pool and the sequences' own blocks."""
         return self._copy
 
     def tables(self) -> list[BlockTable]:

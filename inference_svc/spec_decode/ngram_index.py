@@ -61,13 +61,13 @@ class NgramIndex:
                     heads[at] = place
 
     def find(self, tail: Sequence[int]) -> NgramMatch | None:
-        """Returns the longest match of the last tokens, the latest of equal ones; None below SHORT_NGRAM tokens."""
+        """Returns the longest match of the last tokens; None below SHORT_NGRAM. Of equal matches, the latest."""
         return next(iter(self.find_many(tail, 1)), None)
 
     def find_many(self, tail: Sequence[int], most: int) -> list[NgramMatch]:
         """Returns up to ``most`` matches with different next tokens, longest first.
 
-        For each next token it returns the longest match, the latest of equal ones.
+        For each next token it returns the longest match, and the latest of equally long matches.
         """
         best: dict[int, NgramMatch] = {}
         longest, whole = 0, min(len(tail), MAX_MATCHED)

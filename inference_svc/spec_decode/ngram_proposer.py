@@ -22,10 +22,11 @@ _SIGNS = (SHORT_NGRAM, 3, 4, 6, 9, 13, 20, MAX_MATCHED)
 _PRIORS = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9)
 # Priors of tokens that begin another branch: the longer the match, the more certain is the first path instead.
 _OTHER_PRIORS = (0.3, 0.25, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05)
-# Number of first draft tokens after which further branches are searched for, and maximum tokens of such a branch.
+# Further branches are searched for after each of the first _MAX_BRANCH_POINTS draft tokens, with at most
+# _MAX_BRANCH_TOKENS tokens each.
 _MAX_BRANCH_POINTS, _MAX_BRANCH_TOKENS = 3, 8
-# A tenant's past answers are in two generations of this many tokens: when the younger is full, the older is dropped.
-# And the maximum number of tenants.
+# A tenant's past answers are in two generations of _GENERATION tokens each: when the younger is full, the older is
+# dropped. At most _TENANTS tenants have a history.
 _GENERATION, _TENANTS = 1 << 14, 32
 # Separates answers; no token has this id.
 _END = -1
@@ -62,7 +63,7 @@ class AnswerHistory:
 
 
 class NgramProposer:
-    """``Proposer`` that looks up n-grams and computes no model.
+    """``Proposer`` that looks up n-grams and runs no model.
 
     The confidence buckets are ranges of match lengths: first for matches in the sequence itself, then for matches in
     past answers, then for the first token of a further branch.

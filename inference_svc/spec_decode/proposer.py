@@ -68,7 +68,7 @@ class Draft:
         return found[::-1]
 
     def accepted_path(self, tokens: abc.Sequence[int]) -> list[int]:
-        """Returns the places of the longest path from the root that equals the first of ``tokens``."""
+        """Returns the places of the draft tokens that equal the first of ``tokens``."""
         found, at = list[int](), ROOT
         for token in tokens:
             at = next((i for i, p in enumerate(self.parents) if p == at and self.tokens[i] == token), ROOT)

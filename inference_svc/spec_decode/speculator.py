@@ -39,7 +39,7 @@ _MARGIN = 1.02
 _PAUSE, _MOST_PAUSE = 64, 1024
 # The same for drafts of a model, and the maximum depth of these drafts.
 _MODEL_PAUSE, _MOST_MODEL_PAUSE, _MOST_COMPUTED = 16, 1 << 14, 8
-# If the n-gram lookups of a sequence cost more than they save, only one step in 16 does a lookup for it.
+# If the n-gram lookups of a sequence cost more than they save, only one step in _RARELY does a lookup for it.
 _RARELY = 16
 _FADE = 0.9
 # Draft tokens below this acceptance probability are never verified, even if rows cost nothing.
@@ -75,8 +75,8 @@ class Speculator:
     def __init__(
         self, proposers: abc.Mapping[SpeculationMode, Proposer], costs: StepCostModel, most: int, branches: int = 1
     ) -> None:
-        """``proposers``: by the mode that selects only this proposer. ``most``: maximum depth of a draft.
-        ``branches``: maximum number of paths of a draft."""
+        """``proposers``: by the mode that selects only this proposer. ``most``: maximum depth of a draft. ``branches``:
+        maximum number of paths of a draft."""
         self.stats, self.costs = SpeculationStats(), costs
         self._proposers, self._most, self._branches = dict(proposers), most, branches
         self._acceptance = {p: AcceptanceStats(p.priors) for p in proposers.values()}
@@ -88,9 +88,9 @@ class Speculator:
         self._model_pause, self._model_left = _MODEL_PAUSE, 1
 
     def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
-        """Chooses the drafts to verify for ``decoding`` sequences in a step of ``rows`` rows without drafts.
+        """Chooses the drafts to verify for ``decoding`` sequences.
 
-        ``longest``: maximum tokens of prompt and answer.
+        ``rows``: rows of the step without drafts. ``longest``: maximum tokens of prompt and answer.
         """
         self._drafts.clear()
         self._prepare(decoding, rows, longest)
@@ -158,7 +158,7 @@ class Speculator:
         self._choose(len(decoding), rows)
 
     def _make_request(self, sequence: Sequence, longest: int) -> DraftRequest | None:
-        """Limits a draft's depth, so that one more token can be sampled when all of it is accepted."""
+        """Limits a draft's depth. If all of it is accepted, one more token is sampled."""
         if sequence.speculation.mode is SpeculationMode.OFF:
             return None
         room = min(sequence.request.max_tokens - sequence.num_generated, longest - len(sequence.tokens)) - 1
@@ -170,7 +170,7 @@ class Speculator:
         return DraftRequest(sequence, min(room, self._most), width) if room > 0 else None
 
     def _may_pay(self, sequences: int, rows: int) -> bool:
-        """True if some number of draft tokens would increase tokens per second if all were accepted."""
+        """True if draft tokens can increase tokens per second, assuming that all are accepted."""
         now = sequences / self.costs.seconds(rows, False)
         more = sequences * self._most
         while more:
@@ -236,7 +236,7 @@ class Speculator:
             self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
 
     def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
-        """True if a lookup saves more time than it takes, or if a new try is due."""
+        """True if a lookup saves more time than it takes, or is due again."""
         own = self._own.setdefault(sequence, _SequenceState())
         own.passes += 1
         saved = own.gain * self.costs.seconds(rows, False) / sequences
@@ -247,9 +247,9 @@ class Speculator:
         return pays
 
     def _fitted(self, request: DraftRequest, sequences: int, rows: int) -> DraftRequest:
-        """Limits a request to one path if a search for further branches costs more time than it saves.
+        """Limits a request to one path if searching for more does not pay.
 
-        One lookup in ``_RARELY`` searches for them anyway.
+        One lookup in ``_RARELY`` searches for further branches anyway.
         """
         own = self._own[request.sequence]
         saved = own.branched * self.costs.seconds(rows, False) / sequences
