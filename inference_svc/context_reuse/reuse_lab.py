@@ -145,7 +145,7 @@ class ReuseLab:
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """Prefill a prompt and store its chunks, which end at ``ends``.
 
-        The chunk format has no 2 bits: with ``bits`` 2, values are rounded to 2 bits and stored in 4.
+        The chunk format has no 2-bit width: for ``bits`` 2, values are rounded to 2 bits and stored at 4 bits.
         """
         return self.store_at(tokens, ends, (bits,))[0]
 

@@ -48,7 +48,7 @@ _WARM_ROWS = 64
 
 
 class Engine:
-    """Runs sequences on its own thread. Any thread may call the public methods."""
+    """Runs sequences on its own thread. Any other thread may call the public methods."""
 
     def __init__(
         self,

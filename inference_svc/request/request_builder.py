@@ -82,7 +82,7 @@ class RequestBuilder:
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def warm_up(self) -> None:
-        """Prepare the grammar compiler, which would hold the GIL for seconds during its first request."""
+        """Prepare the grammar compiler. Its first use holds the GIL for seconds and must not delay requests."""
         self._grammar_compiler.warm_up()
 
     def checked_tokens(

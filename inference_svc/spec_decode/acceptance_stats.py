@@ -69,7 +69,7 @@ class VerificationResult:
 class SpeculationStats:
     """Counters of speculative decoding since the start.
 
-    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``: the number of drafts with more than ``i`` of them.
+    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``, so also drafts with more than ``i`` accepted tokens.
     """
 
     drafts: int = 0  # verified draft trees

@@ -27,7 +27,7 @@ class DraftNode:
 class DraftSelection:
     """Selected draft tokens, and ``rate``, the expected tokens per second.
 
-    ``nodes`` are in order of decreasing probability, so a parent comes before its children.
+    ``nodes`` are in order of decreasing probability, so each parent precedes its children.
     """
 
     nodes: tuple[DraftNode, ...] = ()

@@ -48,7 +48,7 @@ class CharReader:
     # ---- JSON -----------------------------------------------------------------------------------------------
 
     def _value(self, put: Callable[[str], None]) -> Parse[None]:
-        """Parse a JSON value and pass its source to ``put``. Of a string it passes the text, for null ``{}``."""
+        """Parse a JSON value and pass its source to ``put``; for a string its text, for null ``{}``."""
         character = yield from self._next_nonspace()
         if character == '"':
             put((yield from self._string()))

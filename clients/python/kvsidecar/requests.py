@@ -167,9 +167,9 @@ def to_request(
 
     At most one of ``json_schema``, ``regex``, ``choice`` and ``grammar`` constrains the answer. ``tool_choice`` is
     auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is
-    the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: where a prompt
-    that is too long loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is the
-    TTL of the chunks that the request uses and stores; without it they do not expire.
+    the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: the part of a
+    too long prompt that loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is
+    the TTL of the chunks that the request uses and stores; without it they do not expire.
     """
     for name, number in (
         ("max_tokens", max_tokens),
@@ -246,7 +246,7 @@ def speculation_of(name: str | None) -> pb.Speculation.ValueType:
 
 
 def truncation_of(name: str | None) -> pb.Truncation.ValueType:
-    """Return the side that a prompt is truncated at, by name; None follows ``truncate_prompt_tokens``."""
+    """Return by name the side at which a prompt is truncated; None follows ``truncate_prompt_tokens``."""
     if name is not None and name not in _TRUNCATION:
         raise InvalidRequest(f"truncate is {name!r}; allowed are {', '.join(_TRUNCATION)}", param="truncate")
     return pb.TRUNCATION_UNSPECIFIED if name is None else _TRUNCATION[name]

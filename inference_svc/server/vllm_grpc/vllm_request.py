@@ -109,7 +109,7 @@ def _grammar(params: vllm.SamplingParams) -> pb.Grammar | None:
 
 
 def _max_prompt_tokens(params: vllm.SamplingParams, context_length: int) -> int:
-    """Maximum prompt tokens for truncation; 0 for the context without ``max_tokens``."""
+    """Maximum prompt tokens for truncation; 0: the rest of the context after ``max_tokens``."""
     kept: int = params.truncate_prompt_tokens
     if kept == -1:  # the rest of the context after the answer is subtracted
         return 0 if params.HasField("max_tokens") else max(1, context_length - max(1, params.min_tokens))
