@@ -12,28 +12,30 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from inference_svc.gateway.answer_writer import error_response, unknown_path
+from inference_svc.gateway.answer_writer import unknown_path
 from inference_svc.gateway.anthropic_api.error_envelope import (
     envelope,
+    error_response_for,
     is_messages_path,
-    messages_error_response,
     request_id_of,
 )
 from inference_svc.gateway.client_disconnect import ClientDisconnected
+from inference_svc.gateway.drain import LIVEZ, Drain
 from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
-def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """Create an application without routes that maps errors to OpenAI's or Anthropic's format."""
+def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], drain_seconds: float) -> FastAPI:
+    """Create an application that maps errors to OpenAI's or Anthropic's format, and serves the liveness probe.
+
+    ``state.drain`` is its shutdown.
+    """
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect would go to whatever host the request names
 
     @app.exception_handler(KVSidecarError)
     async def failed(request: Request, error: KVSidecarError) -> JSONResponse:
         log_line().add(error=error.reason)
-        if is_messages_path(request.url.path):
-            return messages_error_response(error, request_id_of(request.scope))
-        return error_response(error)
+        return error_response_for(request.scope, error)
 
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> JSONResponse:
@@ -50,6 +52,11 @@ def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
+    @app.get(LIVEZ)
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    app.state.drain = Drain(drain_seconds)
     return app
 
 

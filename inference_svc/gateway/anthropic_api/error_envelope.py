@@ -10,6 +10,9 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from kvsidecar.errors import KVSidecarError, status_of
 
+from inference_svc.gateway import openai_format
+from inference_svc.gateway.answer_writer import error_response
+
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 REQUEST_ID = "request-id"
 # HTTP codes that differ from those of the other paths; Anthropic's clients retry 529.
@@ -47,6 +50,20 @@ def messages_error_response(error: KVSidecarError, request_id: str) -> JSONRespo
     """Return an error with its HTTP code."""
     status = _CODES.get(error.reason, status_of(error)[1])
     return JSONResponse(envelope(str(error), status, request_id), status_code=status)
+
+
+def error_response_for(scope: MutableMapping[str, Any], error: KVSidecarError) -> JSONResponse:
+    """Return an error in the format of the request's path, Anthropic's or OpenAI's."""
+    if is_messages_path(scope["path"]):
+        return messages_error_response(error, request_id_of(scope))
+    return error_response(error)
+
+
+def error_event_for(scope: MutableMapping[str, Any], error: KVSidecarError) -> bytes:
+    """Return an error as the last event of a stream, in the format of the request's path."""
+    if is_messages_path(scope["path"]):
+        return error_event(error, request_id_of(scope))
+    return openai_format.event(json.loads(bytes(error_response(error).body)))
 
 
 def error_event(error: KVSidecarError, request_id: str) -> bytes:
