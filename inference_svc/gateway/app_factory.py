@@ -20,7 +20,7 @@ from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
     """Create an application without routes that maps errors to OpenAI's format."""
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.router.redirect_slashes = False  # a redirect would go to whatever host the request names
+    app.router.redirect_slashes = False  # a redirect would lead to any host that the request names
 
     @app.exception_handler(KVSidecarError)
     async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
