@@ -15,7 +15,7 @@ log = structlog.get_logger("gateway")
 
 # Probes, scrapers and the page request these every few seconds: logged at debug level.
 _DEBUG_PATHS, _DEBUG_PREFIXES = (
-    frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}),
+    frozenset({"/", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json"}),
     ("/page/", "/kvsidecar/"),
 )
 _LONGEST_PATH = 120
