@@ -32,7 +32,10 @@ RemoteWrite = Literal["second-use", "all", "never"]
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Measured costs. Computing a token takes ``token_seconds``, plus ``pair_seconds`` for each token before it."""
+    """Measured costs.
+
+    Computing a token takes ``token_seconds``, plus ``pair_seconds`` for each token before it.
+    """
 
     token_seconds: float
     pair_seconds: float
@@ -88,9 +91,9 @@ class SimulationResult:
     busy_seconds: float = 0.0
     ends: float = 0.0
     copies: float = 1.0
-    """Blocks in all nodes, over different blocks."""
+    """Blocks in all nodes, divided by different blocks."""
     asked: int = 0
-    """Nodes that were asked what they have."""
+    """Nodes that were queried for their cached prefix."""
 
 
 class Fleet:
@@ -173,7 +176,10 @@ class Fleet:
 
 
 def _beginnings(request: Request) -> PromptPrefixHashes:
-    """Return prefix hashes as the gateway computes them: at doubling lengths; the second block identifies a chat."""
+    """Return prefix hashes as the gateway computes them.
+
+    At doubling lengths; the second block identifies a chat.
+    """
     path = request.path
     doubling = [path[i].key for i in (2**n - 1 for n in range(len(path).bit_length())) if i < len(path)]
     return PromptPrefixHashes(tuple(doubling), path[min(1, len(path) - 1)].key, request.tokens)
