@@ -1,8 +1,8 @@
 """Discrete-time simulation of a fleet: nodes with a cache each, a remote tier, routing.
 
 A node computes one prompt after another. Time is spent queueing, loading cached tokens, fetching from the remote tier
-if that is faster than computing, and computing the rest. Writes run concurrently and cost bytes only. Answers are not
-simulated: they are decoded in batches beside the prompts.
+if that is faster than computing, and computing the rest. Writes run concurrently and cost bytes only. Decoding is not
+simulated: it runs in batches beside the prompts.
 """
 
 from __future__ import annotations

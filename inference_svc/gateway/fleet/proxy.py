@@ -116,7 +116,7 @@ class Proxy:
 
 
 class _NodeRefusal(Exception):
-    """A complete answer by which a node requests a retry elsewhere (busy, unavailable)."""
+    """A complete answer by which a node requests a retry on another (busy, unavailable)."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(f"it answers {answer.status_code}")
