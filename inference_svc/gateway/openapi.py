@@ -22,7 +22,7 @@ from inference_svc.gateway.unsupported_options import IGNORED, IGNORED_OF_MESSAG
 
 _COMPONENTS = "#/components/schemas/"
 _MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
-# Path, body, summary, whether it may be streamed, and the fields of a complete answer.
+# Path, body, summary, whether it can be streamed, and the fields of a complete answer.
 _POSTS: list[tuple[str, type[BaseModel], str, bool, tuple[str, ...]]] = [
     ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
     ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
@@ -39,7 +39,7 @@ _GETS: list[tuple[str, str, tuple[str, ...]]] = [
     ("/health", "Whether a worker is up", ("status", "workers_up", "workers")),
     ("/version", "This server's version", ("version",)),
 ]
-# For operators; they answer with a sentence.
+# Operators' calls, which answer with a sentence.
 _ORDERS: list[tuple[str, type[BaseModel], str]] = [
     (LOAD, LoadBody, "Loads a LoRA adapter"),
     (UNLOAD, UnloadBody, "Unloads a LoRA adapter, and ends its requests"),
@@ -67,7 +67,7 @@ def document() -> dict[str, Any]:
     _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS + "{model}")
     schemas: dict[str, Any] = found.get("$defs", {})
     for body in bodies:
-        # Options for the service around the model: any value is accepted.
+        # Options for services around the model: any value is accepted.
         properties = schemas[body.__name__]["properties"]
         ignored = IGNORED_OF_MESSAGES if issubclass(body, CountTokensRequest) else IGNORED
         properties |= {name: {"description": "Without effect."} for name in ignored if name not in properties}
