@@ -91,7 +91,12 @@ class ArmNodes:
             flags = {"resident_sequences": 0, "chunking": "document"}
             if name in SHUFFLED:
                 repair = name.removeprefix("shuffled_")
-                flags |= {"approximate": "always", "repair": repair, "repair_ratio": options.ratio}
+                flags |= {
+                    "reuse_anywhere": True,
+                    "unverified_reuse": True,
+                    "repair": repair,
+                    "repair_ratio": options.ratio,
+                }
             self._nodes[name] = partner or stack.enter_context(
                 Node(
                     options.model,

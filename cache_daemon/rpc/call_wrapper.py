@@ -45,7 +45,10 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
 
 
 def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[S, Q, Context], AsyncIterator[R]]:
-    """Decorate a method with streamed responses; releases its resources when the client disconnects."""
+    """Decorate a method with streamed responses.
+
+    Releases the method's resources when the client disconnects.
+    """
 
     @wraps(method)
     async def call(service: S, request: Q, context: Context) -> AsyncIterator[R]:
@@ -87,7 +90,7 @@ async def abort_call(name: str, error: BaseException, context: Context) -> None:
 def undo_if_cancelled(context: Context, undo: Callable[[], Any]) -> None:
     """Call ``undo`` if the client disconnects before it gets the response.
 
-    Only the response would tell it what it holds.
+    Without the response the client does not know the ids to release.
     """
 
     def done(_: object) -> None:

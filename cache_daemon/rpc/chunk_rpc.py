@@ -150,7 +150,7 @@ class ChunkServicer(ServicerBase):
 def _remote_timeout(context: Context) -> float:
     """Return the seconds that a match may wait for the remote tier.
 
-    A share of the call's remaining deadline: the rest is for answering.
+    This is a share of the call's remaining deadline; the rest is for the answer.
     """
     left = context.time_remaining()
     return _DEFAULT_REMOTE_SECONDS if left is None else max(0.0, left * _REMOTE_DEADLINE_SHARE)

@@ -1,7 +1,7 @@
 """Element counts of encoded messages, checked before a message is decoded.
 
-A member of a repeated field takes two bytes on the wire and up to 180 in memory, so the length of a message says little
-about what decoding it costs. The encoding is the protocol buffers' own (protobuf.dev, "Encoding").
+An element of a repeated field takes two bytes on the wire and up to 180 in memory, so the length of a message does not
+bound the memory for decoding it. The encoding is that of protocol buffers (protobuf.dev, "Encoding").
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_VARINT_BYTES = 10
 # Default limit of repeated fields, and of non-repeated fields in a message.
 _MAX_ELEMENTS = 4096
 _SPARE_FIELDS = 256
-# Limit of a nested message; a header with the maximal number of tokens takes a fifth of it.
+# Limit of a nested message. A header with the maximal number of tokens needs a fifth of it.
 _MAX_NESTED_BYTES = 128 << 10
 # Decoding a piece of this length takes a millisecond or two.
 MAX_PIECE_BYTES = 256 << 10
@@ -58,7 +58,7 @@ class _Field(NamedTuple):
 class ElementLimits:
     """Limits of a message type's repeated fields and of its encoding.
 
-    Only the top level is walked: a nested message may have at most 128 KiB, which bounds what it holds.
+    Only the top level is parsed: a nested message may have at most 128 KiB, which bounds its contents.
     """
 
     def __init__(self, message: Descriptor) -> None:

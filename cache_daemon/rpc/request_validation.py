@@ -1,6 +1,6 @@
 """Request validation: limits on every field that a client can set.
 
-Each check names the field, the value and what is allowed.
+Each error names the field, the value and the allowed range.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_TOTAL = 1 << 48
 MAX_SESSIONS, MAX_EXTERNAL_SESSIONS, MAX_CALLER_SESSIONS = 256, 192, 64
 MAX_WATCHERS = 64
 MAX_STREAMS = 64
-MAX_EXTERNAL_STREAMS, MAX_CALLER_STREAMS = 48, 32  # of each kind of call
-MAX_LARGE_REQUEST_BYTES = 32 << 20  # of one caller, being served
+MAX_EXTERNAL_STREAMS, MAX_CALLER_STREAMS = 48, 32  # for each kind of call
+MAX_LARGE_REQUEST_BYTES = 32 << 20  # of one caller, in progress
 MAX_TRANSFERS = 2
 MAX_LEASES = 4096
 ID_BYTES = 16
@@ -57,7 +57,7 @@ def check_hash(name: str, value: bytes, *, optional: bool = False) -> bytes:
 
 
 def check_salt(value: bytes) -> bytes:
-    """Raise InvalidRequest for a salt that is too long, without showing it: it is a secret."""
+    """Raise InvalidRequest for a salt that is too long, without quoting the secret."""
     if len(value) > keys.MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(value)} bytes; at most {keys.MAX_SALT_BYTES} are allowed")
     return value

@@ -29,7 +29,7 @@ from cache_daemon.rpc.request_decoder import decode_request
 from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.sessions import Session
 
-# A stream without progress for this long is aborted, which releases what it holds.
+# A stream without progress for this long is aborted, which releases its leases.
 STREAM_TIMEOUT_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ M = TypeVar("M", pb.StoreRequest, pb.FillRequest)
 class StreamServicer(ServicerBase):
     """Byte streams and the event stream.
 
-    A call holds one chunk, or those of a lease, only while its client sends or receives.
+    A call leases its chunk, or the chunks of its lease id, only while its client sends or receives.
     """
 
     @streaming
@@ -53,7 +53,7 @@ class StreamServicer(ServicerBase):
             async with self.store.open_chunk(chunk) as payload:
                 await _send(context, chunk.full_header(), payload)
         return
-        yield  # makes this a generator; responses are written with a deadline instead
+        yield  # makes this a generator; the responses themselves are written with a deadline
 
     async def _fetch_leased(self, request: pb.FetchRequest, context: Context) -> None:
         session = self.session(context, request.session_id)
@@ -152,7 +152,7 @@ async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:
 
 
 async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
-    """Return the first message of a stream. Raises InvalidRequest for another one, or none."""
+    """Return the first message of a stream. Raises InvalidRequest for a wrong or missing one."""
     message = await _next(messages)
     if message is None or message.WhichOneof("message") != field:
         raise InvalidRequest(f"the first message of {call} must be {field}")

@@ -1,7 +1,7 @@
 """Two-phase commit of new chunks: reserve, commit, abort.
 
-A worker writes into its session's staging memory; Commit copies into the arena, verifies the copy and inserts it. So
-nothing that a worker does, early or late, changes a byte that a reader sees.
+A worker writes into its session's staging memory. Commit copies from there into the arena, verifies the copy and
+inserts it. So no write of a worker, early or late, changes a byte that a reader sees.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Copy:
 
 
 class TwoPhaseCommit:
-    """Reservations of all sessions, and the commits that run. Runs on the event loop."""
+    """Reservations of all sessions, and the running commits. Runs on the event loop."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class TwoPhaseCommit:
     ) -> list[ReserveResult]:
         """Reserve staging memory for new chunks, parents before children.
 
-        They will expire at ``expires_at``, on the store's clock; the expiry of chunks already stored is extended.
-        Raises InvalidRequest for a malformed header, with nothing reserved.
+        The new chunks will expire at ``expires_at``, on the store's clock; for chunks already stored this extends the
+        expiry. Raises InvalidRequest for a malformed header, with nothing reserved.
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
@@ -165,9 +165,9 @@ class TwoPhaseCommit:
         return footprint(size_bytes) > (capacity if quota is None else min(capacity, quota))
 
     def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
-        """Return True if the parent ends at ``start`` and will be there.
+        """Return True if the parent ends at ``start`` and exists.
 
-        It is the root, stored, or reserved by this session.
+        It exists if it is the root, stored, or reserved by this session.
         """
         if parent == root or self._tiers.index.get(parent) is not None:
             return self._inserter.parent_is_live(root, parent, start)
@@ -182,10 +182,11 @@ class TwoPhaseCommit:
     async def commit(
         self, session: Session, epoch: int, items: Sequence[tuple[bytes, int]]
     ) -> list[CommitOutcome.ValueType]:
-        """Make reserved chunks visible. ``items`` are ``(reservation id, checksum)``, parents before children.
+        """Make reserved chunks visible.
 
-        Raises StaleEpoch, UnknownLease and InvalidRequest with nothing changed; otherwise all reservations named have
-        ended, and each item has its outcome. A caller that is cancelled meanwhile changes nothing about that.
+        ``items`` are ``(reservation id, checksum)``, parents before children. Raises StaleEpoch, UnknownLease and
+        InvalidRequest with nothing changed; otherwise all named reservations have ended, and each item has its outcome.
+        Cancelling the caller does not stop the commit.
         """
         if epoch != self._epoch:
             raise StaleEpoch(f"the reservations are of epoch {epoch}, the daemon's is {self._epoch}; attach again")
@@ -233,8 +234,10 @@ class TwoPhaseCommit:
     async def _allocate_slots(
         self, items_taken: Sequence[tuple[Reservation, int]], wait_seconds: float
     ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
-        """Allocate slots for the next copy. Also returns the refusal of the chunk after them, and the waiting time
-        left."""
+        """Allocate slots for the next copy.
+
+        Also returns the refusal of the chunk after them, and the remaining waiting time.
+        """
         copies: list[_Copy] = []
         size = 0
         for reservation, checksum in items_taken:
@@ -257,7 +260,7 @@ class TwoPhaseCommit:
         return copies, None, wait_seconds
 
     async def _copy_and_verify(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
-        """Copy from staging; returns for each copy whether it has the promised checksum."""
+        """Copy from staging; return for each copy whether it has the promised checksum."""
         staging, arena = session.staging, self._tiers.arena
         assert staging is not None, "staging is kept while a commit runs"
         views = [staging.view(c.reservation.staged) for c in copies]
@@ -299,7 +302,7 @@ class TwoPhaseCommit:
         return _OUTCOMES[outcome]
 
     def _touch(self, committed: Sequence[Reservation]) -> None:
-        """Touch the ancestors of new chunks, unless a Match did so a moment ago."""
+        """Touch the ancestors of new chunks, unless a Match has just done so."""
         since = self._tiers.clock() - _RECENT_USE_SECONDS
         for reservation in committed:
             chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
@@ -311,7 +314,7 @@ class TwoPhaseCommit:
     # ---- abort and invalidation -----------------------------------------------------------------------------
 
     def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
-        """End reservations; unknown ones are ignored. Returns how many were open."""
+        """End reservations; unknown ones are ignored. Returns the number of known ones."""
         aborted = 0
         for reservation_id in reservation_ids:
             reservation = session.reservations.pop(reservation_id, None)
@@ -321,10 +324,11 @@ class TwoPhaseCommit:
         return aborted
 
     def invalidate(self, root: bytes, key: bytes, before: float = inf) -> None:
-        """Invalidate reservations that a deletion concerns, also in running commits: their chunks are not inserted.
+        """Invalidate reservations that a deletion concerns.
 
-        Those of a tenant, with an empty root of all, reserved by ``before`` (monotonic); with ``key`` those of that
-        chunk and its descendants. Their names can be reserved anew at once.
+        A running commit does not insert their chunks either. These are the reservations of a tenant (with an empty
+        root, of all) made by ``before`` (monotonic); with ``key``, only those of that chunk and its descendants. Their
+        names can be reserved again at once.
         """
         leads: dict[bytes, bool] = {}
         concerned = {
@@ -367,7 +371,7 @@ class TwoPhaseCommit:
     def scoped_reservation(
         self, session: Session, tenant_salt: bytes, header: ChunkHeader, expires_at: float = inf
     ) -> Iterator[ReserveResult]:
-        """Reserve one chunk for the length of a block; aborted at its end unless committed."""
+        """Reserve one chunk while a block runs; its end aborts the reservation unless committed."""
         reserved = self.reserve(session, tenant_salt, [header], expires_at)[0]
         try:
             yield reserved

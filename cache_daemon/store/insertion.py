@@ -1,7 +1,7 @@
 """Insertion of verified chunks: the only path into the index.
 
 Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for durable chunks, in
-``ChunkInserter.restore``. So a chunk is indexed once, behind its parent, even if several callers bring the same chunk;
+``ChunkInserter.restore``. So a chunk is indexed once, after its parent, even if several callers insert the same chunk;
 and no chunk of a group is evicted for the next one.
 """
 
@@ -37,7 +37,7 @@ class InsertOutcome(enum.Enum):
 class NewChunk:
     """A verified payload in its slot, with its header.
 
-    ``header`` is complete; ``ids`` are its token ids (uint32 little-endian), which an inserted chunk's header loses.
+    ``header`` is complete. ``ids`` are its token ids (uint32 little-endian); insertion removes them from the header.
     """
 
     header: ChunkHeader
@@ -45,7 +45,7 @@ class NewChunk:
     tenant: TenantAccount
     slot: Slot
     expires_at: float  # on the store's clock
-    invalidated: bool = False  # a deletion since the reservation concerns it
+    invalidated: bool = False  # a deletion since the reservation concerns the chunk
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,16 @@ class ChunkInserter:
     ttl: TtlIndex
 
     def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
-        """Begin a group of chunks, some of which are children of ``parents``. Use it as a context manager."""
+        """Begin a group of chunks, some of which are children of ``parents``.
+
+        Use the result as a context manager.
+        """
         return Insertion(self, parents)
 
     def parent_is_live(self, root: bytes, parent_key: bytes, start: int) -> bool:
         """Return True if a chunk's parent is indexed, ends at ``start`` and will stay.
 
-        The parent may have been evicted meanwhile, or superseded.
+        False if the parent was evicted or superseded meanwhile.
         """
         if parent_key == root:
             return start == 0
@@ -79,7 +82,7 @@ class ChunkInserter:
     def restore(self, chunk: Chunk) -> bool:
         """Index a durable chunk of an earlier start, after its parent.
 
-        Returns False when its parent is missing or ends elsewhere.
+        Returns False when its parent is missing or ends at another position.
         """
         if not self.parent_is_live(chunk.root, chunk.parent_key, chunk.start_position):
             return False
@@ -91,8 +94,8 @@ class ChunkInserter:
 class Insertion:
     """A group of chunks being inserted.
 
-    Until it is closed, the chunks that it has inserted or found, and their parents, are not evicted; they may leave the
-    arena once they are durable. Runs on the event loop.
+    Until it is closed, no chunk that it has inserted or found, and none of their parents, is evicted; they may leave
+    the arena once they are durable. Runs on the event loop.
     """
 
     inserter: ChunkInserter
@@ -115,8 +118,8 @@ class Insertion:
     def insert(self, new_chunks: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
         """Index chunks, parents before children, and queue them for the durable tier.
 
-        It takes over the slots: those of chunks that are not inserted are freed. With ``delay_persist`` a request waits
-        for more of the group, and the chunks are written a moment later.
+        Takes ownership of the slots, and frees those of chunks that it does not insert. ``delay_persist`` says that a
+        request waits for more of the group; the chunks are then written a moment later.
         """
         return [self._insert(new_chunk, delay_persist) for new_chunk in new_chunks]
 
@@ -156,7 +159,7 @@ class Insertion:
     def _make_visible(self, chunk: Chunk, delay_persist: bool) -> None:
         """Index a chunk and let it supersede siblings that are a prefix of it.
 
-        A sibling stays if its pins cannot move on.
+        A sibling stays if its pins cannot move to the new chunk.
         """
         inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
         tiers.index_chunk(chunk)

@@ -25,10 +25,10 @@ class TenantAccount:
 
 
 class TenantAccounts:
-    """Accounts of tenants that have chunks, or are about to; weakly referenced.
+    """Accounts of tenants that have chunks or are about to; weakly referenced.
 
-    ``limits_of`` returns the limits of an account, ``account_of`` the account id of a tenant id: unnamed tenants share
-    one, or each new salt would come with a new quota.
+    ``limits_of`` returns the limits of an account, ``account_of`` the account id of a tenant id: tenants that the
+    tenants file does not name share one account, or each new salt would come with a new quota.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TenantAccounts:
         return found
 
     def reload(self) -> None:
-        """Read all limits anew. Stored chunks stay on the account that they are on."""
+        """Read all limits again. Stored chunks stay on their account."""
         for tenant in list(self._tenants.values()):
             tenant.limits = self._limits_of(tenant.id)
 

@@ -1,6 +1,6 @@
 """Tier manager: admits chunks to arena and disk, evicts and removes them.
 
-The only code that changes the index, the arena and both tiers' ledgers.
+Only this module changes the index, the arena and both tiers' ledgers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_quotas import TierLedger
 
-# One allocation evicts at most this multiple of its size before it gives up on a contiguous slot.
+# One allocation evicts at most this multiple of its size before it gives up looking for a contiguous slot.
 _MAX_EVICTED_FACTOR = 16
 _MIN_EVICTED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class StoreContext:
-    """Objects that all parts of a store share. ``clock`` gives Unix seconds that never go back and survive restarts."""
+    """Objects that all parts of a store share.
+
+    ``clock`` returns Unix seconds that never decrease, also over restarts.
+    """
 
     events: EventLog
     accounts: TenantAccounts
@@ -46,7 +49,7 @@ class StoreContext:
 
 @dataclass(eq=False)
 class TierManager:
-    """Moves chunks between the tiers and keeps index, ledgers and events in step.
+    """Moves chunks between the tiers and keeps index, ledgers and events consistent.
 
     The ``on_*`` lists hold subscribers.
     """
@@ -65,8 +68,8 @@ class TierManager:
     on_indexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
-    pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots that no chunk has yet
-    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned chunks that only the arena has
+    pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots without a chunk so far
+    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned chunks without a durable copy
     unsaved_recency: dict[bytes, float] = field(
         default_factory=dict
     )  # durable chunks used since recency was last persisted
@@ -78,7 +81,7 @@ class TierManager:
     # ---- admission ------------------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
-        """Add a chunk to the index. Its parent is there, or it is the first of a prompt."""
+        """Add a chunk to the index. Its parent must be indexed, unless it starts a prompt."""
         parent = self.parent_of(chunk)
         self.index.add(chunk)
         chunk.tenant.entries += 1
@@ -93,11 +96,11 @@ class TierManager:
             notify(chunk)
 
     def begin_load(self, chunk: Chunk) -> None:
-        """Record that a durable chunk is being read; ``load_future`` ends with that."""
+        """Record that a durable chunk is being read; ``load_future`` resolves at its end."""
         chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
 
     def end_load(self, chunk: Chunk) -> asyncio.Future[None] | None:
-        """Record that the read has ended. Returns the future to resolve once its result is recorded."""
+        """Record the end of a read. Returns the future to resolve once its result is recorded."""
         future, chunk.load_future = chunk.load_future, None
         chunk.arena_state = Residency.ABSENT
         return future
@@ -114,7 +117,7 @@ class TierManager:
     def begin_write(self, chunk: Chunk, most_bytes: int) -> None:
         """Record that a chunk is being written.
 
-        ``most_bytes``, the most that it can take, count as used meanwhile.
+        Until the write ends, ``most_bytes``, its maximal size, counts as used.
         """
         assert self.disk_ledger is not None
         chunk.disk_state = Residency.IN_FLIGHT
@@ -129,11 +132,11 @@ class TierManager:
         self.update_evictable(chunk)
 
     def discard_write(self, chunk: Chunk) -> None:
-        """Record the end of a write whose chunk has left the index meanwhile."""
+        """Record the end of a write of a chunk that has left the index meanwhile."""
         chunk.disk_state = Residency.ABSENT
 
     def abort_write(self, chunk: Chunk) -> None:
-        """Record that the disk did not take the chunk, or has removed it unasked."""
+        """Record that the disk refused the chunk, or removed it by itself."""
         assert self.disk_ledger is not None
         chunk.disk_state, chunk.stored_bytes = Residency.ABSENT, 0
         self.disk_ledger.remove(chunk)
@@ -164,14 +167,15 @@ class TierManager:
         self.arena_ledger.touch(chunk)
         if self.disk_ledger is not None:
             self.disk_ledger.touch(chunk)
-        if chunk.disk_state is not Residency.ABSENT:  # one in flight may be written with an earlier use
+        if chunk.disk_state is not Residency.ABSENT:  # a write in flight may store an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 
     def update_evictable(self, chunk: Chunk) -> None:
         """Recompute in both tiers whether a chunk may be evicted.
 
-        Pinned chunks, parents of an insertion, and parents of indexed chunks must stay; but one tier may evict what the
-        other one has. A pinned chunk that both have is kept by the disk only: the arena is for what is used.
+        Pinned chunks, parents of an insertion, and parents of indexed chunks must stay in the store; but one tier may
+        evict a chunk that the other also has. A pinned chunk in both tiers is protected on disk only, since the arena
+        is for chunks in use.
         """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
         protected = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
@@ -190,7 +194,7 @@ class TierManager:
     def allocate(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
         """Allocate an arena slot for a new payload, evicting as long as that helps.
 
-        Returns None when all that could be evicted is in use, pinned, or another tenant's. The slot goes to
+        Returns None when all remaining chunks are in use, pinned, or another tenant's. The caller passes the slot to
         ``index_chunk``, ``finish_load`` or ``release_slot``.
         """
         if size_bytes > self.arena.size_bytes:
@@ -210,7 +214,7 @@ class TierManager:
         return slot
 
     def release_slot(self, slot: Slot) -> None:
-        """Free a slot that no chunk got."""
+        """Free a slot without a chunk."""
         del self.pending_slots[slot]
         self.arena.free(slot)
 
@@ -238,7 +242,10 @@ class TierManager:
         return victim.size_bytes
 
     def evict_from_disk(self, victim: Chunk) -> None:
-        """Evict a chunk without durable children from the durable tier; it stays in the arena if it is there."""
+        """Evict a chunk without durable children from the durable tier.
+
+        It stays in the arena if it is there.
+        """
         assert self.disk_ledger is not None
         assert self.writer is not None
         self.counters.durable_evictions += 1
@@ -253,7 +260,10 @@ class TierManager:
         self.emit(EVENT_TYPE_UNPERSISTED, victim)
 
     def enforce_entry_quota(self, tenant: TenantAccount) -> bool:
-        """Remove a tenant's own chunks until it may have one more. Returns False if that cannot be done."""
+        """Remove a tenant's own chunks until it may have one more.
+
+        Returns False if that is impossible.
+        """
         most = tenant.limits.entries
         while most is not None and tenant.entries >= most:
             ledgers = [s for s in (self.disk_ledger, self.arena_ledger) if s is not None]
@@ -273,9 +283,9 @@ class TierManager:
     def remove_subtree(
         self, chunk: Chunk, why: EventType.ValueType = EVENT_TYPE_DELETED, *, on_disk_too: bool = True
     ) -> int:
-        """Remove a chunk and its descendants. Returns how many.
+        """Remove a chunk and its descendants. Returns their number.
 
-        With ``on_disk_too`` False the durable tier has removed the chunk itself already.
+        ``on_disk_too`` False says that the durable tier has already removed the chunk itself.
         """
         members = self.index.subtree(chunk) if chunk.indexed else []
         for member in reversed(members):
@@ -325,7 +335,10 @@ class TierManager:
                 self.update_evictable(chunk)
 
     def write_note(self, key: bytes, value: bytes | None) -> None:
-        """Persist a small record for the next start, None deletes it; without a durable tier nothing is kept."""
+        """Persist a small record for the next start; None deletes it.
+
+        Does nothing without a durable tier.
+        """
         if self.writer is not None:
             self.writer.note(key, value)
 
@@ -366,7 +379,7 @@ class TierManager:
 
 
 class Clock:
-    """Unix time in seconds that never goes back while the process runs."""
+    """Unix time in seconds that never decreases while the process runs."""
 
     def __init__(self) -> None:
         self._base = time.time() - time.monotonic()

@@ -1,7 +1,7 @@
 """Accounting of one tier: its chunks, usage, quotas and eviction victims.
 
-A tenant with a quota has a partition of its own: other tenants do not evict from it, and it evicts from no other once
-it is full. All other tenants share one partition per priority.
+A tenant with a quota has a partition of its own: other tenants never evict from it, and once it is full the tenant
+evicts only its own chunks. All other tenants share one partition per priority.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ class _Entry:
     size_bytes: int
     parent: Chunk | None
     children: int = 0  # in this tier
-    protected: bool = False  # whatever continues it
+    protected: bool = False  # protected even without children
     unevictable: bool = False
 
 
 @dataclass(eq=False)
 class TierLedger:
-    """Usage and eviction partitions of one tier. ``quota_of`` reads a tenant's limit for this tier."""
+    """Usage and eviction partitions of one tier.
+
+    ``quota_of`` returns a tenant's limit for this tier.
+    """
 
     new_policy: Callable[[], EvictionPolicy]
     quota_of: Callable[[TenantLimits], int | None]
@@ -56,7 +59,7 @@ class TierLedger:
         return chunk in self._entries
 
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
-        """Add a chunk, after its parent if that is in this tier."""
+        """Add a chunk, after its parent if this tier has that."""
         part = self._partition_of(chunk.tenant)
         self._entries[chunk] = _Entry(part, size_bytes, parent)
         part.used_bytes += size_bytes
@@ -87,7 +90,10 @@ class TierLedger:
             place.partition.policy.touch(chunk)
 
     def set_protected(self, chunk: Chunk, kept: bool) -> None:
-        """Protect a chunk from eviction, whatever its children in this tier, or end that. Idempotent."""
+        """Set or end the protection of a chunk from eviction. Idempotent.
+
+        It is independent of the chunk's children in this tier.
+        """
         place = self._entries.get(chunk)
         if place is not None:
             place.protected = kept
@@ -121,9 +127,10 @@ class TierLedger:
         return self._partition_of(chunk.tenant).policy.admit(chunk, parent)
 
     def victims(self, tenant: TenantAccount, own: bool) -> Iterator[Chunk]:
-        """Yield chunks to evict for a tenant's new chunk, worst first; with ``own`` only its own.
+        """Yield chunks to evict for a tenant's new chunk, worst first.
 
-        Chunks with children in this tier are not among them. The caller skips those in use, evicts one, and asks again.
+        ``own`` yields only the tenant's chunks. Chunks with children in this tier are left out. The caller skips chunks
+        in use, evicts one, and calls again.
         """
         if self.quota_of(tenant.limits) is not None:
             if not own:

@@ -1,4 +1,4 @@
-"""Periodic upkeep of a store: retries, memory trimming, recency, lease expiry and the TTL sweep."""
+"""Periodic upkeep of a store: retries, trimming, recency, lease expiry, TTL sweep."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ log = structlog.get_logger("cache_daemon")
 
 
 class Upkeep:
-    """A task that ticks once a second from ``start`` to ``stop``. ``persistence`` is None without a durable tier."""
+    """A task that runs once a second from ``start`` to ``stop``.
+
+    ``persistence`` is None without a durable tier.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Chat template of one model: renders prompts; the grammar of its tool calls and their parser."""
+"""Chat template of one model: prompts, and grammar and parser of its tool calls."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from inference_svc.tool_calls.tool_grammar import optional_calls_grammar, requir
 class ChatTemplate:
     """Chat template and tool calls of one model.
 
-    Methods may be called on any thread, and raise InvalidRequest in one sentence.
+    Any thread may call the methods; they raise InvalidRequest with one sentence.
     """
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, grammars: GrammarCompiler, parser: str = "auto"
     ) -> None:
-        """``parser`` is the format of the model's calls; ``auto`` detects it in the chat template."""
+        """``parser`` is the format of the model's calls; ``auto``: detect it in the chat template."""
         self._name, self._tokenizer, self._grammars = name, tokenizer, grammars
         template = self._template(True)
         self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
@@ -88,7 +88,7 @@ class ChatTemplate:
         return str(text)
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Grammar state of the request's grammar or of its required or strict calls; None for free text."""
+        """Create the grammar state for the request's grammar or required or strict calls; None for free text."""
         use, grammar = request.tool_use, request.grammar
         tools, given = _allowed_tools(request), request.HasField("grammar")
         if use.mode == pb.TOOL_MODE_REQUIRED:
@@ -138,7 +138,7 @@ class ChatTemplate:
         return ToolCallParser(self._dialect, functions, single, exact, whole=either)
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
-        """True if special tokens must appear in the answer's text, because they mark calls."""
+        """True if special tokens must be in the answer's text, because they mark calls."""
         return self._marked_by_special and self.parser(request) is not None
 
 
@@ -154,6 +154,6 @@ def _allowed_tools(request: pb.GenerateRequest) -> list[pb.Tool]:
 
 
 def _strict(request: pb.GenerateRequest) -> bool:
-    """True if the model decides whether to call, and a grammar limits its calls: strict schemas, allowed tools."""
+    """True if calls are optional but a grammar limits them: strict schemas, or allowed tools."""
     decides = request.tool_use.mode == pb.TOOL_MODE_UNSPECIFIED and not request.HasField("grammar")
     return decides and (bool(request.tool_use.allowed) or any(tool.strict for tool in request.prompt.chat.tools))

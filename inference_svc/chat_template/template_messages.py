@@ -1,8 +1,8 @@
-"""Messages and tools in the form that chat templates expect.
+"""Template messages: messages and tools in the form that chat templates expect.
 
-Templates that support tools get them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
-``tool_calls`` of a message, arguments as an object). For others, tools are described in the system message, calls are
-written as JSON, and results are user messages, because such templates often allow no other roles.
+A template that supports tools gets them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
+``tool_calls`` of a message, arguments as an object). For other templates, the system message describes the tools, calls
+are JSON text, and results are user messages, because such templates often allow no other roles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters
 _ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 128, 256, 1 << 16
-# Reserved arguments: set by us, or not the template's.
+# Arguments that a request may not set: the worker sets them, or they are not arguments of the template.
 _NOT_ARGUMENTS = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
     " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -33,7 +33,7 @@ _INSTRUCTIONS = (
 
 
 def check_chat(chat: pb.Chat) -> None:
-    """Raise InvalidRequest for conversations that no template could render."""
+    """Raise InvalidRequest for a conversation that no template can render."""
     if not chat.messages:
         raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
     for message in chat.messages:
@@ -82,17 +82,17 @@ def template_arguments(chat: pb.Chat) -> dict[str, Any]:
 
 
 def _names_in(message: pb.ChatMessage) -> list[str]:
-    """Names and ids in a message: its own, and those of its calls."""
+    """Names and ids of a message and of its calls."""
     return [message.name, message.tool_call_id, *(s for call in message.tool_calls for s in (call.id, call.name))]
 
 
 def uses_tools(chat: pb.Chat) -> bool:
-    """True if the conversation has tools, or contains calls."""
+    """True if the conversation has tools or contains calls."""
     return bool(chat.tools) or any(m.tool_calls or m.tool_call_id for m in chat.messages)
 
 
 def chat_texts(chat: pb.Chat) -> list[str]:
-    """All texts that a template will render, for counting."""
+    """All texts that a template will render, for a count of characters."""
     written = [m.content for m in chat.messages]
     written += [call.arguments for m in chat.messages for call in m.tool_calls]
     written += [name for m in chat.messages for name in _names_in(m) if name]
@@ -101,12 +101,12 @@ def chat_texts(chat: pb.Chat) -> list[str]:
 
 
 def template_tools(chat: pb.Chat) -> list[dict[str, Any]]:
-    """Tools as templates expect them. Raises InvalidRequest."""
+    """Convert tools to the form that templates expect. Raises InvalidRequest."""
     return [{"type": "function", "function": _function(tool)} for tool in chat.tools]
 
 
 def template_messages(chat: pb.Chat, dialect: ToolCallFormat) -> list[dict[str, Any]]:
-    """Messages for a template that supports tools, or for a conversation without tools."""
+    """Convert messages for a template that supports tools, or for a conversation without tools."""
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     messages = []
     for m in chat.messages:
@@ -123,12 +123,12 @@ def template_messages(chat: pb.Chat, dialect: ToolCallFormat) -> list[dict[str, 
 
 
 def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
-    """Messages for a template without support for tools.
+    """Convert messages for a template without support for tools.
 
-    Describes the tools in the system message with ``in_system``, otherwise in the first message. Raises InvalidRequest.
+    The system message describes the tools with ``in_system``, otherwise the first message does. Raises InvalidRequest.
     """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
-    said: list[tuple[str, list[str]]] = []  # a role, and what it says in a row
+    said: list[tuple[str, list[str]]] = []  # a role, and its consecutive messages
     for m in chat.messages:
         role, content = m.role, m.content
         if m.tool_calls:
@@ -153,7 +153,7 @@ def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[s
 
 
 def _ordered(first: dict[str, Any], text: str) -> Sequence[str]:
-    """Order the first message and the tools: a system message comes before them, a user message after."""
+    """Order the first message and the description of tools: a system message is first, a user message second."""
     return (first["content"], text) if first["role"] == "system" else (text, first["content"])
 
 
@@ -167,7 +167,7 @@ def _call(call: pb.ToolCall, dialect: ToolCallFormat) -> dict[str, Any]:
 
 
 def _arguments(call: pb.ToolCall) -> Any:
-    """Arguments as an object, which templates write as JSON; as text if they were truncated."""
+    """Return arguments as an object, which templates write as JSON; as text if they are truncated."""
     try:
         return json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -175,7 +175,7 @@ def _arguments(call: pb.ToolCall) -> Any:
 
 
 def _shown_id(name: str, dialect: ToolCallFormat) -> str:
-    """Id in the form of the template: Mistral's templates require nine characters."""
+    """Convert an id to the template's form: Mistral's templates require nine characters."""
     return re.sub(r"[^A-Za-z0-9]", "", name)[-9:].rjust(9, "0") if dialect == "mistral" else name
 
 

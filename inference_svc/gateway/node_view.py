@@ -155,6 +155,7 @@ def _worker(i: int, worker: Worker, stats: pb.GetStatsResponse | None, operator:
     if stats is None:
         return shown
     shown["busy"] = stats.running + stats.waiting > 0
+    shown["reuse_anywhere"] = stats.reuse_anywhere.sentence
     if not operator:
         return shown
     return shown | {

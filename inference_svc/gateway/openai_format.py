@@ -81,10 +81,12 @@ _READING = {
 
 
 def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
-    """Return which parts of the prompt were cached, and the worker's numerics (an extension)."""
+    """Return which parts of the prompt were cached, and why not more (an extension)."""
     parts = [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in part.prompt_parts]
     numerics = {"id": part.numerics.id, "shared_across_machines": part.numerics.shared_across_machines}
-    return {"prompt_parts": parts, "numerics": numerics}
+    reuse = part.reuse_anywhere
+    anywhere = {"on": reuse.on, "verified": reuse.verified, "sentence": reuse.sentence}
+    return {"prompt_parts": parts, "numerics": numerics, "reuse_anywhere": anywhere}
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:

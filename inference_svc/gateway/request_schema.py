@@ -110,6 +110,9 @@ class GenerationOptions(BodyModel):
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
     """Reuse no chunks that were computed in another context."""
+    reuse_anywhere: bool | None = None
+    """Reuse chunks that were computed in another context, if the model's verification has passed; it may change the
+    answer. Default: the worker's setting."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
     """Proposer of draft tokens that the model then verifies; answers stay the same. Default: the worker's setting."""
     speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
@@ -201,6 +204,7 @@ class GenerationOptions(BodyModel):
                 ttl_seconds=self.cache_ttl_seconds
                 or prompt_cache_ttl_seconds(self.prompt_cache_options, self.prompt_cache_retention),
                 prompt_cache_key=routing_key(self.prompt_cache_key),
+                reuse_anywhere=self.reuse_anywhere,
             ),
             request_id=request_id,
             grammar=self.grammar[1],

@@ -1,4 +1,4 @@
-"""One supervised process of a node: start, probe, restart."""
+"""Child process: one supervised process of a node, with start, probe and restart."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _FAILED, _BAD_SETTINGS = 1, 2
 class ChildProcess:
     """A process with its command and its liveness probe.
 
-    Once it has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). Start-up has
-    no limit, because a large model loads for minutes. ``changed`` is called when the report changes.
+    After the process has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). Its
+    start has no time limit, because a large model takes minutes to load. ``changed`` is called when the report changes.
     """
 
     name: str
@@ -39,14 +39,14 @@ class ChildProcess:
     changed: Callable[[], None] = lambda: None
     report: ProcessReport = field(default_factory=ProcessReport)
     served: bool = False
-    """True once it was ready: later exits are no configuration errors."""
+    """True after the process has served: a later exit is not a configuration error."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process serves for the first time."""
     process: asyncio.subprocess.Process | None = None
     _started: float = 0.0
 
     async def keep_running(self, stop: asyncio.Event) -> str:
-        """Run and restart it until ``stop``. Returns why it cannot start; empty after a stop."""
+        """Run and restart the process until ``stop``. Returns the reason if it cannot start; empty after a stop."""
         pause = _MIN_BACKOFF_SECONDS
         while not stop.is_set():
             code = await self._run_once()
@@ -62,10 +62,10 @@ class ChildProcess:
         return ""
 
     async def _run_once(self) -> int:
-        """Run it once. Returns the exit code."""
+        """Run the process once. Returns the exit code."""
         self._started = time.monotonic()
-        # In a session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
-        # If the supervisor is killed, its children get SIGTERM, so that none keeps the port.
+        # The child has its own session, so that Ctrl-C reaches only the supervisor, which ends the children in order.
+        # If the supervisor is killed, its children get SIGTERM, so that none of them keeps the port.
         self.process = await asyncio.create_subprocess_exec(
             *self.command,
             start_new_session=True,
@@ -83,9 +83,10 @@ class ChildProcess:
         return code
 
     async def _probe_until_exit(self, process: asyncio.subprocess.Process) -> bool:
-        """Probe the process while it runs; True if it was killed.
+        """Probe the process while it runs. True if this method killed it.
 
-        Silence is the sum of failed probes, not wall-clock time: this process may have been stopped itself.
+        The silence is the sum of the failed probes' times and not wall-clock time, because this supervisor may have
+        been stopped itself.
         """
         if self.probe is None:
             return False
@@ -115,7 +116,7 @@ class ChildProcess:
             await self.probe.close()
 
     async def terminate(self) -> None:
-        """Terminate it, and kill it if that takes too long."""
+        """Terminate the process, and kill it after ``_STOP_SECONDS``."""
         process = self.process
         if process is None or process.returncode is not None:
             return

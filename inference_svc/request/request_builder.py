@@ -1,4 +1,4 @@
-"""Builds sequences from requests: tokenizes prompts, checks options."""
+"""Request builder: builds sequences from requests, tokenizes prompts, checks options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
-# Texts with more characters per token are unusual: they are counted in pieces first.
+# A text of more than _USUAL_CHARACTERS_PER_TOKEN characters per token of the context is first tokenized in pieces of
+# _PIECE_CHARACTERS, to count its tokens. A cut between pieces causes at most _CUT_TOKENS additional tokens.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
     pb.SPECULATION_OFF: SpeculationMode.OFF,
@@ -37,22 +38,26 @@ _MODES = {
     pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
-# A prompt that is truncated may be this many times as long as the context.
+# A prompt that will be truncated may be at most this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
 
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """Worker settings for requests that set nothing else."""
+    """Worker settings that apply to requests without their own."""
 
     document_separator: str = ""
     tool_call_parser: str = "auto"
     speculate: str = "off"
     has_draft_model: bool = False
+    reuse_anywhere: bool = False
 
 
 class RequestBuilder:
-    """Builds sequences for one model. Methods may run on any thread, and raise InvalidRequest in one sentence."""
+    """Builds sequences for one model.
+
+    Any thread may call the methods; they raise InvalidRequest with one sentence.
+    """
 
     def __init__(
         self,
@@ -62,23 +67,23 @@ class RequestBuilder:
         adapters: Mapping[str, LoraAdapter] | None = None,
         room: PoolCapacity | None = None,
     ) -> None:
-        """``adapters`` may change while requests run. ``room`` explains a context shorter than the model's."""
+        """``adapters`` may change while requests run. ``room``: limits of the pool, for error messages."""
         self._adapters = adapters if adapters is not None else {}
         self._room = room or PoolCapacity(context_length, context_length, 0)
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length
-        self._separator = defaults.document_separator
+        self._separator, self._reuse_anywhere = defaults.document_separator, defaults.reuse_anywhere
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
         self._chat_template = ChatTemplate(
             loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser
         )
-        # A longer text cannot fit: no token has more characters than the longest one of the vocabulary.
+        # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def warm_up(self) -> None:
-        """Prepare grammars, which would hold the GIL for seconds during the first request with one."""
+        """Prepare the grammar compiler. Its first use holds the GIL for seconds and must not delay requests."""
         self._grammar_compiler.warm_up()
 
     def checked_tokens(
@@ -89,10 +94,10 @@ class RequestBuilder:
         max_tokens: int | None = None,
         middle: bool = False,
     ) -> tuple[list[int], DocumentMarks]:
-        """``tokens`` of a prompt that must fit into the context.
+        """Return ``tokens`` of a prompt, which must fit into the context.
 
         With ``max_tokens``, a longer prompt is truncated to its last tokens, or with ``middle`` to its first and last
-        ones. Raises PromptTooLong, before tokenization if the number of characters tells.
+        ones. Raises PromptTooLong; without tokenization if the text has too many characters.
         """
         if max_tokens is not None:
             size = self._check_characters(*_prompt_texts(prompt))
@@ -114,7 +119,8 @@ class RequestBuilder:
     ) -> tuple[list[int], DocumentMarks]:
         """Truncate a prompt to ``most`` tokens.
 
-        Keeps the special tokens at its start and its last tokens, or with ``middle`` equally many first and last ones.
+        Keeps the special tokens at its start and its last tokens; with ``middle``, equal numbers of first and last
+        tokens.
         """
         head = most // 2 if middle else 0
         if not middle and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
@@ -131,12 +137,12 @@ class RequestBuilder:
         self._room.check(tokens)
 
     def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
-        """``tokens`` of a prompt that need not fit into the context; only its characters are limited."""
+        """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
         self._check_characters(*_prompt_texts(prompt))
         return self.tokens(prompt)[0]
 
     def _check_characters(self, *texts: str) -> int:
-        """Return the number of characters. Raises PromptTooLong for more than the context can hold."""
+        """Return the number of characters. Raises PromptTooLong if they cannot fit into the context."""
         size = sum(map(len, texts))
         if size > self._max_characters:
             raise PromptTooLong(
@@ -146,9 +152,9 @@ class RequestBuilder:
         return size
 
     def _check_size(self, *texts: str) -> None:
-        """Refuse texts that cannot fit before they are tokenized as a whole.
+        """Refuse texts that cannot fit, before they are tokenized as a whole.
 
-        Tokenization takes hundreds of bytes for each character, so texts that hardly fit are counted in pieces first.
+        Tokenization takes hundreds of bytes per character, so the tokens of long texts are first counted in pieces.
         """
         size = self._check_characters(*texts)
         if size <= self._context * _USUAL_CHARACTERS_PER_TOKEN:
@@ -156,7 +162,7 @@ class RequestBuilder:
         counted = 0
         for text in texts:
             for at in range(0, len(text), _PIECE_CHARACTERS):
-                # A boundary within a word makes a few more tokens of it.
+                # A cut within a word results in a few additional tokens.
                 cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
                 counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
                 self._room.check(counted, f"its first {at + _PIECE_CHARACTERS} characters have about")
@@ -164,9 +170,9 @@ class RequestBuilder:
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
     ) -> tuple[list[int], DocumentMarks]:
-        """Token ids of a prompt (at least one), and its document marks.
+        """Return the token ids of a prompt (at least one) and its document marks.
 
-        Text with a document separator is tokenized piece by piece, so that a document has the same tokens at any
+        Text with document separators is tokenized document by document, so that a document has the same tokens at any
         position.
         """
         cache = pb.CacheOptions() if cache is None else cache
@@ -217,7 +223,7 @@ class RequestBuilder:
         return DocumentMarks(tuple(self._ids(separator, False)) if separator else (), ends)
 
     def text(self, ids: list[int]) -> str:
-        """Decode token ids, special tokens included; padding ids of the vocabulary have no text."""
+        """Convert token ids to text, with special tokens; padding ids of the vocabulary have no text."""
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
 
@@ -242,7 +248,7 @@ class RequestBuilder:
     def tokenize(
         self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
     ) -> Callable[[GrammarState | None], Sequence]:
-        """Tokenize and check a request; return a function from its grammar state to the sequence.
+        """Tokenize and check a request; return a function that builds the sequence from its grammar state.
 
         Raises UnknownModel, PromptTooLong, InvalidRequest.
         """
@@ -257,7 +263,7 @@ class RequestBuilder:
         scored = request_options.logprobs("prompt_logprobs", request)
         request_options.check_prompt_logprobs(scored, len(tokens))
         ends = self._loaded.stop_tokens
-        # Stop strings and tokens may occur in the arguments of a required call, and must not end it.
+        # Stop strings and tokens in the arguments of a required call must not end the call.
         must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
         strings = () if must_call else request_options.stop_strings(request)
         own_stops = frozenset() if must_call else request_options.request_stop_ids(request, self._vocabulary)
@@ -273,7 +279,7 @@ class RequestBuilder:
             request.include_stop,
             request.min_tokens,
         )
-        cache = request_options.cache_use(request.cache, marks)
+        cache = request_options.cache_use(request.cache, marks, self._reuse_anywhere)
         parameters = GenerationRequest(
             id=request.request_id or token_hex(12),
             num_prompt_tokens=len(tokens),
@@ -303,13 +309,13 @@ class RequestBuilder:
         return found
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
-        """The prompt's text after truncation."""
+        """Return the prompt's text after truncation."""
         if request.prompt.WhichOneof("kind") == "text" and self._max_prompt_tokens(request) is None:
             return request.prompt.text
         return self.text(sequence.tokens[: sequence.request.num_prompt_tokens])
 
     def _max_prompt_tokens(self, request: pb.GenerateRequest) -> int | None:
-        """Tokens to which a prompt is truncated; None for no truncation. Raises InvalidRequest."""
+        """Maximum prompt tokens for truncation; None for no truncation. Raises InvalidRequest."""
         if request.truncation not in pb.Truncation.values():
             raise InvalidRequest(f"truncation is {request.truncation}, which is none", param="truncation")
         if not request.HasField("truncate_prompt_tokens") and not request.truncation:
@@ -331,8 +337,8 @@ class RequestBuilder:
         return self._chat_template.parser(request)
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
-        """Sampling parameters of a request, over the model's defaults (generation_config.json)."""
-        # ListFields omits no field that was set: scalar fields are `optional`.
+        """Build a request's sampling parameters; unset ones are the model's defaults (generation_config.json)."""
+        # ListFields contains each field that was set, also to its default, because scalar fields are `optional`.
         sent = {field.name: value for field, value in given.ListFields()}
         if given.logit_bias:
             sent["logit_bias"] = dict(given.logit_bias)
@@ -341,7 +347,7 @@ class RequestBuilder:
         return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
 
     def speculation(self, given: pb.Speculation.ValueType) -> SpeculationMode:
-        """SpeculationMode mode of a request. Raises InvalidRequest."""
+        """Return the speculation mode of a request. Raises InvalidRequest."""
         if given == pb.SPECULATION_UNSPECIFIED:
             return self._speculate
         if given not in _MODES:
@@ -356,7 +362,7 @@ class RequestBuilder:
 
 
 def _branches(given: int) -> int | None:
-    """Number of draft branches that a request asks for; None for the worker's setting."""
+    """Maximum draft branches of a request; None for the worker's setting. Raises InvalidRequest."""
     if given > MAX_BRANCHES:
         raise InvalidRequest(
             f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
@@ -365,5 +371,5 @@ def _branches(given: int) -> int | None:
 
 
 def _prompt_texts(prompt: pb.Prompt) -> list[str]:
-    """Texts of a prompt that will be tokenized, for counting."""
+    """Texts of a prompt that will be tokenized, for a count of characters."""
     return [prompt.text, *chat_texts(prompt.chat)]

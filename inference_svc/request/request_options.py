@@ -1,4 +1,4 @@
-"""Checks request options: limits, stops, logprobs, cache use."""
+"""Request options: checks of limits, stops, logprobs and cache use."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
-# Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.
+# Maximum prompt tokens times (alternatives + 1): each takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
 def max_new_tokens(request: pb.GenerateRequest, limit: int) -> int:
-    """Largest number of new tokens, at most ``limit``. Raises InvalidRequest."""
+    """Return the maximum number of new tokens, at most ``limit``. Raises InvalidRequest."""
     wanted = max(DEFAULT_MAX_TOKENS, request.min_tokens)
     if request.HasField("max_tokens"):
         wanted = request.max_tokens
@@ -33,7 +33,7 @@ def max_new_tokens(request: pb.GenerateRequest, limit: int) -> int:
 
 
 def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[int]:
-    """Stop token ids of a request. Raises InvalidRequest."""
+    """Return the stop token ids of a request. Raises InvalidRequest."""
     if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
         raise InvalidRequest(
             f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed",
@@ -49,7 +49,7 @@ def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[
 
 
 def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
-    """Stop strings of a request. Raises InvalidRequest."""
+    """Return the stop strings of a request. Raises InvalidRequest."""
     if len(request.stop) > _MAX_STOPS:
         raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop")
     if any(not s for s in request.stop):
@@ -57,8 +57,11 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
-    """Cache permissions and TTL of a request. Raises InvalidRequest."""
+def cache_use(given: pb.CacheOptions, marks: DocumentMarks, reuse_anywhere: bool) -> CacheParams:
+    """Return the cache options of a request. Raises InvalidRequest.
+
+    ``reuse_anywhere`` is the worker's setting, for a request without its own.
+    """
     if len(given.tenant_salt) > _MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
     if given.HasField("ttl_seconds") and not 1 <= given.ttl_seconds <= MAX_TTL_SECONDS:
@@ -66,18 +69,24 @@ def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
             f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
             param="cache_ttl_seconds",
         )
+    if given.HasField("reuse_anywhere"):
+        if given.reuse_anywhere and given.exact_only:
+            raise InvalidRequest(
+                "reuse_anywhere is true beside exact_only, which forbids it; send one of them", param="reuse_anywhere"
+            )
+        reuse_anywhere = given.reuse_anywhere
     return CacheParams(
         read=not given.skip_read,
         write=not given.skip_write,
         tenant_salt=given.tenant_salt,
-        exact_only=given.exact_only,
+        reuse_anywhere=reuse_anywhere and not given.exact_only,
         marks=marks,
         ttl_seconds=given.ttl_seconds,
     )
 
 
 def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateRequest) -> int | None:
-    """Number of alternatives per token; None for no log probabilities. Raises InvalidRequest."""
+    """Return the number of alternatives per token; None for no log probabilities. Raises InvalidRequest."""
     if not request.HasField(name):
         return None
     most: int = getattr(request, name)

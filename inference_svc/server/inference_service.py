@@ -42,14 +42,14 @@ from inference_svc.tool_calls.call_response import FINISH, read_calls
 
 log = structlog.get_logger("worker")
 T = TypeVar("T")
-# After larger requests, memory that tokenization used is returned to the system.
+# After a larger request, the worker returns freed memory of the tokenization to the system.
 _LARGE_BYTES = 1 << 18
 _MAX_DETOKENIZED = 1 << 17
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(InferenceServiceServicer):
-    """Servicer of one worker. Methods run on its event loop, the engine on its own thread."""
+    """Servicer of one worker. Methods run on the worker's event loop, the engine on its own thread."""
 
     def __init__(self, runtime: Runtime, observer: RequestObserver = NOOP) -> None:
         self._runtime, self._engine, self._observer = runtime, runtime.engine, observer
@@ -58,9 +58,9 @@ class InferenceService(InferenceServiceServicer):
         self._requests.warm_up()
         self._adapters = LoraAdmin(runtime)
         self._loop = asyncio.get_running_loop()
-        # Templates and tokenizers take seconds for a long prompt: the event loop must keep streaming.
+        # Templates and tokenizers take seconds for a long prompt, and would block the event loop's streams.
         self._tokenize_threads = ThreadPoolExecutor(2, "tokenize")
-        # Grammars may take seconds as well: only requests with one wait for them.
+        # Grammars may take seconds as well. On separate threads, they delay only requests with a grammar.
         self._grammar_threads = ThreadPoolExecutor(2, "compile")
 
     # ---- generating -----------------------------------------------------------------------------------------
@@ -80,6 +80,7 @@ class InferenceService(InferenceServiceServicer):
             response.prompt_text = response.prompt_text or part.prompt_text
             if part.HasField("numerics"):
                 response.numerics.CopyFrom(part.numerics)
+                response.reuse_anywhere.CopyFrom(part.reuse_anywhere)
             if part.finish_reason:
                 copy_stop_reason(part, response)
                 response.finish_reason = part.finish_reason
@@ -102,7 +103,7 @@ class InferenceService(InferenceServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Yield the parts of an answer. Closing it early cancels the sequence."""
+        """Yield the parts of an answer. Closing the generator early cancels the sequence."""
         calls, first = None, True
         async with aclosing(self.outputs(request, seen)) as outputs:
             async for sequence, output in outputs:
@@ -123,7 +124,7 @@ class InferenceService(InferenceServiceServicer):
     async def outputs(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncGenerator[tuple[Sequence, SequenceOutput], None]:
-        """Yield the engine's outputs for a request. Closing it early cancels the sequence."""
+        """Yield the engine's outputs for a request. Closing the generator early cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
             finished = False
@@ -159,13 +160,13 @@ class InferenceService(InferenceServiceServicer):
         return sequence, outputs
 
     async def _grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Compile the request's grammar, on a thread if it may have one."""
+        """Compile the request's grammar; on a thread if the request may have one."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
             return self._requests.grammar_state(request)
         return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
 
     async def _tokenize_beside(self, request: Message, work: Callable[[], T]) -> T:
-        """Run work that takes long for a large request on a tokenizer thread."""
+        """Run ``work`` on a tokenizer thread, because it may take long for a large request."""
 
         def read() -> T:
             try:
@@ -179,11 +180,12 @@ class InferenceService(InferenceServiceServicer):
     def _add_prompt_fields(
         self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse
     ) -> None:
-        """Write the requested fields about the prompt into the first part."""
+        """Add the requested fields about the prompt to the first part."""
         if sequence.usage.provenance:
             part.prompt_parts.extend(prompt_parts(sequence, self._requests.text))
         if request.explain:
             part.numerics.CopyFrom(numerics_of(self._loaded))
+            part.reuse_anywhere.CopyFrom(self._runtime.reuse_state().message())
         part.prompt_logprobs.extend(prompt_logprobs(sequence, self._requests.text))
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
@@ -214,7 +216,7 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        self._requests.adapter(request.model)  # refused before anything is read
+        self._requests.adapter(request.model)  # refuses an unknown name before the prompt is tokenized
         with self._observer.request("Warm", context) as seen:
             tokens, marks = await self._tokenize_beside(
                 request,
@@ -271,7 +273,7 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         ailment = self._engine.ailment
-        if ailment:  # gateways choose workers by this call
+        if ailment:  # gateways send requests only to workers that answer this call
             raise Unavailable(ailment)
         m = self._loaded
         return pb.GetModelResponse(
@@ -286,6 +288,7 @@ class InferenceService(InferenceServiceServicer):
             has_chat_template=bool(m.tokenizer.chat_template),
             adapters=[self._adapter_message(adapter) for adapter in list(self._engine.adapters.values())],
             numerics=numerics_of(m),
+            reuse_anywhere=self._runtime.reuse_state().message(),
         )
 
     def _namespace(self, fingerprint: bytes) -> bytes:
@@ -316,7 +319,7 @@ class InferenceService(InferenceServiceServicer):
 
 
 def _require_unix_socket(context: Context) -> None:
-    """Refuse callers over TCP: only the worker's own user can connect to its Unix socket."""
+    """Refuse callers over TCP: only the worker's user can connect to its Unix socket."""
     if not context.peer().startswith("unix"):
         raise FailedPrecondition("adapters come and go at the worker's Unix socket only")
 
@@ -361,6 +364,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         skipping_requests=engine.stats.bypassing_requests,
         skipping_tokens=engine.stats.bypassing_tokens,
         bypassed_requests=cache.stats.bypassed if cache else 0,
+        reuse_anywhere=runtime.reuse_state().message(),
     )
 
 

@@ -1,7 +1,7 @@
 """gRPC clients of an inference worker, sync and async.
 
-Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too. Where the program
-traces with OpenTelemetry, calls name its active span (W3C Trace Context).
+Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too. If the program uses
+OpenTelemetry, calls carry its active span (W3C Trace Context).
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_messa
 
 @dataclass(frozen=True)
 class Completion:
-    """A complete answer. Times are in milliseconds since the request's arrival at the worker."""
+    """A complete answer.
+
+    Times are in milliseconds since the request's arrival at the worker.
+    """
 
     text: str
     token_ids: list[int]
@@ -113,7 +116,7 @@ class Client:
     """Synchronous client of an inference worker.
 
     Thread-safe. Close it, or use it as a context manager. Without an address it calls the first worker of the local
-    node, and fails over to the others: a request without any output so far is sent again.
+    node. If that fails before any output, it sends the request to another worker.
     """
 
     def __init__(self, address: str | Path | None = None) -> None:
@@ -213,7 +216,10 @@ class Client:
 
 
 class AsyncClient:
-    """Asynchronous client for one event loop, otherwise like ``Client``. ``options`` are gRPC channel options."""
+    """Asynchronous client for one event loop, otherwise like ``Client``.
+
+    ``options`` are gRPC channel options.
+    """
 
     def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
         self._workers = WorkerChannels(

@@ -92,6 +92,7 @@ class Options(TypedDict, total=False):
     tenant_salt: bytes
     cache_ttl_seconds: int | None
     exact_only: bool
+    reuse_anywhere: bool | None
     document_separator: str | None
     segment_ends: Sequence[int]
     request_id: str
@@ -146,6 +147,7 @@ def to_request(
     tenant_salt: bytes = b"",
     cache_ttl_seconds: int | None = None,
     exact_only: bool = False,
+    reuse_anywhere: bool | None = None,
     document_separator: str | None = None,
     segment_ends: Sequence[int] = (),
     request_id: str = "",
@@ -165,9 +167,9 @@ def to_request(
 
     At most one of ``json_schema``, ``regex``, ``choice`` and ``grammar`` constrains the answer. ``tool_choice`` is
     auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is
-    the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: where a prompt
-    that is too long loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is the
-    TTL of the chunks that the request uses and stores; without it they do not expire.
+    the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: the part of a
+    too long prompt that loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is
+    the TTL of the chunks that the request uses and stores; without it they do not expire.
     """
     for name, number in (
         ("max_tokens", max_tokens),
@@ -194,6 +196,7 @@ def to_request(
         skip_write=skip_cache,
         tenant_salt=tenant_salt,
         exact_only=exact_only,
+        reuse_anywhere=reuse_anywhere,
         document_separator=document_separator,
         segment_ends=segment_ends,
         ttl_seconds=cache_ttl_seconds,
@@ -243,7 +246,7 @@ def speculation_of(name: str | None) -> pb.Speculation.ValueType:
 
 
 def truncation_of(name: str | None) -> pb.Truncation.ValueType:
-    """Return the side that a prompt is truncated at, by name; None follows ``truncate_prompt_tokens``."""
+    """Return by name the side at which a prompt is truncated; None follows ``truncate_prompt_tokens``."""
     if name is not None and name not in _TRUNCATION:
         raise InvalidRequest(f"truncate is {name!r}; allowed are {', '.join(_TRUNCATION)}", param="truncate")
     return pb.TRUNCATION_UNSPECIFIED if name is None else _TRUNCATION[name]

@@ -1,4 +1,4 @@
-"""gRPC servicer of ``vllm.grpc.engine.VllmEngine`` over the worker's service."""
+"""gRPC servicer of ``vllm.grpc.engine.VllmEngine``, implemented with the worker's service."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Aborted(Exception):
-    """``Abort`` was called for a request."""
+    """A client called ``Abort`` for the request."""
 
 
 Event = tuple[VllmResponse, Sequence, SequenceOutput] | Exception
@@ -49,12 +49,12 @@ class VllmEngine(VllmEngineServicer):
     def __init__(
         self, service: InferenceService, runtime: Runtime, observer: RequestObserver, stop: asyncio.Event
     ) -> None:
-        """``stop`` is set when the worker shuts down: event subscriptions end then."""
+        """``stop`` is set when the worker shuts down, and ends event subscriptions."""
         self._stop, self._subscribers = stop, 0
         self._service, self._runtime, self._observer = service, runtime, observer
         self._engine, self._loaded = runtime.engine, runtime.engine.loaded
         self._began, self._asked_at = time.time(), 0.0
-        self._running: dict[str, set[asyncio.Queue[Event]]] = {}  # by the id that the client chose
+        self._running: dict[str, set[asyncio.Queue[Event]]] = {}  # by the client's request id
         self._zipped: asyncio.Future[bytes] | None = None
 
     # ---- generating -----------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ class VllmEngine(VllmEngineServicer):
     async def _events(
         self, asked: list[pb.GenerateRequest], answers: list[VllmResponse], context: Context
     ) -> AsyncGenerator[tuple[VllmResponse, Sequence, SequenceOutput], None]:
-        """Yield the engine's outputs for all answers as they arrive. Closing it early cancels them.
+        """Yield the engine's outputs for all answers as they arrive. Closing the generator early cancels the requests.
 
         Raises _Aborted when ``Abort`` names the request.
         """
@@ -201,9 +201,9 @@ class VllmEngine(VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common.KvEventBatch]:
-        """Stream the daemon's stored blocks: first ``cleared`` and all of them, then changes.
+        """Stream events of the daemon's stored blocks: first ``cleared``, then all blocks, then changes.
 
-        It starts over for every subscriber, whatever that has seen before.
+        Every subscription starts with all blocks, also after a reconnect.
         """
         address = daemon_address(self._runtime.config)
         if address is None:

@@ -105,7 +105,8 @@ def test_text_elsewhere_is_reused_where_it_was_verified_for_the_adapter_itself(s
     for name in ("", "law"):
         served.client().generate(first + second, max_tokens=1, model=name)
         served.settle()
-        found[name] = served.client().generate(second + first, max_tokens=1, model=name).approximate_tokens
+        asked = served.client().generate(second + first, max_tokens=1, model=name, reuse_anywhere=True)
+        found[name] = asked.approximate_tokens
     assert found[""] > 0
     assert found["law"] == 0
 

@@ -454,6 +454,8 @@ class ReuseVerdict(_message.Message):
     TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     MEASURED_AT_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     """The measured selector of tokens to recompute, such as "guided"."""
     ratio: _builtins.float
@@ -468,6 +470,10 @@ class ReuseVerdict(_message.Message):
     """Prompts that were measured."""
     measured_at: _builtins.int
     """Time of the measurement in seconds since 1970."""
+    cost: _builtins.float
+    """Computed rows times layers as a share of a prefill, 0 to 1; 0 where nobody measured it."""
+    reason: _builtins.str
+    """Why it did not pass; empty if it passed."""
     def __init__(
         self,
         *,
@@ -478,10 +484,12 @@ class ReuseVerdict(_message.Message):
         top1_agreement: _builtins.float = ...,
         prompts: _builtins.int = ...,
         measured_at: _builtins.int = ...,
+        cost: _builtins.float = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kl_mean", b"kl_mean", "measured_at", b"measured_at", "passed", b"passed", "prompts", b"prompts", "ratio", b"ratio", "strategy", b"strategy", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "kl_mean", b"kl_mean", "measured_at", b"measured_at", "passed", b"passed", "prompts", b"prompts", "ratio", b"ratio", "reason", b"reason", "strategy", b"strategy", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -825,6 +825,7 @@ class CacheOptions(_message.Message):
     SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     skip_read: _builtins.bool
     """Do not look the prompt up."""
     skip_write: _builtins.bool
@@ -844,6 +845,10 @@ class CacheOptions(_message.Message):
     """
     prompt_cache_key: _builtins.str
     """Key of requests that are likely to share a prefix: gateways prefer one worker and node for them. Workers ignore it."""
+    reuse_anywhere: _builtins.bool
+    """Approximate reuse of text behind another prefix, which may change the answer; only if the model's verification has
+    passed. Absent: the worker's --reuse-anywhere. INVALID_ARGUMENT if true beside exact_only.
+    """
     @_builtins.property
     def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ends of documents in token_ids, as ascending token counts from the prompt's start. For such prompts only."""
@@ -859,17 +864,22 @@ class CacheOptions(_message.Message):
         segment_ends: _abc.Iterable[_builtins.int] | None = ...,
         ttl_seconds: _builtins.int | None = ...,
         prompt_cache_key: _builtins.str = ...,
+        reuse_anywhere: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "reuse_anywhere", b"reuse_anywhere", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "prompt_cache_key", b"prompt_cache_key", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "prompt_cache_key", b"prompt_cache_key", "reuse_anywhere", b"reuse_anywhere", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document_separator: _TypeAlias = _typing.Literal["document_separator"]  # noqa: Y015
     _WhichOneofArgType__document_separator: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator"]  # noqa: Y015
+    _WhichOneofReturnType__reuse_anywhere: _TypeAlias = _typing.Literal["reuse_anywhere"]  # noqa: Y015
+    _WhichOneofArgType__reuse_anywhere: _TypeAlias = _typing.Literal["_reuse_anywhere", b"_reuse_anywhere"]  # noqa: Y015
     _WhichOneofReturnType__ttl_seconds: _TypeAlias = _typing.Literal["ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttl_seconds: _TypeAlias = _typing.Literal["_ttl_seconds", b"_ttl_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__document_separator) -> _WhichOneofReturnType__document_separator | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reuse_anywhere) -> _WhichOneofReturnType__reuse_anywhere | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_seconds) -> _WhichOneofReturnType__ttl_seconds | None: ...
 
@@ -1068,6 +1078,7 @@ class GenerateResponse(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text, without the stop string."""
     finish_reason: Global___FinishReason.ValueType
@@ -1120,6 +1131,10 @@ class GenerateResponse(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens of the prompt as it was computed, if `return_prompt_tokens` was set."""
 
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
+        """Of the worker that answered, if `explain` was set."""
+
     def __init__(
         self,
         *,
@@ -1138,10 +1153,11 @@ class GenerateResponse(_message.Message):
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1204,6 +1220,7 @@ class GenerateStreamResponse(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
@@ -1252,6 +1269,8 @@ class GenerateStreamResponse(_message.Message):
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in GenerateResponse. Set in the first message."""
 
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere: ...
     def __init__(
         self,
         *,
@@ -1270,10 +1289,11 @@ class GenerateStreamResponse(_message.Message):
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1524,6 +1544,7 @@ class GetModelResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
     """Name it is served under."""
     architecture: _builtins.str
@@ -1550,6 +1571,10 @@ class GetModelResponse(_message.Message):
     def numerics(self) -> Global___Numerics:
         """Numerics id; not set by workers that do not know."""
 
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
+        """Whether text is reused behind another prefix, and why or why not."""
+
     def __init__(
         self,
         *,
@@ -1564,14 +1589,45 @@ class GetModelResponse(_message.Message):
         has_chat_template: _builtins.bool = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         numerics: Global___Numerics | None = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "numerics", b"numerics", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class ReuseAnywhere(_message.Message):
+    """Approximate reuse of a worker: text that was computed behind another prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ON_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    on: _builtins.bool
+    """The worker's setting, for requests that do not set reuse_anywhere."""
+    verified: _builtins.bool
+    """Verification has passed: requests for which it is on reuse text anywhere."""
+    sentence: _builtins.str
+    """The state, its reason, what reuse gains and changes by the verification, and the flag: one sentence for people."""
+    def __init__(
+        self,
+        *,
+        on: _builtins.bool = ...,
+        verified: _builtins.bool = ...,
+        sentence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["on", b"on", "sentence", b"sentence", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReuseAnywhere: _TypeAlias = ReuseAnywhere  # noqa: Y015
 
 @_typing.final
 class Numerics(_message.Message):
@@ -1782,6 +1838,7 @@ class GetStatsResponse(_message.Message):
     SKIPPING_REQUESTS_FIELD_NUMBER: _builtins.int
     SKIPPING_TOKENS_FIELD_NUMBER: _builtins.int
     BYPASSED_REQUESTS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -1858,6 +1915,10 @@ class GetStatsResponse(_message.Message):
     def streaming(self) -> Global___StreamingStats:
         """Layer streaming."""
 
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
+        """As in GetModelResponse."""
+
     def __init__(
         self,
         *,
@@ -1896,10 +1957,11 @@ class GetStatsResponse(_message.Message):
         skipping_requests: _builtins.int = ...,
         skipping_tokens: _builtins.int = ...,
         bypassed_requests: _builtins.int = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["streaming", b"streaming"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reuse_anywhere", b"reuse_anywhere", "streaming", b"streaming"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "bypassed_requests", b"bypassed_requests", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "bypassed_requests", b"bypassed_requests", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "reuse_anywhere", b"reuse_anywhere", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
