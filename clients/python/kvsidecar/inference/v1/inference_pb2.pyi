@@ -1270,7 +1270,9 @@ class GenerateStreamResponse(_message.Message):
         """As in GenerateResponse. Set in the first message."""
 
     @_builtins.property
-    def reuse_anywhere(self) -> Global___ReuseAnywhere: ...
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
+        """As in GenerateResponse. Set in the first message."""
+
     def __init__(
         self,
         *,
