@@ -91,7 +91,7 @@ class ItemReference(BodyModel):
 
 
 class HostedItem(BaseModel):
-    """What a tool on another server did; not part of the prompt."""
+    """A step of a tool on another server; not part of the prompt."""
 
     type: Literal[
         "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools",

@@ -146,7 +146,7 @@ def test_a_tenants_responses_evict_its_own_and_are_its_own_alone() -> None:
         memory.keep("b", stored(f"b{i}", "y" * 5_000))
     assert memory.messages("a", "first") == [{"role": "user", "content": "my secret is 4711"}]
     assert memory.num_bytes <= 20_000
-    for asked in (memory.response, memory.drop):
+    for asked in (memory.find, memory.drop):
         with pytest.raises(UnknownResponse, match="'first' is not kept"):
             asked("b", "first")
     with pytest.raises(InvalidRequest, match="'first' is not kept"):
