@@ -14,11 +14,15 @@ from starlette.requests import ClientDisconnect
 
 from inference_svc.gateway.answer_writer import error_response, unknown_path
 from inference_svc.gateway.client_disconnect import ClientDisconnected
+from inference_svc.gateway.drain import LIVEZ, Drain
 from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
-def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """Create an application without routes that maps errors to OpenAI's format."""
+def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], drain_seconds: float) -> FastAPI:
+    """Create an application that maps errors to OpenAI's format; its only route is the liveness probe.
+
+    ``state.drain`` is its shutdown.
+    """
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.router.redirect_slashes = False  # a redirect would go to whatever host the request names
 
@@ -37,6 +41,11 @@ def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[No
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
+    @app.get(LIVEZ)
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    app.state.drain = Drain(drain_seconds)
     return app
 
 

@@ -78,6 +78,9 @@ class GatewayConfig(BaseSettings):
     separated by commas; * for all, which admits pages of any site whose DNS name points here."""
     request_seconds: float = Field(default=600.0, gt=0)
     """Deadline of a request."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running answers may take to finish; then they end with an error. A second signal ends
+    them at once."""
     worker_wait_seconds: float = Field(default=15.0, ge=0)
     """How long a request waits for a worker to come back when none is up. The first load of a model is not waited
     for."""

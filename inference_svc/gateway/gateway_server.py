@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import structlog
 import uvicorn
@@ -23,12 +25,15 @@ from kvsidecar.telemetry.otlp_export import otlp_providers
 from kvsidecar.telemetry.tracing import NOOP_TRACER
 
 from inference_svc.gateway.connections import ConnectionLimits, bounded, max_connections
+from inference_svc.gateway.drain import Drain
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.http_tracing import SERVICE_NAME
 from inference_svc.gateway.routes import create_app
 
 # GIL switch interval: the event loop waits at most this long for the thread that decodes large bodies.
 _SWITCH_SECONDS = 0.001
+# For the last bytes of answers that were cut, and then for idle connections.
+_LAST_SECONDS = 2.0
 
 log = structlog.get_logger("gateway")
 
@@ -54,7 +59,7 @@ async def serve(config: GatewayConfig) -> None:
     async with otlp_providers(SERVICE_NAME, config.otlp_endpoint) as providers:
         tracer = NOOP_TRACER if providers is None else providers.tracer("inference_svc.gateway")
         app = _fleet(config) if config.nodes else create_app(config, tracer)
-        server = _Server(configured(app, config))
+        server = _Server(configured(app, config), app.state.drain)
         server.hear_signals()
         if config.tenants is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
@@ -96,10 +101,31 @@ def _tell_of_uvicorn() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Handles signals through the event loop, from before uvicorn starts.
+    """Drains before it stops; handles signals through the event loop, from before uvicorn starts.
 
     uvicorn itself handles them only while it runs; an earlier one would end the process with a traceback.
     """
+
+    def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
+        super().__init__(config)
+        self._drain, self._parent = drain, os.getppid()
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop when the running requests have ended; a second signal cuts them."""
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._stop(sig, frame))
+        else:
+            self._drain.cut()
+
+    async def _stop(self, sig: int, frame: FrameType | None) -> None:
+        if os.getppid() != self._parent:  # the supervisor died: its successor needs the port now
+            self.config.timeout_graceful_shutdown = int(self._drain.seconds)
+        elif self.started:  # uvicorn ends a server that has not started by itself
+            if running := self._drain.num_running:
+                log.info("draining", requests=running, seconds=self._drain.seconds)
+            await self._drain.finish(_LAST_SECONDS)
+        super().handle_exit(sig, frame)
 
     def hear_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -121,7 +147,7 @@ def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
         http=bounded(limits),
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=10,
+        timeout_graceful_shutdown=int(_LAST_SECONDS),
         ssl_certfile=config.tls_cert,
         ssl_keyfile=config.tls_key,
         ssl_ca_certs=None if config.tls_client_ca is None else str(config.tls_client_ca),

@@ -15,7 +15,7 @@ log = structlog.get_logger("gateway")
 
 # Requested every few seconds by probes, scrapers and the page: logged at debug level.
 _DEBUG_PATHS, _DEBUG_PREFIXES = (
-    frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}),
+    frozenset({"/", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json"}),
     ("/page/", "/kvsidecar/"),
 )
 _LONGEST_PATH = 120

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
+from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, SERVING_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.handlers import GatewayHandlers
@@ -35,9 +36,10 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
         await gateway.node.close()
         await gateway.router.close()
 
-    app = create_base_app(lifespan)
+    app = create_base_app(lifespan, config.drain_seconds)
     app.state.gateway = gateway
     app.state.keys, app.state.counters = gateway.keys, gateway.metrics
+    app.add_middleware(DrainMiddleware, drain=app.state.drain)
     app.add_middleware(TracingMiddleware, tracer=tracer)
     # Outside of the tracing: a request without a key gets no span.
     app.add_middleware(RequestGuard, keys=gateway.keys, policy=OriginPolicy(config), metrics=gateway.metrics)
@@ -71,7 +73,8 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route("/tokenizer_info", gateway.tokenizer_info, methods=["GET"])
     app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])
     app.add_api_route("/version", gateway.version, methods=["GET"])
-    app.add_api_route("/health", gateway.health, methods=["GET"])
+    for path in (HEALTH, READYZ):
+        app.add_api_route(path, gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     app.add_api_route(NODE, gateway.show_node, methods=["GET"])
     app.add_api_route(SERVING_PATH, gateway.serving_status, methods=["GET"])

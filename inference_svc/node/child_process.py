@@ -18,8 +18,10 @@ from inference_svc.node.liveness import PROBE_SECONDS, Probe
 
 log = structlog.get_logger("serve")
 
+STOP_SECONDS = 45.0
+"""The daemon's longest shutdown, in which it writes queued chunks, with a margin."""
+
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.1, 10.0, 30.0
-_STOP_SECONDS = 45.0  # the daemon's longest shutdown, in which queued chunks are written
 _PROBE_INTERVAL_SECONDS, _STARTING_PROBE_INTERVAL_SECONDS = 1.0, 0.05
 _FAILED, _BAD_SETTINGS = 1, 2
 
@@ -37,6 +39,7 @@ class ChildProcess:
     probe: Probe | None = None
     liveness_seconds: float = 0.0
     changed: Callable[[], None] = lambda: None
+    stop_seconds: float = STOP_SECONDS
     report: ProcessReport = field(default_factory=ProcessReport)
     served: bool = False
     """True after the process has served: a later exit is not a configuration error."""
@@ -44,6 +47,7 @@ class ChildProcess:
     """Set when the process serves for the first time."""
     process: asyncio.subprocess.Process | None = None
     _started: float = 0.0
+    _terminated: bool = False
 
     async def keep_running(self, stop: asyncio.Event) -> str:
         """Run and restart the process until ``stop``. Returns the reason if it cannot start; empty after a stop."""
@@ -121,12 +125,18 @@ class ChildProcess:
         if process is None or process.returncode is not None:
             return
         process.terminate()
+        self._terminated = True
         try:
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+            await asyncio.wait_for(process.wait(), self.stop_seconds)
         except TimeoutError:
             log.warning("process did not stop in time, killing it", name=self.name)
             process.kill()
             await process.wait()
+
+    def signal_again(self) -> None:
+        """Send a second SIGTERM to a process that was terminated and still runs: it stops draining."""
+        if self._terminated and self.process is not None and self.process.returncode is None:
+            self.process.terminate()
 
     def _set_report(self, report: ProcessReport) -> None:
         if report != self.report:

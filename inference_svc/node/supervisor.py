@@ -34,7 +34,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.node.child_process import ChildProcess
+from inference_svc.node.child_process import STOP_SECONDS, ChildProcess
 from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.server.daemon_address import daemon_address
@@ -66,6 +66,9 @@ class ServeConfig(ModelSettings):
     """Serve a web page at / of the gateway: chat, reused parts of prompts, state of the node."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
     """Maximum tokens of a chat completion or response without a limit of its own; 0 for the rest of the context."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running answers may take to finish; then they end with an error. A second signal ends
+    them at once."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
@@ -94,7 +97,7 @@ class Supervisor:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._on_signal)
         started = asyncio.create_task(self._start_all())
         kept = asyncio.create_task(self._keep_folder())
         stopped = asyncio.create_task(self._stop.wait())
@@ -111,6 +114,13 @@ class Supervisor:
             print(f"kvsidecar serve: {self._failed}", file=sys.stderr)
             return 1
         return 0
+
+    def _on_signal(self) -> None:
+        """Stop; a second signal reaches the child that is draining."""
+        if self._stop.is_set():
+            for child in self._children:
+                child.signal_again()
+        self._stop.set()
 
     # ---- starting -------------------------------------------------------------------------------------------
 
@@ -140,7 +150,7 @@ class Supervisor:
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
         own = self._worker
-        flags = self._explicit(*ModelSettings.model_fields) | {
+        flags = self._explicit(*ModelSettings.model_fields, "drain_seconds") | {
             "model": own.model,
             "socket": socket,
             "name": f"worker-{i}",
@@ -175,7 +185,7 @@ class Supervisor:
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
-        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens")
+        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens", "drain_seconds")
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _store_is_private(self) -> bool:
@@ -190,7 +200,14 @@ class Supervisor:
     # ---- watching -------------------------------------------------------------------------------------------
 
     def _launch(self, name: str, command: list[str], probe: Probe | None = None) -> ChildProcess:
-        child = ChildProcess(name, command, probe, self._config.liveness_seconds, self._report)
+        child = ChildProcess(
+            name,
+            command,
+            probe,
+            self._config.liveness_seconds,
+            self._report,
+            stop_seconds=STOP_SECONDS + self._config.drain_seconds,
+        )
         self._children.append(child)
         self._watchers.append(asyncio.create_task(self._watch(child)))
         self._report()

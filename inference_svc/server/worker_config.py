@@ -195,6 +195,8 @@ class WorkerConfig(ModelSettings):
     port, for this and for the other ports of a worker."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
     """Socket of the cache daemon on this host; none for no daemon."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running requests may take to finish."""
     name: str = "worker-0"
     """Name in logs and in the daemon's sessions."""
     unverified_reuse: bool = False

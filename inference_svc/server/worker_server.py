@@ -25,7 +25,6 @@ from inference_svc.server.vllm_grpc import require_contract, vllm_listener
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import serve_metrics
 
-GRACE_SECONDS = 10.0
 # EX_SOFTWARE: the engine has stopped, and only a new process can start another engine.
 EXIT_ENGINE_STOPPED = 70
 # Grace periods after the engine has stopped: for errors to reach callers, and for queued saves.
@@ -96,7 +95,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
     async with serve_endpoint(
         Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
-        lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else GRACE_SECONDS,
+        lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else config.drain_seconds,
         health,
     ) as addresses:
         if config.metrics_port:

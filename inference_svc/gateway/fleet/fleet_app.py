@@ -28,6 +28,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
 from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_wait import NodeWait
@@ -168,8 +169,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await fleet.discovery.close()
         await fleet.client.aclose()
 
-    app = create_base_app(lifespan)
+    app = create_base_app(lifespan, config.drain_seconds)
     app.state.fleet, app.state.counters = fleet, fleet.metrics
+    app.add_middleware(DrainMiddleware, drain=app.state.drain)
     app.add_middleware(RequestGuard, keys=fleet.keys, policy=OriginPolicy(config), metrics=fleet.metrics)
     add_outer_middleware(app, config.origins)
     for path in _FORWARDED_PATHS:
@@ -180,7 +182,8 @@ def create_app(config: GatewayConfig) -> FastAPI:
     for path in (LOAD, UNLOAD):
         app.add_api_route(path, fleet.refuse_adapters, methods=["POST"])
     app.add_api_route("/version", fleet.version, methods=["GET"])
-    app.add_api_route("/health", fleet.health, methods=["GET"])
+    for path in (HEALTH, READYZ):
+        app.add_api_route(path, fleet.health, methods=["GET"])
     app.add_api_route("/metrics", fleet.show_metrics, methods=["GET"])
     app.add_api_route(FLEET, fleet.show_fleet, methods=["GET"])
     return app

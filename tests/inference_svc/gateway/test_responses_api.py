@@ -151,7 +151,7 @@ def test_a_tenants_responses_evict_its_own_and_are_its_own_alone() -> None:
             asked("b", "first")
     with pytest.raises(InvalidRequest, match="'first' is not kept"):
         memory.messages("b", "first")
-    assert json.loads(memory.response("a", "first")) == {"id": "first"}
+    assert json.loads(memory.find("a", "first").response) == {"id": "first"}
 
 
 def test_beyond_the_limit_of_all_the_largest_tenant_loses() -> None:

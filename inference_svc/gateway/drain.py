@@ -1,0 +1,125 @@
+"""Graceful shutdown: readiness fails first, running requests finish, and late ones are cut with an error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from kvsidecar.errors import Unavailable
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from inference_svc.gateway import openai_format
+from inference_svc.gateway.answer_writer import error_response
+from inference_svc.gateway.fleet_api import SERVING_PATH
+from inference_svc.gateway.request_log import log_line
+
+LIVEZ, READYZ, HEALTH = "/livez", "/readyz", "/health"
+_READINESS = frozenset({READYZ, HEALTH, SERVING_PATH})
+# Requests that do not keep a draining process alive.
+_PROBES = _READINESS | {LIVEZ, "/metrics"}
+
+
+class Drain:
+    """State of a shutdown, and the requests that it waits for. Runs on the event loop."""
+
+    def __init__(self, seconds: float) -> None:
+        """``seconds`` is the time that running requests have after ``begin``."""
+        self.seconds = seconds
+        self.has_begun = self.is_cut = False
+        self._running: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def enter(self, task: asyncio.Task[Any]) -> None:
+        """Record a request's task."""
+        self._running.add(task)
+        self._idle.clear()
+
+    def leave(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not self._running:
+            self._idle.set()
+
+    def cut(self) -> None:
+        """Cancel the requests that still run; ``DrainMiddleware`` ends their answers with an error."""
+        self.is_cut = True
+        for task in self._running:
+            task.cancel()
+
+    async def finish(self, last_seconds: float) -> None:
+        """Wait for the running requests, cut them after ``seconds``, and wait ``last_seconds`` for their last bytes."""
+        self.has_begun = True
+        if await self._wait_idle(self.seconds):
+            return
+        self.cut()
+        await self._wait_idle(last_seconds)
+
+    async def _wait_idle(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._running:
+            if (left := deadline - time.monotonic()) <= 0:
+                return False
+            try:
+                await asyncio.wait_for(self._idle.wait(), left)
+            except TimeoutError:
+                return False
+        return True
+
+
+class DrainMiddleware:
+    """Counts running requests, fails readiness during a shutdown, and ends the answers that are cut.
+
+    Plain ASGI, inside of ``RequestGuard``, which counts aborted streams.
+    """
+
+    def __init__(self, app: ASGIApp, drain: Drain) -> None:
+        self._app, self._drain = app, drain
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] in _PROBES:
+            not_ready = self._drain.has_begun and scope["path"] in _READINESS
+            draining = {"status": "draining", "running": self._drain.num_running}
+            await (JSONResponse(draining, 503) if not_ready else self._app)(scope, receive, send)
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        started = ended = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started, ended
+            started = started or message["type"] == "http.response.start"
+            ended = ended or (message["type"] == "http.response.body" and not message.get("more_body"))
+            await send(message)
+
+        self._drain.enter(task)
+        try:
+            await self._app(scope, receive, watched)
+        except asyncio.CancelledError:
+            if not self._drain.is_cut or ended:
+                raise
+            task.uncancel()
+            await _end_with_error(scope, receive, send, started)
+        finally:
+            self._drain.leave(task)
+
+
+async def _end_with_error(scope: Scope, receive: Receive, send: Send, started: bool) -> None:
+    error = Unavailable("the server shuts down and cannot finish this answer; send the request again")
+    if not started:
+        log_line().add(error=error.reason)
+        await error_response(error)(scope, receive, send)
+        return
+    log_line().abort(error.reason)
+    event = openai_format.event(json.loads(bytes(error_response(error).body)))
+    # The last event may be incomplete: a blank line ends it.
+    await send({"type": "http.response.body", "body": b"\n\n" + event, "more_body": False})
