@@ -1,4 +1,7 @@
-"""Chat message schemas in OpenAI's format; accepts all fields of an answer that the SDK sends back."""
+"""Chat message schemas in OpenAI's format.
+
+They accept all fields of an answer that the SDK sends back.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ class ToolCall(BodyModel):
 
 
 class Message(BodyModel):
-    """A chat message. ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt."""
+    """A chat message.
+
+    ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
@@ -88,7 +94,7 @@ def _legacy_id(name: str) -> str:
 
 
 def _checked(messages: Any, info: ValidationInfo) -> Any:
-    """Check the number of messages and their kinds of parts, and nothing else.
+    """Check only the number of messages and the kinds of their parts.
 
     Raises InvalidRequest for too many, UnsupportedOption for a part that is not text, such as an image.
     """
@@ -110,12 +116,15 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
 
 
 TextAlone = BeforeValidator(_checked)
-"""Annotates a list of messages: one sentence about an image, instead of errors about it as a text."""
+"""Annotates a list of messages: an image gives one sentence, instead of errors about it as a text."""
 Messages = Annotated[list[Message], FIRST_ERROR, TextAlone]
 
 
 def answer_start(generation_prompt: bool, goes_on: bool) -> pb.AnswerStart.ValueType:
-    """Map vLLM's ``add_generation_prompt`` and ``continue_final_message`` to the protocol. Raises InvalidRequest."""
+    """Map vLLM's ``add_generation_prompt`` and ``continue_final_message`` to the protocol.
+
+    Raises InvalidRequest.
+    """
     if not goes_on:
         return pb.ANSWER_START_UNSPECIFIED if generation_prompt else pb.ANSWER_START_NOTHING
     if generation_prompt:

@@ -47,7 +47,7 @@ def fingerprint(found: pb.GetModelResponse) -> str:
 
 
 def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
-    """Return the usage of all choices; a prompt counts once, however many choices it has."""
+    """Return the usage of all choices; each prompt counts once."""
     prompts = parts[::choices_per_prompt]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     generated = sum(u.generated_tokens for u in parts)
@@ -90,7 +90,10 @@ def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: None for the first token, the token and its alternatives for the others."""
+    """Return vLLM's ``prompt_logprobs``.
+
+    None for the first token, the token and its alternatives for the others.
+    """
 
     def one(p: pb.TokenLogprob, rank: int) -> dict[str, Any]:
         return {"logprob": p.logprob, "rank": rank, "decoded_token": p.text}
@@ -115,7 +118,7 @@ def _token(p: pb.TokenLogprob, as_ids: bool) -> str:
 
 def chat_logprobs(parts: list[pb.TokenLogprob], as_ids: bool = False) -> dict[str, Any]:
     def one(p: pb.TokenLogprob) -> dict[str, Any]:
-        # A token that is part of a character has no text, and its bytes are unknown here.
+        # A token that is a part of a character has no text, and its bytes are unknown here.
         bytes_ = None if "\ufffd" in p.text else list(p.text.encode())
         return {"token": _token(p, as_ids), "logprob": p.logprob, "bytes": bytes_}
 
@@ -153,7 +156,7 @@ def _top(p: pb.TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encode JSON piece by piece: in a thread, a large value then does not hold the GIL throughout."""
+    """Encode JSON piece by piece: in a thread, a large value does not hold the GIL throughout."""
     return "".join(_ENCODER.iterencode(value)).encode()
 
 

@@ -33,7 +33,7 @@ class TokenizeBody(BodyModel):
     return_token_strs: bool | None = None
 
     def to_grpc(self) -> pb.Prompt:
-        """Raises InvalidRequest."""
+        """Convert to a Prompt. Raises InvalidRequest."""
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("one of prompt and messages must be set", param="prompt")
         if self.prompt is not None:
@@ -57,7 +57,7 @@ def to_tokenize(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
 
 
 def to_detokenize(raw: bytes, body: Any) -> tuple[str, pb.DetokenizeRequest]:
-    """Do as ``to_tokenize``, for ``/detokenize``."""
+    """Return the model and the worker request of a ``/detokenize`` body. Raises KVSidecarError."""
     parsed = parse(DetokenizeBody, raw, body)
     return parsed.model, pb.DetokenizeRequest(token_ids=parsed.tokens)
 

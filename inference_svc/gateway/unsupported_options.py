@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 B = TypeVar("B", bound=BaseModel)
 
-# Options of OpenAI's or vLLM's API that this server does not have: refused unless they have a neutral value.
+# Options of OpenAI's or vLLM's API that this server lacks: refused unless they have a neutral value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -49,7 +49,7 @@ IGNORED = (
     # vLLM's; fast tokenizers, which are used here, ignore it.
     "spaces_between_special_tokens",
 )
-# UTF-8 cannot encode surrogates: one can only come as an escape.
+# UTF-8 cannot encode surrogates, so they occur only as escapes.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 200  # of a client's field name in an error message
 # Parts of an error's location that name an alternative of a union (by its type) and no field.
@@ -83,7 +83,10 @@ def _refuse_surrogates(body: dict[str, Any]) -> None:
 
 
 def parse(kind: type[B], raw: bytes, body: Any) -> B:
-    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest; both name the field."""
+    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest.
+
+    Both errors name the field.
+    """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     if _SURROGATE.search(raw):
@@ -110,7 +113,8 @@ def parse(kind: type[B], raw: bytes, body: Any) -> B:
 def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     """Return the error of the first wrong field.
 
-    For a union, each alternative reports errors: the deepest location belongs to the alternative that the client meant.
+    For a union, each alternative reports errors: the error with the deepest location belongs to the alternative that
+    the client meant.
     """
     errors = error.errors(include_url=False, include_context=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]
