@@ -35,7 +35,7 @@ _LAST = ("at_s", "chunks", "arena_evictions", "durable_evictions")
 
 
 class Worker:
-    """Thread that runs one client after another, since sessions come and go."""
+    """Thread that runs one client after another, because real sessions start and end."""
 
     def __init__(self, node: Node, seed: int, prompts: int) -> None:
         self._node, self._rng, self._prompts = node, random.Random(seed), prompts

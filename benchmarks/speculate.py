@@ -54,7 +54,10 @@ def edits(rng: random.Random) -> SampledPrompt:
 
 
 def agents(rng: random.Random) -> SampledPrompt:
-    """Build a prompt whose tool result is to be passed on in another tool's format, after two such turns."""
+    """Build a prompt that asks to convert a tool result to another tool's format.
+
+    Two such turns precede it.
+    """
     messages = [{"role": "system", "content": "You pass orders on. Answer with the order's JSON, changing its status."}]
     for turn in range(3):
         order = {

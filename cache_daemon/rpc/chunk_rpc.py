@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, UnknownSession
 
+from cache_daemon.diagnostics.miss_explainer import PromptOwner
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.call_wrapper import unary, undo_if_cancelled
 from cache_daemon.rpc.servicer_base import ServicerBase
@@ -42,6 +44,9 @@ class ChunkServicer(ServicerBase):
             for at in range(0, len(found), _SLICE_CHUNKS):
                 await asyncio.sleep(0)
                 answer.matches.extend(c.to_match(n, 0) for c, n in found[at : at + _SLICE_CHUNKS])
+            if request.explain:
+                owner = PromptOwner.of(request.namespace, request.tenant_salt)
+                self._explain(request, context, owner, ids, found, answer)
             return answer
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = request_validation.check_content_probes(request.contents, len(request.token_ids))
@@ -65,7 +70,28 @@ class ChunkServicer(ServicerBase):
             undo_if_cancelled(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result, with_offsets=session.shares_memory)
         answer.remote_tokens, answer.remote_ms = result.fetched_tokens, result.fetch_ms
+        if request.explain:
+            owner = PromptOwner.of(session.namespace, salt)
+            self.store.misses.describe(session.namespace, session.descriptor)
+            self._explain(request, context, owner, ids, result.matches, answer)
         return answer
+
+    def _explain(
+        self,
+        request: pb.MatchRequest,
+        context: Context,
+        owner: PromptOwner,
+        ids: bytes,
+        matches: Sequence[MatchedChunk],
+        answer: pb.MatchResponse,
+    ) -> None:
+        """Add the reason of the miss; only operators learn about other tenants."""
+        across = request.across_tenants and self.principal_of(context).operator
+        reason = self.store.misses.explain(
+            owner, ids, matches, answer.matched_tokens, request.known_tokens, across_tenants=across
+        )
+        if reason is not None:
+            answer.miss.CopyFrom(reason)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:

@@ -12,12 +12,13 @@ from contextlib import asynccontextmanager
 from math import inf
 
 from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
+from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
@@ -46,11 +47,11 @@ class BulkOps:
         """
         self.invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:
-            return await self._remove_subtree(chunk, EVENT_TYPE_DELETED, YieldTimer())
+            return await self._remove_subtree(chunk, LossCause.DELETED, YieldTimer())
         dropped, yield_timer = 0, YieldTimer()
         async for found in self.iter_chunks(root):
             if found.indexed and found.inserted_at <= before:
-                dropped += await self._remove_subtree(found, EVENT_TYPE_DELETED, yield_timer)
+                dropped += await self._remove_subtree(found, LossCause.DELETED, yield_timer)
         return dropped
 
     @asynccontextmanager
@@ -101,13 +102,13 @@ class BulkOps:
         dropped, yield_timer = 0, YieldTimer()
         for chunk in self._terms.expired():
             if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # no request has extended its TTL meanwhile
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
+                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
         if not self.tiers.accounts.has_ttl:
             return dropped
         now = self.tiers.clock()
         async for chunk in self.iter_chunks(b""):
             if chunk.indexed and chunk.is_expired(now):
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
+                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
         return dropped
 
     async def count(self, root: bytes) -> StatsResponse:
@@ -164,7 +165,7 @@ class BulkOps:
                 yield chunk
                 await yield_timer.maybe_yield()
 
-    async def _remove_subtree(self, chunk: Chunk, why: EventType.ValueType, yield_timer: YieldTimer) -> int:
+    async def _remove_subtree(self, chunk: Chunk, cause: LossCause, yield_timer: YieldTimer) -> int:
         """Remove a chunk and its descendants, leaves first. Returns their number."""
         branch = [chunk]
         for member in branch:
@@ -174,7 +175,7 @@ class BulkOps:
         while branch:
             member = branch.pop()
             if member.indexed:
-                dropped += self.tiers.remove_subtree(member, why)
+                dropped += self.tiers.remove_subtree(member, cause)
             await yield_timer.maybe_yield()
         return dropped
 

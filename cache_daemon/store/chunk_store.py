@@ -25,6 +25,7 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ArenaFull, ChunkNotFound, FailedPrecondition
 
+from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
@@ -105,6 +106,7 @@ class ChunkStore:
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
+        self.misses = MissExplainer(self.tiers, self._commit.pending_tokens)
         self.bulk = BulkOps(self.tiers, self.ttl, self._commit.invalidate)
         self.remote: RemoteCoordinator | None = None
         if remote is not None:

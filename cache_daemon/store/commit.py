@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from kvsidecar import keys
@@ -35,7 +36,9 @@ from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
+from cache_daemon.store.common_bytes import common_bytes
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
+from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_accounts import TenantAccount
@@ -47,6 +50,8 @@ _COPY_BYTES, _COPY_CHUNKS = 16 << 20, 32
 # Longest wait of a commit for a full arena, which may be full of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS, _ARENA_POLL_SECONDS = 2.0, 0.25
 _RECENT_USE_SECONDS = 30.0
+# Reservations that a report of a miss is compared with.
+_MAX_COMPARED = 512
 
 _OUTCOMES = {
     InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
@@ -222,6 +227,7 @@ class TwoPhaseCommit:
                     outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, is_valid, strict=True)]
                     await yield_timer.maybe_yield()
                     if refusal is not None and len(outcomes) < len(items_taken):
+                        self._record_refusal(items_taken[len(outcomes)][0], refusal)
                         outcomes.append(refusal)
         finally:
             for reservation, _ in items_taken:
@@ -230,6 +236,12 @@ class TwoPhaseCommit:
             session.close_staging()
         self._touch([r for (r, _), o in zip(items_taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
         return outcomes
+
+    def _record_refusal(self, refused: Reservation, refusal: CommitOutcome.ValueType) -> None:
+        over = refusal == COMMIT_OUTCOME_QUOTA_EXCEEDED
+        cause, header = LossCause.ARENA_QUOTA if over else LossCause.ARENA_FULL, refused.header
+        lost = LostChunk(refused.tenant, header.parent_prefix_hash, header.start_position, refused.ids, cause)
+        self._tiers.record_loss(lost)
 
     async def _allocate_slots(
         self, items_taken: Sequence[tuple[Reservation, int]], wait_seconds: float
@@ -359,6 +371,12 @@ class TwoPhaseCommit:
             return self._open_reservations[key][1].header.parent_prefix_hash
         chunk = self._tiers.index.get(key)
         return chunk.parent_key if chunk is not None else None
+
+    def pending_tokens(self, parent_key: bytes, rest: bytes) -> int:
+        """Return how many leading tokens of ``rest`` a chunk behind a parent has that is being written now."""
+        newest = islice(reversed(self._open_reservations.values()), _MAX_COMPARED)
+        shared = (common_bytes(r.ids, rest) for _, r in newest if r.header.parent_prefix_hash == parent_key)
+        return max(shared, default=0) // keys.TOKEN_BYTES
 
     def _end_reservation(self, session: Session, reservation: Reservation) -> None:
         key = reservation.header.prefix_hash

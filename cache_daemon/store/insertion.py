@@ -16,6 +16,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.tenant_accounts import TenantAccount
@@ -139,6 +140,9 @@ class Insertion:
             self._anchor(parent)
             made = tiers.enforce_entry_quota(new_chunk.tenant)
             outcome = InsertOutcome.INSERTED if made else InsertOutcome.ENTRIES_EXCEEDED
+            if not made:
+                lost = (header.parent_prefix_hash, header.start_position, new_chunk.ids, LossCause.ENTRY_QUOTA)
+                tiers.record_loss(LostChunk(new_chunk.tenant, *lost))
         if outcome is not InsertOutcome.INSERTED:
             tiers.release_slot(new_chunk.slot)
             return outcome
@@ -170,7 +174,7 @@ class Insertion:
             if persistence is not None:
                 persistence.supersede(chunk, old)
             else:
-                tiers.remove_subtree(old)
+                tiers.remove_subtree(old, LossCause.SUPERSEDED)
         tiers.emit(EVENT_TYPE_COMMITTED, chunk)
         if persistence is not None:
             (persistence.persist_delayed if delay_persist else persistence.persist)(chunk)

@@ -15,13 +15,13 @@ from math import inf
 
 import structlog
 from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import UnknownSession
 
 from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.sessions import LeaseGuard, Session
@@ -207,7 +207,7 @@ class Lookup:
         now = self._tiers.clock()
         for i, (chunk, _) in enumerate(found):
             if chunk.is_expired(now):
-                self._tiers.counters.expired_chunks += self._tiers.remove_subtree(chunk, EVENT_TYPE_EVICTED)
+                self._tiers.counters.expired_chunks += self._tiers.remove_subtree(chunk, LossCause.EXPIRED)
                 return found[:i]
         return found
 
@@ -218,7 +218,7 @@ class Lookup:
         """
         if not found or Geometry.of(found[0].chunk.header) == session.geometry:
             return found
-        dropped = self._tiers.remove_subtree(found[0].chunk, EVENT_TYPE_DELETED)
+        dropped = self._tiers.remove_subtree(found[0].chunk, LossCause.CORRUPT)
         self._tiers.counters.corrupt_chunks += dropped
         log.error("removed chunks with another layout than their namespace's", chunks=dropped, client=session.name)
         return []
@@ -320,7 +320,7 @@ class Lookup:
             self._tiers.release_slot(slot)
             if outcome is not ReadResult.FAILED and chunk.indexed:
                 self._tiers.counters.corrupt_chunks += 1
-                self._tiers.remove_subtree(chunk, EVENT_TYPE_DELETED)
+                self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
         self._tiers.on_released(chunk)
         if load_future is not None and not load_future.done():
             load_future.set_result(None)

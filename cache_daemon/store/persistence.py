@@ -20,6 +20,7 @@ from kvsidecar.cache.v1.cache_pb2 import (
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult, whole_pages
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.tier_quotas import TierLedger
 from cache_daemon.store.yield_timer import YieldTimer
@@ -131,7 +132,7 @@ class Persistence:
         This happens at once if the sibling is not durable, else as soon as the chunk is durable.
         """
         if old.disk_state is Residency.ABSENT:
-            self._tiers.remove_subtree(old)
+            self._tiers.remove_subtree(old, LossCause.SUPERSEDED)
         else:
             old.write_state.superseder_count += 1
             chunk.write_state.supersedes.append(old)
@@ -239,7 +240,9 @@ class Persistence:
             self._tiers.finish_write(chunk, result.stored_bytes)
             for old in replaced:
                 if old.indexed:  # the transaction removed it, but another write of it may be in flight
-                    self._tiers.remove_subtree(old, on_disk_too=old.disk_state is not Residency.PRESENT)
+                    self._tiers.remove_subtree(
+                        old, LossCause.SUPERSEDED, on_disk_too=old.disk_state is not Residency.PRESENT
+                    )
             for old in chunk.write_state.supersedes:
                 old.write_state.superseder_count -= 1
             chunk.write_state.supersedes.clear()
@@ -257,7 +260,7 @@ class Persistence:
     def _drop_corrupt(self, chunk: Chunk) -> None:
         """Remove a chunk whose bytes in the arena differ from the committed ones."""
         self._tiers.counters.corrupt_chunks += 1
-        dropped = self._tiers.remove_subtree(chunk)
+        dropped = self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
         log.error("a chunk in memory is corrupt: removed with its descendants", chunk=chunk.key.hex(), dropped=dropped)
 
     def _record_failure(self, chunk: Chunk, outcome: PutOutcome) -> None:
@@ -291,7 +294,7 @@ class Persistence:
         if chunk.arena_state is Residency.PRESENT:
             self._failed[chunk] = None
         else:
-            self._tiers.remove_subtree(chunk)
+            self._tiers.remove_subtree(chunk, LossCause.ARENA_FULL)
 
     # ---- eviction -------------------------------------------------------------------------------------------
 
@@ -319,7 +322,7 @@ class Persistence:
         victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
         if victim is None:
             return False
-        self._tiers.evict_from_disk(victim)
+        self._tiers.evict_from_disk(victim, LossCause.DISK_QUOTA if own else LossCause.DISK_FULL)
         return True
 
     def _shrink_some(self) -> None:

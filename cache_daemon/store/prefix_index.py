@@ -17,6 +17,7 @@ from sortedcontainers import SortedDict, SortedList
 
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.common_bytes import common_bytes
 
 # Maximal number of copies of one text, after different prefixes, that are considered for reuse.
 _MAX_COPIES = 16
@@ -31,16 +32,6 @@ class MatchedChunk(NamedTuple):
 
     chunk: Chunk
     tokens: int
-
-
-def _common_bytes(a: bytes, b: bytes) -> int:
-    """Return the length in bytes of the common token prefix."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n - n % TOKEN_BYTES
-    differ = int.from_bytes(a[:n], "little") ^ int.from_bytes(b[:n], "little")
-    shared = ((differ & -differ).bit_length() - 1) // 8
-    return shared - shared % TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -67,7 +58,7 @@ class _Siblings:
         """Return the child with the longest common prefix with ``rest``, and its length in bytes."""
         at = self.by_tokens.bisect_left(rest)
         around = [self.by_tokens.peekitem(i) for i in (at - 1, at) if 0 <= i < len(self.by_tokens)]
-        chunk, shared = max(((c, _common_bytes(t, rest)) for t, c in around), key=lambda found: found[1])
+        chunk, shared = max(((c, common_bytes(t, rest)) for t, c in around), key=lambda found: found[1])
         return chunk, shared
 
 
@@ -229,7 +220,7 @@ class PrefixIndex:
         """
         if isinstance(siblings, Chunk):
             own = siblings.ids
-            shared = len(own) if tokens.startswith(own, at) else _common_bytes(own, tokens[at : at + len(own)])
+            shared = len(own) if tokens.startswith(own, at) else common_bytes(own, tokens[at : at + len(own)])
             if shared:
                 yield siblings, shared
             return

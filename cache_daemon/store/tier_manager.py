@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_COMMITTED,
-    EVENT_TYPE_DELETED,
     EVENT_TYPE_DEMOTED,
-    EVENT_TYPE_EVICTED,
     EVENT_TYPE_PROMOTED,
     EVENT_TYPE_UNPERSISTED,
     EventType,
@@ -25,6 +23,7 @@ from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_quotas import TierLedger
@@ -68,6 +67,7 @@ class TierManager:
     on_indexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
+    on_lost: list[Callable[[LostChunk], None]] = field(default_factory=list)
     pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots without a chunk so far
     arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned chunks without a durable copy
     unsaved_recency: dict[bytes, float] = field(
@@ -238,10 +238,10 @@ class TierManager:
             self._free_slot(victim)
             self.emit(EVENT_TYPE_DEMOTED, victim)
         else:
-            self.remove_subtree(victim, EVENT_TYPE_EVICTED)
+            self.remove_subtree(victim, LossCause.ARENA_QUOTA if own else LossCause.ARENA_FULL)
         return victim.size_bytes
 
-    def evict_from_disk(self, victim: Chunk) -> None:
+    def evict_from_disk(self, victim: Chunk, cause: LossCause = LossCause.DISK_FULL) -> None:
         """Evict a chunk without durable children from the durable tier.
 
         It stays in the arena if it is there.
@@ -250,7 +250,7 @@ class TierManager:
         assert self.writer is not None
         self.counters.durable_evictions += 1
         if victim.arena_state is not Residency.PRESENT:
-            self.remove_subtree(victim, EVENT_TYPE_EVICTED)
+            self.remove_subtree(victim, cause)
             return
         self.writer.remove([victim.key])
         self.unsaved_recency.pop(victim.key, None)
@@ -271,7 +271,7 @@ class TierManager:
             victim = next((c for c in own if self._is_evictable(c)), None)
             if victim is None:
                 return False
-            self.remove_subtree(victim, EVENT_TYPE_EVICTED)
+            self.remove_subtree(victim, LossCause.ENTRY_QUOTA)
         return True
 
     def _is_evictable(self, chunk: Chunk) -> bool:
@@ -280,9 +280,7 @@ class TierManager:
 
     # ---- removal --------------------------------------------------------------------------------------------
 
-    def remove_subtree(
-        self, chunk: Chunk, why: EventType.ValueType = EVENT_TYPE_DELETED, *, on_disk_too: bool = True
-    ) -> int:
+    def remove_subtree(self, chunk: Chunk, cause: LossCause, *, on_disk_too: bool = True) -> int:
         """Remove a chunk and its descendants. Returns their number.
 
         ``on_disk_too`` False says that the durable tier has already removed the chunk itself.
@@ -290,10 +288,10 @@ class TierManager:
         members = self.index.subtree(chunk) if chunk.indexed else []
         for member in reversed(members):
             if member.indexed:  # removing one may remove another
-                self._unindex(member, why, on_disk_too=on_disk_too or member is not chunk)
+                self._unindex(member, cause, on_disk_too=on_disk_too or member is not chunk)
         return len(members)
 
-    def _unindex(self, chunk: Chunk, why: EventType.ValueType, *, on_disk_too: bool = True) -> None:
+    def _unindex(self, chunk: Chunk, cause: LossCause, *, on_disk_too: bool = True) -> None:
         """Remove a chunk without children."""
         self.index.remove(chunk)
         self.arena_ledger.remove(chunk)
@@ -310,15 +308,22 @@ class TierManager:
         if chunk.disk_state is Residency.PRESENT:
             chunk.disk_state = Residency.ABSENT
         self.unsaved_recency.pop(chunk.key, None)
-        self.emit(why, chunk)
+        self.emit(cause.event, chunk)
         for notify in self.on_unindexed:
             notify(chunk)
+        self.record_loss(LostChunk(chunk.tenant, chunk.parent_key, chunk.start_position, chunk.ids, cause))
         parent = self.parent_of(chunk)
         if parent is not None:
             self.update_evictable(parent)
         if chunk.slot is not None or chunk.in_use:
             self.zombies.add(chunk)
         self.on_released(chunk)
+
+    def record_loss(self, lost: LostChunk) -> None:
+        """Tell the subscribers about a removed or refused chunk."""
+        if lost.cause is not LossCause.SUPERSEDED:
+            for notify in self.on_lost:
+                notify(lost)
 
     def on_released(self, chunk: Chunk) -> None:
         """Free a released chunk's slot if it has no other user and is not indexed."""

@@ -19,10 +19,10 @@ from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 
-# A longer path is no typing error, and is not compared with the known ones.
+# A longer path is no typing error, so it is not compared with the known ones.
 _LONGEST_PATH = 100
-# Errors that have a name in OpenAI's API, which its clients look for (https://platform.openai.com/docs/guides/error-codes).
-# Others have our own.
+# Errors with a code in OpenAI's API, which its clients check (https://platform.openai.com/docs/guides/error-codes).
+# Other errors have our own codes.
 _CODES = {
     "PROMPT_TOO_LONG": "context_length_exceeded",
     "PROMPT_EXCEEDS_POOL": "context_length_exceeded",
@@ -157,7 +157,7 @@ class AnswerWriter:
 async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
     """Put the prompt before each choice (``echo``), with its log probabilities.
 
-    lm-eval reads likelihoods from these. Drops the generated text when the request asked for the prompt only.
+    lm-eval reads likelihoods from them. Drops the generated text when the request asked for the prompt only.
     """
     begun: set[int] = set()
     async for chunk in chunks:

@@ -1,4 +1,7 @@
-"""Chat message schemas in OpenAI's format; accepts all fields of an answer that the SDK sends back."""
+"""Chat message schemas in OpenAI's format.
+
+They accept all fields of an answer that the SDK sends back.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ _TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
 class TextPart(BodyModel):
-    """A text part of a message; ``cache_control`` (Anthropic's) has no effect, because everything is cached."""
+    """A text part of a message.
+
+    ``cache_control`` (Anthropic's) has no effect, because everything is cached.
+    """
 
     type: Literal["text"]
     text: str
@@ -45,7 +51,10 @@ class ToolCall(BodyModel):
 
 
 class Message(BodyModel):
-    """A chat message. ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt."""
+    """A chat message.
+
+    ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
@@ -75,7 +84,7 @@ class Message(BodyModel):
 
 
 def _checked(messages: Any, info: ValidationInfo) -> Any:
-    """Check the number of messages and their kinds of parts, and nothing else.
+    """Check only the number of messages and the kinds of their parts.
 
     Raises InvalidRequest for too many, UnsupportedOption for a part that is not text, such as an image.
     """
@@ -97,12 +106,15 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
 
 
 TextAlone = BeforeValidator(_checked)
-"""Annotates a list of messages: one sentence about an image, instead of errors about it as a text."""
+"""Annotates a list of messages: an image gives one sentence, instead of errors about it as a text."""
 Messages = Annotated[list[Message], FIRST_ERROR, TextAlone]
 
 
 def answer_start(generation_prompt: bool, goes_on: bool) -> pb.AnswerStart.ValueType:
-    """Map vLLM's ``add_generation_prompt`` and ``continue_final_message`` to the protocol. Raises InvalidRequest."""
+    """Map vLLM's ``add_generation_prompt`` and ``continue_final_message`` to the protocol.
+
+    Raises InvalidRequest.
+    """
     if not goes_on:
         return pb.ANSWER_START_UNSPECIFIED if generation_prompt else pb.ANSWER_START_NOTHING
     if generation_prompt:

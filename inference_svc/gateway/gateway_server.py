@@ -41,7 +41,10 @@ log = structlog.get_logger("gateway")
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants. Raises ConfigurationError when it cannot listen."""
+    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants.
+
+    Raises ConfigurationError when it cannot listen.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -74,9 +77,9 @@ async def serve(config: GatewayConfig) -> None:
 
 
 def _refuse_foreign(config: GatewayConfig) -> None:
-    """Refuse a runtime folder of another user, who could replace its sockets and receive all prompts.
+    """Refuse a runtime folder of another user.
 
-    Raises ConfigurationError.
+    That user could replace its sockets and receive all prompts. Raises ConfigurationError.
     """
     sockets = {Path(target).parent for target in config.targets} | {(config.cache_socket or Path("-")).parent}
     if default_runtime_dir() in sockets:
@@ -91,7 +94,7 @@ def _fleet(config: GatewayConfig) -> FastAPI:
 
 
 class _Structured(logging.Handler):
-    """Logs uvicorn's own messages (such as invalid requests) in the format of all others."""
+    """Logs uvicorn's own messages (such as invalid requests) in the common format."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log.log(record.levelno, record.getMessage().rstrip("."), exc_info=record.exc_info)
@@ -105,7 +108,7 @@ def _tell_of_uvicorn() -> None:
 class _Server(uvicorn.Server):
     """Drains before it stops; handles signals through the event loop, from before uvicorn starts.
 
-    uvicorn itself handles them only while it runs; an earlier one would end the process with a traceback.
+    uvicorn itself handles signals only while it runs; an earlier one would end the process with a traceback.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
@@ -162,7 +165,7 @@ def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
     )
     try:
         found.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         named = ", ".join(str(f) for f in (config.tls_cert, config.tls_key, config.tls_client_ca) if f is not None)
         raise ConfigurationError(f"cannot use the certificates ({named}): {error}") from error
     return found

@@ -139,7 +139,10 @@ class GatewayHandlers:
         return JSONResponse(serving_status(self.router, self._wait.is_starting()) | self._load(request))
 
     def _load(self, request: Request) -> dict[str, int]:
-        """Return the node's load to callers who may see it: it tells a tenant about the others."""
+        """Return the node's load to callers that may see it.
+
+        It reveals other tenants' activity.
+        """
         return {"busy": num_requests(self.router)} if self.keys.may_see_load(request.scope) else {}
 
     async def cached_prefix_of_chat(self, request: Request) -> Response:
@@ -234,7 +237,10 @@ class GatewayHandlers:
         return self._conversations.messages(self.keys.tenant(request.scope), parsed.previous_response_id)
 
     def _parse_job(self, kind: type[GenerationOptions], request: Request, raw: bytes, body: Any) -> _AnswerJob:
-        """Convert a body to worker requests; runs in a thread for a large body. Raises KVSidecarError."""
+        """Convert a body to worker requests. Raises KVSidecarError.
+
+        Runs in a thread for a large body.
+        """
         parsed: Any = self._salted(kind, request, raw, body)
         self._check_model(parsed.model)
         model = self._answer_model(parsed.model)
@@ -263,7 +269,7 @@ class GatewayHandlers:
             # Await the first chunk here, so that a refused request gets its status code.
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         found = await cancel_on_disconnect(request, writer.whole(pieces, len(requests)))
-        if requests[0].HasField("prompt_logprobs"):  # megabytes, perhaps
+        if requests[0].HasField("prompt_logprobs"):  # it may have megabytes
             return await asyncio.to_thread(JSONResponse, found)
         return JSONResponse(found)
 
@@ -275,7 +281,10 @@ class GatewayHandlers:
         return model or next((w.model.model_id for w in self.router.workers if w.alive), "")
 
     def _worker(self, name: str) -> Worker:
-        """Return a worker that serves the model, or any for an empty name. Raises UnknownModel, Unavailable."""
+        """Return a worker that serves the model, or any for an empty name.
+
+        Raises UnknownModel, Unavailable.
+        """
         self._check_model(name)
         found = next((w for w in self.router.alive if w.serves(name)), None)
         if found is None:
@@ -287,7 +296,10 @@ class GatewayHandlers:
         return Unavailable(f"no worker that serves {model[:80]!r} is up; try again in a moment")
 
     def _check_model(self, name: str) -> None:
-        """Raise UnknownModel for an unknown name. Models of a worker that is down still count: it comes back."""
+        """Raise UnknownModel for an unknown name.
+
+        Models of a worker that is down still count, since it will restart.
+        """
         served = {name for w in self.router.workers if w.was_up for name in w.names}
         if name and served and name not in served:
             raise UnknownModel.among(name, sorted(served))

@@ -39,7 +39,7 @@ def model(found: pb.GetModelResponse, name: str, created: int) -> dict[str, Any]
 
 
 def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
-    """Return the usage of all choices; a prompt counts once, however many choices it has."""
+    """Return the usage of all choices; each prompt counts once."""
     prompts = parts[::choices_per_prompt]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     generated = sum(u.generated_tokens for u in parts)
@@ -81,7 +81,10 @@ def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: None for the first token, the token and its alternatives for the others."""
+    """Return vLLM's ``prompt_logprobs``.
+
+    None for the first token, the token and its alternatives for the others.
+    """
 
     def one(p: pb.TokenLogprob, rank: int) -> dict[str, Any]:
         return {"logprob": p.logprob, "rank": rank, "decoded_token": p.text}
@@ -101,7 +104,7 @@ def stop_reason(part: pb.GenerateStreamResponse) -> str | int | None:
 
 def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
     def one(p: pb.TokenLogprob) -> dict[str, Any]:
-        # A token that is part of a character has no text, and its bytes are unknown here.
+        # A token that is a part of a character has no text, and its bytes are unknown here.
         bytes_ = None if "\ufffd" in p.text else list(p.text.encode())
         return {"token": p.text, "logprob": p.logprob, "bytes": bytes_}
 
@@ -127,7 +130,10 @@ def completion_logprobs(parts: list[pb.TokenLogprob], most: int, at: int, from_p
 
 
 def _top(p: pb.TokenLogprob, most: int) -> dict[str, float]:
-    """Return log probabilities by text; of several tokens with one text (parts of characters) the likeliest."""
+    """Return log probabilities by text.
+
+    Of several tokens with one text (parts of characters), the likeliest counts.
+    """
     found: dict[str, float] = {}
     for t in p.top[:most]:
         found.setdefault(t.text, t.logprob)
@@ -135,7 +141,7 @@ def _top(p: pb.TokenLogprob, most: int) -> dict[str, float]:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encode JSON piece by piece: in a thread, a large value then does not hold the GIL throughout."""
+    """Encode JSON piece by piece: in a thread, a large value does not hold the GIL throughout."""
     return "".join(_ENCODER.iterencode(value)).encode()
 
 

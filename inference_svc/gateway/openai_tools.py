@@ -15,8 +15,8 @@ from inference_svc.gateway.chat_messages import Message
 class Function(BodyModel):
     """A function.
 
-    Arguments of a required call (``tool_choice``) always follow ``parameters``. Those of a call that the model makes by
-    itself do so if the function is ``strict``; otherwise they are what the model wrote.
+    Arguments of a required call (``tool_choice``) always follow ``parameters``. Those of a call that the model chooses
+    itself do so if the function is ``strict``; otherwise they are unconstrained.
     """
 
     name: str

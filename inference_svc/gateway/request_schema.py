@@ -17,7 +17,7 @@ from inference_svc.gateway.openai_tools import NamedTool, Tools, to_chat, tool_u
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
 
 MAX_CHOICES = 8
-# Answers of one request: prompts times choices.
+# Maximal answers of one request: prompts times choices.
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -30,7 +30,7 @@ CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
 
 def _few(biased: Any) -> Any:
-    """Check the number of biased tokens, and nothing else. Raises InvalidRequest."""
+    """Check only the number of biased tokens. Raises InvalidRequest."""
     if isinstance(biased, dict) and len(biased) > MAX_BIASED:
         raise InvalidRequest(
             f"logit_bias has {len(biased)} tokens; at most {MAX_BIASED} are allowed", param="logit_bias"
@@ -111,7 +111,10 @@ class GenerationOptions(BodyModel):
 
     @cached_property
     def grammar(self) -> tuple[str, pb.Grammar | None]:
-        """The option that constrains the answer, and its grammar. Raises InvalidRequest for several options."""
+        """The option that constrains the answer, and its grammar.
+
+        Raises InvalidRequest for several options.
+        """
         return one_grammar(
             self.response_format,
             self.structured_outputs,
@@ -127,7 +130,10 @@ class GenerationOptions(BodyModel):
         raise NotImplementedError
 
     def truncation_limit(self) -> int | None:
-        """Return the most prompt tokens to keep; 0 for as many as fit, None for all. Raises InvalidRequest."""
+        """Return the maximal number of prompt tokens to keep. Raises InvalidRequest.
+
+        0 for as many as fit, None for all.
+        """
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
                 "truncate_prompt_tokens is 0; allowed are 1 and more, and -1 for as many as there is room for",
@@ -221,7 +227,7 @@ class ChatRequest(GenerationOptions):
         if use is not None:
             request.tool_use.CopyFrom(use)
         if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":
-            request.ClearField("grammar")  # it constrains the text, and a required call has none
+            request.ClearField("grammar")  # it constrains the text, and a required call has no text
         return request
 
 
@@ -244,7 +250,7 @@ class CompletionRequest(GenerationOptions):
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
-        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # before they are made: each is many times its text
+        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # before building them: each is many times its text
             raise InvalidRequest(
                 f"prompt has {len(self.prompt)} prompts with n = {self.num_choices} answers each; "
                 f"at most {MAX_ANSWERS} answers are allowed"
@@ -259,7 +265,10 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Return whether only the prompt is returned. Raises InvalidRequest for ``max_tokens`` 0 without ``echo``."""
+        """Return whether only the prompt is returned.
+
+        Raises InvalidRequest for ``max_tokens`` 0 without ``echo``.
+        """
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
         return self.max_tokens == 0

@@ -1,4 +1,7 @@
-"""Structured output options: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``."""
+"""Structured output options of OpenAI and vLLM.
+
+OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ class ResponseFormat(BodyModel):
 
 
 class StructuredOutputs(BodyModel):
-    """vLLM's ``structured_outputs``; ``structural_tag`` and ``disable_additional_properties`` are refused."""
+    """vLLM's ``structured_outputs``.
+
+    ``structural_tag`` and ``disable_additional_properties`` are refused.
+    """
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -79,7 +85,10 @@ def one_grammar(
     guided: dict[str, Any],
     guided_whitespace: str | None,
 ) -> tuple[str, pb.Grammar | None]:
-    """Return the option that sets the request's grammar, and the grammar. Raises InvalidRequest for several."""
+    """Return the option that sets the request's grammar, and the grammar.
+
+    Raises InvalidRequest for several.
+    """
     found: list[tuple[str, pb.Grammar]] = []
     wanted = response_format.grammar() if response_format is not None else None
     if wanted is not None:

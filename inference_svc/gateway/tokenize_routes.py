@@ -32,7 +32,7 @@ class TokenizeBody(BodyModel):
     return_token_strs: bool | None = None
 
     def to_grpc(self) -> pb.Prompt:
-        """Raises InvalidRequest, UnsupportedOption."""
+        """Convert to a Prompt. Raises InvalidRequest, UnsupportedOption."""
         for name, refused in (
             ("add_special_tokens", bool(self.messages and self.add_special_tokens)),
             ("return_token_strs", bool(self.return_token_strs)),
@@ -61,7 +61,7 @@ def to_tokenize(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
 
 
 def to_detokenize(raw: bytes, body: Any) -> tuple[str, pb.DetokenizeRequest]:
-    """Do as ``to_tokenize``, for ``/detokenize``."""
+    """Return the model and the worker request of a ``/detokenize`` body. Raises KVSidecarError."""
     parsed = parse(DetokenizeBody, raw, body)
     return parsed.model, pb.DetokenizeRequest(token_ids=parsed.tokens)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 B = TypeVar("B", bound=BaseModel)
 
-# Options of OpenAI's or vLLM's API that this server does not have: refused unless they have a neutral value.
+# Options of OpenAI's or vLLM's API that this server lacks: refused unless they have a neutral value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
@@ -28,7 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
     "prediction": (None,),
-    "reasoning_effort": (None, "medium"),  # OpenAI's default, as of verbosity
+    "reasoning_effort": (None, "medium"),  # OpenAI's default, also for verbosity
     "return_token_ids": (None, False),
     "return_tokens_as_token_ids": (None, False),
     "suffix": (None, ""),
@@ -36,7 +36,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-# Options for the service around the model; accepted without effect.
+# Options for services around the model; accepted without effect.
 IGNORED = (
     "user",
     "metadata",
@@ -46,10 +46,10 @@ IGNORED = (
     "guided_decoding_backend",
     "prompt_cache_key",
     "prompt_cache_retention",
-    # vLLM's; fast tokenizers, which are used here, ignore it.
+    # vLLM's; has no effect on fast tokenizers, which are used here.
     "spaces_between_special_tokens",
 )
-# UTF-8 cannot encode surrogates: one can only come as an escape.
+# UTF-8 cannot encode surrogates, so they occur only as escapes.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 200  # of a client's field name in an error message
 # Parts of an error's location that name an alternative of a union (by its type) and no field.
@@ -83,7 +83,10 @@ def _refuse_surrogates(body: dict[str, Any]) -> None:
 
 
 def parse(kind: type[B], raw: bytes, body: Any) -> B:
-    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest; both name the field."""
+    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest.
+
+    Both errors name the field.
+    """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     if _SURROGATE.search(raw):
@@ -107,7 +110,8 @@ def parse(kind: type[B], raw: bytes, body: Any) -> B:
 def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     """Return the error of the first wrong field.
 
-    For a union, each alternative reports errors: the deepest location belongs to the alternative that the client meant.
+    For a union, each alternative reports errors: the error with the deepest location belongs to the alternative that
+    the client meant.
     """
     errors = error.errors(include_url=False, include_context=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]

@@ -1,4 +1,7 @@
-"""Bounded in-memory store of conversations that requests may continue (``previous_response_id``)."""
+"""Bounded in-memory store of conversations that requests may continue.
+
+Requests name them by ``previous_response_id``.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +62,8 @@ class ConversationStore:
     """The latest responses of each tenant, until the process ends.
 
     A tenant's new responses evict its own oldest ones. When all tenants together exceed ``max_bytes_in_all``, the
-    tenant with the most bytes loses its oldest. A tenant can only read its own responses: another's id is unknown to
-    it. Changed on the event loop; ``messages`` may be called in any thread.
+    tenant with the most bytes loses its oldest. A tenant can read only its own responses: another tenant's id is
+    unknown to it. Changed on the event loop; any thread may call ``messages``.
     """
 
     def __init__(

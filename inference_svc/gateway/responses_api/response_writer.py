@@ -20,12 +20,15 @@ from inference_svc.gateway.responses_api.responses_schema import ResponsesReques
 
 
 class ResponseWriter:
-    """Writes one response. Call ``whole`` or ``stream`` once; it passes the response to ``keep`` if it is stored."""
+    """Writes one response. Call ``whole`` or ``stream`` once.
+
+    A response to be stored is passed to ``keep``.
+    """
 
     def __init__(
         self, request: ResponsesRequest, model: str, keep: Callable[[StoredResponse], None], chat: list[dict[str, Any]]
     ) -> None:
-        """``chat`` are the messages that are answered, without the instructions."""
+        """Create the writer; ``chat`` are the answered messages, without the instructions."""
         self._request, self._keep, self._chat = request, keep, chat
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
@@ -187,7 +190,10 @@ class ResponseWriter:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
 
     async def _of_response(self, kind: str) -> bytes:
-        """Encode an event with the complete response, in a thread: metadata and tools may make it large."""
+        """Encode an event with the complete response.
+
+        In a thread, because metadata and tools may make it large.
+        """
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.json_bytes, body))

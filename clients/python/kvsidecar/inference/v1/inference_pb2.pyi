@@ -52,9 +52,9 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """The model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 1
-    """No calls: what looks like a call is text."""
+    """No calls: text that looks like a call stays text."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
-    """At least one call: a grammar enforces it, whatever the model."""
+    """At least one call: a grammar enforces it for every model."""
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
     """Choice of calling tools."""
@@ -62,9 +62,9 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """The model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 1
-"""No calls: what looks like a call is text."""
+"""No calls: text that looks like a call stays text."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
-"""At least one call: a grammar enforces it, whatever the model."""
+"""At least one call: a grammar enforces it for every model."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _Speculation:
@@ -650,11 +650,11 @@ class GenerateRequest(_message.Message):
     TRUNCATION_FIELD_NUMBER: _builtins.int
     SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Maximal number of tokens to generate; at least 1, and limited by the remaining context, which 4,294,967,295 asks
-    for. Default: 256.
+    """Maximal number of tokens to generate, at least 1. The remaining context limits it; 4,294,967,295 requests all of
+    that. Default: 256.
     """
     ignore_eos: _builtins.bool
-    """Go on after the model's end-of-sequence token. Default false."""
+    """Continue after the model's end-of-sequence token. Default false."""
     logprobs: _builtins.int
     """Number of most likely alternatives to report with every token, 0 to 20. Absent: no logprobs."""
     request_id: _builtins.str
@@ -672,12 +672,12 @@ class GenerateRequest(_message.Message):
     show_special_tokens: _builtins.bool
     """Include the text of special tokens, which is omitted otherwise."""
     truncate_prompt_tokens: _builtins.int
-    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text; 0 for as many as
+    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text. 0: as many as
     leave capacity for max_tokens, or for one token; for 256 where max_tokens is 4,294,967,295. Absent: a prompt that
     is too long is refused.
     """
     prompt_logprobs: _builtins.int
-    """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is computed then,
+    """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is then computed,
     bypassing the cache. Absent: no prompt logprobs.
     """
     echo: _builtins.bool
@@ -814,11 +814,11 @@ class CacheOptions(_message.Message):
     tenant_salt: _builtins.bytes
     """Salt of the tenant; empty for the common one. At most 256 bytes."""
     exact_only: _builtins.bool
-    """Do not use approximate reuse, whatever the worker's setting."""
+    """Do not use approximate reuse, regardless of the worker's setting."""
     document_separator: _builtins.str
-    """Separator in front of documents in the prompt, and of the question after them: chunks are cut before it where the
-    worker cuts by document. Text is then tokenized piece by piece, so that a document always has the same tokens.
-    Absent: the worker's setting. At most 64 characters.
+    """Separator before documents in the prompt, and before the question after them. Workers that cut by document cut
+    chunks before it. Text is then tokenized piece by piece, so that a document always has the same tokens. Absent:
+    the worker's setting. At most 64 characters.
     """
     ttl_seconds: _builtins.int
     """TTL of the chunks that the request uses and stores, in seconds; a longer one of another request wins, the tenant's
@@ -881,7 +881,7 @@ class Usage(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens whose KV came from the cache."""
     generated_tokens: _builtins.int
-    """Tokens generated, the one that ended it included."""
+    """Tokens generated, including the last one, such as a stop token."""
     approximate_tokens: _builtins.int
     """Cached tokens of approximate reuse (computed behind another prefix)."""
     recomputed_tokens: _builtins.int
@@ -930,11 +930,11 @@ class Timings(_message.Message):
     lookup_ms: _builtins.float
     """Match call to the daemon."""
     transfer_ms: _builtins.float
-    """Of the lookup, time that bytes moved from the durable tier into the arena."""
+    """Part of the lookup in which payloads were read from the durable tier into the arena."""
     restore_ms: _builtins.float
     """From the arena into the pool: copy, dequantization."""
     prefill_ms: _builtins.float
-    """Computing what was not cached, up to the first token."""
+    """Computing the tokens that were not cached, up to the first generated token."""
     decode_ms: _builtins.float
     """From the first token to the last."""
     ttft_ms: _builtins.float
@@ -973,8 +973,8 @@ class PromptPart(_message.Message):
     tokens: _builtins.int
     """Its tokens; at least 1."""
     text: _builtins.str
-    """Its text, special tokens included. The texts of all parts, joined, are what Detokenize makes of the prompt's tokens; a
-    character whose tokens are in two parts stands in the later one, so a text may be empty.
+    """Its text, special tokens included. The texts of all parts, joined, equal the text that Detokenize returns for the
+    prompt's tokens. A character whose tokens are in two parts belongs to the later one, so a text may be empty.
     """
     def __init__(
         self,
@@ -1057,18 +1057,18 @@ class GenerateResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     request_id: _builtins.str
-    """The seed of the request, or the random one."""
+    """The request_id of the request, or the random one."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
     """One of `stop_token_ids`."""
     prompt_text: _builtins.str
-    """The prompt as it was read, if `echo` was set: the text that was sent, or what Detokenize makes of its tokens where
-    something else was sent or it was truncated.
+    """The prompt as the model received it, if `echo` was set: the text of the request; if the request had no text, or
+    it was truncated, the text that Detokenize returns for the tokens.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, the one that ended it included."""
+        """The tokens, including the last one, such as a stop token."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -1080,11 +1080,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per token, when asked for."""
+        """One per token, if requested."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Tool calls; the text is what was written beside them."""
+        """Tool calls; `text` is the text beside them."""
 
     @_builtins.property
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
@@ -1092,13 +1092,13 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per token of the prompt, if `prompt_logprobs` was set. Before the first there is nothing that it could follow: it
-        has no rank, and its logprob means nothing.
+        """One per token of the prompt, if `prompt_logprobs` was set. The first token follows no other: it has no rank, and
+        its logprob means nothing.
         """
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Of the worker that answered, if `explain` was set."""
+        """Numerics of the worker that answered, if `explain` was set."""
 
     @_builtins.property
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
@@ -1144,7 +1144,7 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of the answer's calls, from 0."""
+    """Index among the answer's calls, from 0."""
     id: _builtins.str
     """Set in the call's first piece."""
     name: _builtins.str
@@ -1193,7 +1193,7 @@ class GenerateStreamResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message."""
     request_id: _builtins.str
-    """The seed of the request, or the random one. Set in the first message."""
+    """The request_id of the request, or the random one. Set in the first message."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
@@ -1214,7 +1214,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per new token, when asked for."""
+        """One per new token, if requested."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
@@ -1275,10 +1275,10 @@ class WarmRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """As in GenerateRequest: what an adapter has read is of use to that adapter alone."""
+    """As in GenerateRequest: only requests of the same adapter reuse chunks that an adapter computed."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """What to read. A chat is rendered without generation prompt, so that any next message continues it."""
+        """The text to prefill. A chat is rendered without generation prompt, so that any next message continues it."""
 
     @_builtins.property
     def cache(self) -> Global___CacheOptions:
@@ -1338,7 +1338,7 @@ class TokenizeRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """What to turn into tokens."""
+        """The text or chat to tokenize."""
 
     def __init__(
         self,
@@ -1459,11 +1459,11 @@ class GetModelResponse(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
-    """Name it is served under."""
+    """Name of the model in requests."""
     architecture: _builtins.str
     """Its architecture's class name."""
     context_length: _builtins.int
-    """Most tokens of prompt and answer together."""
+    """Maximal tokens of prompt and answer together."""
     namespace: _builtins.bytes
     """Namespace of its chunks, 32 bytes."""
     dtype: _builtins.str
@@ -1478,11 +1478,11 @@ class GetModelResponse(_message.Message):
     """The model has a chat template."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
-        """LoRA adapters of the model, each of which can be asked for by name."""
+        """LoRA adapters of the model; a request can name each of them."""
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Numerics id; not set by workers that do not know."""
+        """Numerics id; not set by workers that do not compute one."""
 
     @_builtins.property
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
@@ -1551,9 +1551,9 @@ class Numerics(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     SHARED_ACROSS_MACHINES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Hexadecimal; equal for workers that compute the same bits, wherever they run."""
+    """Hexadecimal; equal for workers that compute the same bits, on any machine."""
     shared_across_machines: _builtins.bool
-    """The worker shares with those of other ids that do so, too: a hit may change an answer there."""
+    """The worker shares chunks with workers of other ids that also set this; a hit may then change an answer."""
     def __init__(
         self,
         *,
@@ -1578,11 +1578,11 @@ class Adapter(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name it is asked for by."""
+    """Name of the adapter in requests."""
     namespace: _builtins.bytes
-    """Namespace of its chunks, 32 bytes: what it has read, neither the model nor another adapter reuses."""
+    """Namespace of its chunks, 32 bytes: neither the model nor another adapter reuses them."""
     size_bytes: _builtins.int
-    """Memory that its weights take."""
+    """Memory of its weights in bytes."""
     def __init__(
         self,
         *,
@@ -1608,13 +1608,15 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name to ask for it by: at most 96 letters, digits and . _ : / -, the first of them a letter or a digit. One that has
-    this name already is left as it is if it is the same, and refused otherwise.
+    """Name in requests: at most 96 letters, digits and . _ : / -, the first of them a letter or a digit. If an adapter
+    of this name is loaded, the call changes nothing if it is the same adapter, and is refused otherwise.
     """
     path: _builtins.str
-    """Its folder, below --lora-root: an absolute path, or one from there."""
+    """Its folder below --lora-root: an absolute path, or one relative to --lora-root."""
     namespace: _builtins.bytes
-    """Refused unless this is the namespace of its chunks, so that it is the adapter that another worker has. Empty: any."""
+    """Refused unless this is the namespace of its chunks, which ensures that another worker has the same adapter.
+    Empty: any.
+    """
     def __init__(
         self,
         *,
@@ -1632,14 +1634,14 @@ Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class LoadAdapterResponse(_message.Message):
-    """The adapter is there."""
+    """The adapter is loaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adapter(self) -> Global___Adapter:
-        """As GetModel has it."""
+        """The entry of GetModel."""
 
     def __init__(
         self,
@@ -1678,7 +1680,7 @@ Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterResponse(_message.Message):
-    """The adapter is gone."""
+    """The adapter is unloaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1695,7 +1697,7 @@ Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
-    """Asks for statistics."""
+    """Requests statistics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1712,7 +1714,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """A worker's state, since its start unless said otherwise."""
+    """A worker's state, since its start unless stated otherwise."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1771,7 +1773,7 @@ class GetStatsResponse(_message.Message):
     cancelled: _builtins.int
     """Requests cancelled or past their deadline."""
     prompt_tokens: _builtins.int
-    """Prompt tokens read."""
+    """Prompt tokens processed."""
     cached_tokens: _builtins.int
     """Of these, tokens from the cache."""
     generated_tokens: _builtins.int
@@ -1820,8 +1822,8 @@ class GetStatsResponse(_message.Message):
     """Requests computed although their prompt may be stored, because loading had been slower than computing."""
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Accepted drafts by position, the first position first; so also the number of drafts with more accepted tokens than
-        that.
+        """Accepted drafts by position, the first position first. So entry i is the number of drafts with more than i
+        accepted tokens, counted from 0.
         """
 
     @_builtins.property
@@ -1896,7 +1898,7 @@ class StreamingStats(_message.Message):
     READ_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
-    """"full_resident" when none does, "partial_resident", "ffn_only_stream" or "full_stream"."""
+    """"full_resident" when no layer is streamed, "partial_resident", "ffn_only_stream" or "full_stream"."""
     resident_bytes: _builtins.int
     """Memory of the weights: resident ones, and the slots for streamed ones."""
     pass_bytes: _builtins.int
@@ -1904,9 +1906,9 @@ class StreamingStats(_message.Message):
     hits: _builtins.int
     """Layers that were ready when needed."""
     waits: _builtins.int
-    """Layers that were still being read."""
+    """Layers that were still being read when needed."""
     misses: _builtins.int
-    """Layers whose reading had not begun."""
+    """Layers whose read had not begun when needed."""
     read_bytes: _builtins.int
     """Bytes read."""
     read_seconds: _builtins.float

@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     def __init__(self, channel):
@@ -87,11 +87,11 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     def Generate(self, request, context):
@@ -102,7 +102,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates and streams text as it appears; the last message carries usage and the reason it ended.
+        """Generates and streams text as it appears; the last message carries usage and the reason why generation ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,11 +216,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     @staticmethod

@@ -27,11 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     @_typing.overload
@@ -41,7 +41,7 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates an answer in one response."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateStreamRequest, _inference_pb2.GenerateStreamResponse]
-    """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
+    """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
     Warm: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
     """Prefills a prompt into the cache without generating."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -63,18 +63,18 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates an answer in one response."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateStreamRequest, _inference_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
+    """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
     Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]  # type: ignore[assignment]
     """Prefills a prompt into the cache without generating."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -95,11 +95,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     @_abc_1.abstractmethod
@@ -116,7 +116,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateStreamResponse], _abc.AsyncIterator[_inference_pb2.GenerateStreamResponse]]:
-        """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
+        """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
 
     @_abc_1.abstractmethod
     def Warm(
