@@ -70,9 +70,6 @@ class ServeConfig(ModelSettings):
     """Further names of the model or its adapters: NAME=MODEL, separated by commas."""
     claude_names: bool = False
     """Answer requests for any model whose name begins with claude-, for Anthropic's clients."""
-    drain_seconds: float = Field(default=30.0, ge=0)
-    """After SIGTERM, how long running answers may take to finish; then they end with an error. A second signal ends
-    them at once."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
@@ -154,7 +151,7 @@ class Supervisor:
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
         own = self._worker
-        flags = self._explicit(*ModelSettings.model_fields, "drain_seconds") | {
+        flags = self._explicit(*ModelSettings.model_fields) | {
             "model": own.model,
             "socket": socket,
             "name": f"worker-{i}",

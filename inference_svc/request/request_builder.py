@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -195,7 +196,7 @@ class RequestBuilder:
         elif kind == "text":
             ids, marks = self._encode(prompt.text, not prompt.without_special_tokens, separator)
         elif kind == "chat":
-            ids, marks = self._encode_chat(prompt.chat, generation_prompt, separator, cache.tenant_salt)
+            ids, marks = self._encode_chat(prompt, generation_prompt, separator, cache.tenant_salt)
         else:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if not ids:
@@ -203,21 +204,23 @@ class RequestBuilder:
         return ids, marks
 
     def _encode_chat(
-        self, chat: pb.Chat, generation_prompt: bool, separator: str, salt: bytes
+        self, prompt: pb.Prompt, generation_prompt: bool, separator: str, salt: bytes
     ) -> tuple[list[int], DocumentMarks]:
-        """Render and tokenize a conversation; calls that are sent back have the tokens that the model sampled."""
-        known = ((i, self._sampled_calls.find(salt, message)) for i, message in enumerate(chat.messages))
-        sampled = {i: tokens for i, tokens in known if tokens is not None}
+        """Render and tokenize a chat; calls that are sent back have the tokens that the model sampled."""
+        chat, special = prompt.chat, prompt.with_special_tokens
+        sampled = {
+            i: ids for i, m in enumerate(chat.messages) if (ids := self._sampled_calls.find(salt, m)) is not None
+        }
         marker, pieces = token_hex(16), list[str]()  # no text has this marker, and templates write it as it is
         if sampled:
             with suppress(InvalidRequest):  # templates may demand a call before a result
-                written = dict.fromkeys(sampled, marker)
-                pieces = self._chat_template.render(chat, generation_prompt, written).split(marker)
+                rendered = self._chat_template.render(chat, generation_prompt, dict.fromkeys(sampled, marker))
+                pieces = rendered.split(marker)
         if len(pieces) != len(sampled) + 1:
-            return self._encode(self._chat_template.render(chat, generation_prompt), False, separator)
-        ids, ends = list[int](), list[int]()
+            return self._encode(self._chat_template.render(chat, generation_prompt), special, separator)
+        ids, ends = [], list[int]()
         for piece, tokens in zip(pieces, [*sampled.values(), []], strict=True):
-            found, marks = self._encode(piece, False, separator)
+            found, marks = self._encode(piece, special and not ids, separator)
             ends += [len(ids) + end for end in marks.segment_ends]
             ids += found + tokens
         return ids, DocumentMarks(segment_ends=tuple(ends))
@@ -225,9 +228,7 @@ class RequestBuilder:
     def keep_calls(self, salt: bytes, sequence: Sequence, message: pb.ChatMessage) -> None:
         """Keep the tokens of an answer with calls that the model ended; ``message`` is how clients send it back."""
         tokens = sequence.tokens[sequence.request.num_prompt_tokens :]
-        if tokens and tokens[-1] in self._loaded.stop_tokens:
-            tokens.pop()
-        self._sampled_calls.keep(salt, message, tokens)
+        self._sampled_calls.keep(salt, message, tokens[: -1 if tokens[-1] in self._loaded.stop_tokens else None])
 
     def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], DocumentMarks]:
         if not separator or separator not in text:
@@ -253,6 +254,16 @@ class RequestBuilder:
         """Convert token ids to text, with special tokens; padding ids of the vocabulary have no text."""
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
+
+    def token_names(self, ids: list[int]) -> list[str]:
+        """Return the tokens' names in the vocabulary; empty for padding ids."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(ids)]
+
+    def tokenizer_config(self) -> str:
+        """Return the tokenizer's settings as a JSON object, without paths."""
+        given = {k: v for k, v in self._tokenizer.init_kwargs.items() if not k.endswith(("_file", "_path"))}
+        own = {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
+        return json.dumps({**given, **own}, default=str)
 
     def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
         """Build a sequence to submit. Raises UnknownModel, PromptTooLong, InvalidRequest."""

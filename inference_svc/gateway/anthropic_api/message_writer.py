@@ -42,7 +42,7 @@ class MessageWriter:
 
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         """Yield the events. ``first`` tells the prompt's usage."""
-        start = {**self._body, "content": [], "usage": self._usage(first.part.prompt_usage)}
+        start = {**self._body, "content": [], "usage": self._usage(first.part.usage)}
         yield event("message_start", {"type": "message_start", "message": start})
         yield event("ping", {"type": "ping"})
         try:
