@@ -100,6 +100,11 @@ def chat_texts(chat: pb.Chat) -> list[str]:
     return [*written, chat.template_arguments]
 
 
+def prompt_texts(prompt: pb.Prompt) -> list[str]:
+    """Return all texts of a prompt that will be tokenized, for counting."""
+    return [prompt.text, *chat_texts(prompt.chat)]
+
+
 def template_tools(chat: pb.Chat) -> list[dict[str, Any]]:
     """Convert tools to the form that templates expect. Raises InvalidRequest."""
     return [{"type": "function", "function": _function(tool)} for tool in chat.tools]

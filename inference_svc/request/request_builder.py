@@ -14,7 +14,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc.chat_template.chat_template import ChatTemplate
-from inference_svc.chat_template.template_messages import chat_texts
+from inference_svc.chat_template.template_messages import prompt_texts
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
@@ -103,7 +103,7 @@ class RequestBuilder:
         ones. Raises PromptTooLong; without tokenization if the text has too many characters.
         """
         if max_tokens is not None:
-            size = self._check_characters(*_prompt_texts(prompt))
+            size = self._check_characters(*prompt_texts(prompt))
             if size > _MAX_TRUNCATION_FACTOR * self._context * _USUAL_CHARACTERS_PER_TOKEN:
                 raise PromptTooLong(
                     f"the prompt is too long: it has {size} characters, too many to be read for its end; send less"
@@ -112,7 +112,7 @@ class RequestBuilder:
             self._check_length(len(ids))
             return ids, marks
         self._check_length(len(prompt.token_ids.ids))
-        self._check_size(*_prompt_texts(prompt))
+        self._check_size(*prompt_texts(prompt))
         ids, marks = self.tokens(prompt, generation_prompt, cache)
         self._check_length(len(ids))
         return ids, marks
@@ -141,7 +141,7 @@ class RequestBuilder:
 
     def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
         """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
-        self._check_characters(*_prompt_texts(prompt))
+        self._check_characters(*prompt_texts(prompt))
         return self.tokens(prompt, cache=pb.CacheOptions(tenant_salt=salt))[0]
 
     def _check_characters(self, *texts: str) -> int:
@@ -396,8 +396,3 @@ def _branches(given: int) -> int | None:
             f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
         )
     return given or None
-
-
-def _prompt_texts(prompt: pb.Prompt) -> list[str]:
-    """Texts of a prompt that will be tokenized, for a count of characters."""
-    return [prompt.text, *chat_texts(prompt.chat)]
