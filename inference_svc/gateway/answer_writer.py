@@ -67,7 +67,7 @@ class AnswerWriter:
             choices[piece.choice].add(piece.part)
         first, told = choices[0].first, dict[str, Any]()
         if self._request.explain and first is not None:
-            told |= openai_format.prompt_provenance(first)
+            told |= openai_format.prompt_provenance(first) | openai_format.miss_reason(choices[0].last)
         if self._chat and self._request.prompt_logprobs is not None and first is not None:
             told["prompt_logprobs"] = openai_format.prompt_logprobs(first.prompt_logprobs)
         return {
@@ -139,6 +139,9 @@ class AnswerWriter:
             empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
             empty["stop_reason"] = openai_format.stop_reason(part)
             out.append(self._chunk(piece.choice, empty, openai_format.finish_reason(part.finish_reason)))
+            if self._request.explain:
+                head = {**self._head, "object": self._chunk_kind, "choices": []}
+                out.append(openai_format.event({**head, **openai_format.miss_reason(part)}))
         return out
 
     def _chunk(self, choice: int, content: dict[str, Any], finish: str | None) -> bytes:
