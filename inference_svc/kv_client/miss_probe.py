@@ -17,7 +17,7 @@ from inference_svc.sequence.sequence import Sequence
 # Kinds that the worker itself knows.
 MISS_UNAVAILABLE, MISS_LOAD_SLOWER, MISS_REUSE_OFF = "unavailable", "load_slower", "reuse_off"
 # Tokens, and their share of the missing ones, from which text that is stored elsewhere is the reason of a miss.
-_MIN_ELSEWHERE_TOKENS, _MIN_ELSEWHERE_SHARE = 32, 0.25
+_MIN_STORED_TOKENS, _MIN_STORED_SHARE = 32, 0.25
 _MIN_CHUNK_TOKENS = 8
 _TEXT_KINDS = (pb.MISS_KIND_NEVER_SEEN, pb.MISS_KIND_DIFFERS)
 
@@ -60,10 +60,10 @@ class MissProbe:
                 answer = session.stub.Match(request, timeout=self._timeout)
             except grpc.RpcError:
                 return
-        elsewhere = self._is_elsewhere(session, root, sequence, tokens, answer.miss)
-        set_miss(sequence, MISS_REUSE_OFF if elsewhere else answer.miss)
+        behind_other_text = self._is_stored_behind_other_text(session, root, sequence, tokens, answer.miss)
+        set_miss(sequence, MISS_REUSE_OFF if behind_other_text else answer.miss)
 
-    def _is_elsewhere(
+    def _is_stored_behind_other_text(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], miss: pb.MissReason
     ) -> bool:
         """True if a large part of the missing tokens is probably stored behind other text, and may not be used."""
@@ -79,4 +79,4 @@ class MissProbe:
             and _MIN_CHUNK_TOKENS <= b - a <= session.max_chunk_tokens
             and session.may_contain_content(root, tokens[a:b])
         )
-        return found >= max(_MIN_ELSEWHERE_TOKENS, (len(tokens) - miss.position) * _MIN_ELSEWHERE_SHARE)
+        return found >= max(_MIN_STORED_TOKENS, (len(tokens) - miss.position) * _MIN_STORED_SHARE)
