@@ -44,7 +44,7 @@ class InterceptorTimeouts:
     request_seconds: float = 10.0
     """Limit for the request message of a unary call to arrive, once the interceptor awaits it."""
     overload_seconds: float = 0.05
-    """Limit to wait for a free place while ``max_pending`` requests of the same caller are still arriving."""
+    """The same limit while ``max_pending`` other requests of this caller are already arriving."""
     max_pending: int = 16
     """Maximal number of requests of one caller that may be arriving at once. Each may need a full message's memory."""
 

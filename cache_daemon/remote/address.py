@@ -84,7 +84,8 @@ class Credentials:
 def parse_remote(url: str) -> RemoteAddress:
     """Parse a URL.
 
-    Raises ValueError with a sentence that quotes no part of the URL: a mistyped password may make any part secret.
+    Raises ValueError with a sentence that quotes no part of the URL: an unescaped character in a password may put a
+    piece of the password into any part.
     """
     try:
         parts = urlsplit(url)

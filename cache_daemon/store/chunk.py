@@ -159,7 +159,8 @@ class Chunk:
     def encoded_match(self) -> bytes:
         """Encode a MatchResponse that contains the whole chunk in its slot.
 
-        Concatenated encodings are the encoding of one response with all their chunks. Cached until the chunk moves.
+        Concatenating the encodings of several chunks gives one response with all of them, because protobuf merges
+        repeated fields. Cached until the chunk moves.
         """
         assert self.slot is not None, "a leased chunk has a slot"
         if self._encoded_match is None or self._encoded_match[0] is not self.slot:

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FIRST_ERROR: Any = Field(fail_fast=True)
-"""Annotates a list: validation stops at its first wrong element; else a million wrong ones are a million errors."""
+"""Annotates a list: validation stops at its first wrong element; a million wrong elements would give as many errors."""
 
 
 class BodyModel(BaseModel):

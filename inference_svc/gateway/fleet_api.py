@@ -23,7 +23,7 @@ MAX_WARM_SECONDS = 86400.0
 
 
 class WarmBody(BodyModel):
-    """Body of a warm request: a text or a conversation to prefill into the cache, and its deadline."""
+    """Body of a warm request: a text or conversation to prefill, and its deadline."""
 
     model: str = ""
     prompt: str | None = None
@@ -34,7 +34,7 @@ class WarmBody(BodyModel):
     within_seconds: float = Field(default=600.0, gt=0, le=MAX_WARM_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
-        """Raises InvalidRequest."""
+        """Convert to a WarmRequest. Raises InvalidRequest."""
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("one of prompt and messages must be set", param="prompt")
         if self.prompt is not None:
@@ -47,7 +47,10 @@ class WarmBody(BodyModel):
 
 
 def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:
-    """Return the served models and the number of workers; without workers, whether one is starting."""
+    """Return the served models and the number of workers.
+
+    Without workers, returns whether one is starting.
+    """
     alive = [worker for worker in router.workers if worker.alive]
     models = {
         name: openai_format.model(worker.model, name, router.started) for worker in alive for name in worker.names
@@ -56,7 +59,7 @@ def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:
 
 
 def num_requests(router: WorkerRouter) -> int:
-    """Return the number of requests that the workers have."""
+    """Return the number of requests at the workers."""
     return sum(worker.in_flight for worker in router.workers)
 
 
@@ -80,7 +83,10 @@ async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prom
 
 
 async def warm_prompt(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
-    """Prefill a prompt into the cache. Raises KVSidecarError; DeadlineExceeded after ``within_seconds``."""
+    """Prefill a prompt into the cache. Raises KVSidecarError.
+
+    Raises DeadlineExceeded after ``within_seconds``.
+    """
     worker.in_flight += 1
     try:
         found = await worker.client.stub.Warm(request, timeout=within_seconds)

@@ -32,14 +32,19 @@ from inference_svc.gateway.routes import create_app
 
 # GIL switch interval: the event loop waits at most this long for the thread that decodes large bodies.
 _SWITCH_SECONDS = 0.001
-# For the last bytes of answers that were cut, and then for idle connections.
+# While a server drains, it accepts requests for this long: load balancers need some seconds to see its readiness.
+_LISTEN_SECONDS = 5.0
+# For the last bytes of answers that were cut.
 _LAST_SECONDS = 2.0
 
 log = structlog.get_logger("gateway")
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants. Raises ConfigurationError when it cannot listen."""
+    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants.
+
+    Raises ConfigurationError when it cannot listen.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -72,9 +77,9 @@ async def serve(config: GatewayConfig) -> None:
 
 
 def _refuse_foreign(config: GatewayConfig) -> None:
-    """Refuse a runtime folder of another user, who could replace its sockets and receive all prompts.
+    """Refuse a runtime folder of another user.
 
-    Raises ConfigurationError.
+    That user could replace its sockets and receive all prompts. Raises ConfigurationError.
     """
     sockets = {Path(target).parent for target in config.targets} | {(config.cache_socket or Path("-")).parent}
     if default_runtime_dir() in sockets:
@@ -89,7 +94,7 @@ def _fleet(config: GatewayConfig) -> FastAPI:
 
 
 class _Structured(logging.Handler):
-    """Logs uvicorn's own messages (such as invalid requests) in the format of all others."""
+    """Logs uvicorn's own messages (such as invalid requests) in the common format."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log.log(record.levelno, record.getMessage().rstrip("."), exc_info=record.exc_info)
@@ -103,7 +108,7 @@ def _tell_of_uvicorn() -> None:
 class _Server(uvicorn.Server):
     """Drains before it stops; handles signals through the event loop, from before uvicorn starts.
 
-    uvicorn itself handles them only while it runs; an earlier one would end the process with a traceback.
+    uvicorn itself handles signals only while it runs; an earlier one would end the process with a traceback.
     """
 
     def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
@@ -122,9 +127,14 @@ class _Server(uvicorn.Server):
         if os.getppid() != self._parent:  # the supervisor died: its successor needs the port now
             self.config.timeout_graceful_shutdown = int(self._drain.seconds)
         elif self.started:  # uvicorn ends a server that has not started by itself
-            if running := self._drain.num_running:
-                log.info("draining", requests=running, seconds=self._drain.seconds)
-            await self._drain.finish(_LAST_SECONDS)
+            drain, loop = self._drain, asyncio.get_running_loop()
+            drain.has_begun, deadline = True, loop.time() + drain.seconds
+            if running := drain.num_running:
+                log.info("draining", requests=running, seconds=drain.seconds)
+            await drain.wait_idle(min(_LISTEN_SECONDS, drain.seconds))
+            left = min(drain.seconds, max(0.0, deadline - loop.time()))  # 0 after a second signal
+            loop.call_later(left, drain.cut)
+            self.config.timeout_graceful_shutdown = int(left + _LAST_SECONDS) + 1
         super().handle_exit(sig, frame)
 
     def hear_signals(self) -> None:
@@ -155,7 +165,7 @@ def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
     )
     try:
         found.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         named = ", ".join(str(f) for f in (config.tls_cert, config.tls_key, config.tls_client_ca) if f is not None)
         raise ConfigurationError(f"cannot use the certificates ({named}): {error}") from error
     return found

@@ -19,7 +19,7 @@ from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
 from inference_svc.gateway.unsupported_options import IGNORED
 
 _COMPONENTS = "#/components/schemas/"
-# Path, body, summary, whether it may be streamed, and the fields of a complete answer.
+# Path, body, summary, whether it can be streamed, and the fields of a complete answer.
 _POSTS: list[tuple[str, type[BaseModel], str, bool, tuple[str, ...]]] = [
     ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
     ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
@@ -34,7 +34,7 @@ _GETS: list[tuple[str, str, tuple[str, ...]]] = [
     ("/health", "Whether a worker is up", ("status", "workers_up", "workers")),
     ("/version", "This server's version", ("version",)),
 ]
-# For operators; they answer with a sentence.
+# Operators' calls, which answer with a sentence.
 _ORDERS: list[tuple[str, type[BaseModel], str]] = [
     (LOAD, LoadBody, "Loads a LoRA adapter"),
     (UNLOAD, UnloadBody, "Unloads a LoRA adapter, and ends its requests"),
@@ -60,7 +60,7 @@ def document() -> dict[str, Any]:
     _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS + "{model}")
     schemas: dict[str, Any] = found.get("$defs", {})
     for body in bodies:
-        # Options for the service around the model: any value is accepted.
+        # Options for services around the model: any value is accepted.
         properties = schemas[body.__name__]["properties"]
         properties |= {name: {"description": "Without effect."} for name in IGNORED if name not in properties}
     schemas["Error"] = _object("error") | {"properties": {"error": _error()}}

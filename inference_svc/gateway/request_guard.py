@@ -14,7 +14,7 @@ from inference_svc.gateway.request_counters import RequestCounters
 from inference_svc.gateway.request_log import log_line
 
 NODE, FLEET = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet"
-# Open without a key: probes and scrapers have none, and the page prompts for it.
+# Open without a key: probes and scrapers have none, and the page asks the user for it.
 _OPEN, _OPEN_FILES = frozenset({"/", HEALTH, READYZ, LIVEZ, "/metrics", "/openapi.json", "/version"}), "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {LOAD, UNLOAD, "/tokenize", "/detokenize"}

@@ -43,7 +43,7 @@ from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-# Paths whose body has a prompt or tokens; any one node can answer.
+# Paths whose body has a prompt or tokens; any single node can answer.
 _FORWARDED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
@@ -59,7 +59,10 @@ _IDLE_SECONDS = 3.0
 
 
 class FleetHandlers:
-    """Handlers of a fleet gateway. One instance per process. Raises ConfigurationError for unusable certificates."""
+    """Handlers of a fleet gateway. One instance per process.
+
+    Raises ConfigurationError for unusable certificates.
+    """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -145,12 +148,12 @@ def _client(config: GatewayConfig) -> httpx.AsyncClient:
         tls = ssl.create_default_context(cafile=config.node_ca)
         if config.node_cert is not None:
             tls.load_cert_chain(config.node_cert, config.node_cert_key)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         named = ", ".join(str(f) for f in (config.node_ca, config.node_cert, config.node_cert_key) if f is not None)
         raise ConfigurationError(f"cannot use the certificates for nodes ({named}): {error}") from error
     return httpx.AsyncClient(
         verify=tls,
-        trust_env=False,  # nodes are reached directly
+        trust_env=False,  # nodes are reached without a proxy
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
         timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_SECONDS),

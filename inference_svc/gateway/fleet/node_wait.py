@@ -12,7 +12,7 @@ _MAX_WAITING, _POLL_SECONDS = 1024, 0.25
 
 
 class NodeWait:
-    """Lets requests wait while nodes that could answer them report that they are starting a worker.
+    """Lets requests wait while suitable nodes report that they are starting a worker.
 
     For at most ``max_seconds``, or the client's own limit. Runs on the event loop.
     """
@@ -36,7 +36,10 @@ class NodeWait:
             self._num_waiting -= 1
 
     def _is_starting(self, request: RoutedRequest) -> bool:
-        """Return whether a suitable node is starting; one that was never up may serve any model."""
+        """Return whether a suitable node is starting.
+
+        A node that was never up may serve any model.
+        """
         return any(
             node.starting and (not request.model or not node.models or request.model in node.models)
             for node in self._discovery.all

@@ -75,11 +75,11 @@ class Proxy:
                 now = loop.time()
                 if now < deadline and self._wait.should_wait(asked, since):
                     waited, give_up = True, 0.0
-                else:  # a node reports its worker slightly after it reports that it starts none
+                else:  # a node reports its new worker slightly after it stops reporting that it starts one
                     give_up = give_up or now + _NO_NODE_SECONDS
                     if not (tries or waited) or now > give_up:
                         raise
-                tried.clear()  # a failed node may be back
+                tried.clear()  # a failed node may be up again
                 await self._wait.pause()
                 continue
             tries, give_up = tries + 1, 0.0
@@ -106,14 +106,17 @@ class Proxy:
             self._metrics.retries.inc()
 
     def _answer_seconds(self, asked: RoutedRequest) -> float:
-        """Return the seconds for an answer. A warm request names its own limit, which the node enforces."""
+        """Return the seconds for an answer.
+
+        A warm request names its own limit, which the node enforces.
+        """
         if asked.path != WARM_PATH or asked.within_seconds is None:
             return self._seconds
         return max(self._seconds, min(asked.within_seconds, MAX_WARM_SECONDS))
 
 
 class _NodeRefusal(Exception):
-    """A complete answer by which a node asks for a retry on another node (busy, unavailable)."""
+    """A complete answer by which a node requests a retry on another (busy, unavailable)."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(f"it answers {answer.status_code}")
@@ -129,10 +132,10 @@ class _NodeRequest:
         self._response: httpx.Response | None = None
 
     async def open(self, client: httpx.AsyncClient, asked: RoutedRequest, has_another: bool) -> Response:
-        """Return a complete answer, or a stream whose first bytes have come.
+        """Return a complete answer, or a stream whose first bytes have arrived.
 
-        Where another node can answer, this one must not wait for a lost worker. Raises NodeFailed, _NodeRefusal,
-        TimeoutError.
+        With ``has_another``, the node must not wait for a lost worker, since another node can answer. Raises
+        NodeFailed, _NodeRefusal, TimeoutError.
         """
         self._held.enter_context(self._node.counting_request())
         try:
@@ -196,7 +199,10 @@ class _NodeRequest:
 
 
 class _ProxiedStream(StreamingResponse):
-    """Streams a node's events, and closes its answer even if the client disconnects before the first one."""
+    """Streams a node's events, and closes its answer.
+
+    Also closes it if the client disconnects before the first event.
+    """
 
     def __init__(self, opened: _NodeRequest, first: bytes, rest: AsyncIterator[bytes]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -214,7 +220,7 @@ class _ProxiedStream(StreamingResponse):
 
 
 async def _close(answer: Response) -> None:
-    """Cancel a node's answer that has no reader."""
+    """Cancel a node's answer that no client reads."""
     if isinstance(answer, _ProxiedStream):
         await answer.close()
 

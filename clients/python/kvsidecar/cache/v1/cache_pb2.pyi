@@ -33,7 +33,7 @@ class _ArenaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArenaKind.V
     ARENA_KIND_CUDA: _ArenaKind.ValueType  # 2
     """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
     ARENA_KIND_CUDA_IPC: _ArenaKind.ValueType  # 3
-    """CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
+    """CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; freed with the daemon's process."""
 
 class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper):
     """Kind of memory behind an arena."""
@@ -45,7 +45,7 @@ ARENA_KIND_HOST: ArenaKind.ValueType  # 1
 ARENA_KIND_CUDA: ArenaKind.ValueType  # 2
 """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
 ARENA_KIND_CUDA_IPC: ArenaKind.ValueType  # 3
-"""CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
+"""CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; freed with the daemon's process."""
 Global___ArenaKind: _TypeAlias = ArenaKind  # noqa: Y015
 
 class _MissKind:
@@ -117,7 +117,7 @@ class _ReserveOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reserv
     RESERVE_OUTCOME_UNSPECIFIED: _ReserveOutcome.ValueType  # 0
     """Never sent."""
     RESERVE_OUTCOME_GRANTED: _ReserveOutcome.ValueType  # 1
-    """The client owns this staging memory until Commit or Abort."""
+    """The client may write to this staging memory until Commit or Abort."""
     RESERVE_OUTCOME_ALREADY_STORED: _ReserveOutcome.ValueType  # 2
     """The chunk is stored already; nothing to do."""
     RESERVE_OUTCOME_IN_PROGRESS: _ReserveOutcome.ValueType  # 3
@@ -135,7 +135,7 @@ class ReserveOutcome(_ReserveOutcome, metaclass=_ReserveOutcomeEnumTypeWrapper):
 RESERVE_OUTCOME_UNSPECIFIED: ReserveOutcome.ValueType  # 0
 """Never sent."""
 RESERVE_OUTCOME_GRANTED: ReserveOutcome.ValueType  # 1
-"""The client owns this staging memory until Commit or Abort."""
+"""The client may write to this staging memory until Commit or Abort."""
 RESERVE_OUTCOME_ALREADY_STORED: ReserveOutcome.ValueType  # 2
 """The chunk is stored already; nothing to do."""
 RESERVE_OUTCOME_IN_PROGRESS: ReserveOutcome.ValueType  # 3
@@ -159,9 +159,9 @@ class _CommitOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommitO
     COMMIT_OUTCOME_COMMITTED: _CommitOutcome.ValueType  # 1
     """The chunk is visible."""
     COMMIT_OUTCOME_CHECKSUM_MISMATCH: _CommitOutcome.ValueType  # 2
-    """The daemon's copy has another checksum than the request says; the chunk was discarded."""
+    """The daemon's copy has another checksum than the request; the chunk was discarded."""
     COMMIT_OUTCOME_ARENA_FULL: _CommitOutcome.ValueType  # 3
-    """The arena is full: everything in it is leased, pinned or being written; try again later."""
+    """The arena is full: all of its chunks are leased, pinned or being written; try again later."""
     COMMIT_OUTCOME_PARENT_MISSING: _CommitOutcome.ValueType  # 4
     """The parent is not stored any more, or was not committed."""
     COMMIT_OUTCOME_QUOTA_EXCEEDED: _CommitOutcome.ValueType  # 5
@@ -175,9 +175,9 @@ COMMIT_OUTCOME_UNSPECIFIED: CommitOutcome.ValueType  # 0
 COMMIT_OUTCOME_COMMITTED: CommitOutcome.ValueType  # 1
 """The chunk is visible."""
 COMMIT_OUTCOME_CHECKSUM_MISMATCH: CommitOutcome.ValueType  # 2
-"""The daemon's copy has another checksum than the request says; the chunk was discarded."""
+"""The daemon's copy has another checksum than the request; the chunk was discarded."""
 COMMIT_OUTCOME_ARENA_FULL: CommitOutcome.ValueType  # 3
-"""The arena is full: everything in it is leased, pinned or being written; try again later."""
+"""The arena is full: all of its chunks are leased, pinned or being written; try again later."""
 COMMIT_OUTCOME_PARENT_MISSING: CommitOutcome.ValueType  # 4
 """The parent is not stored any more, or was not committed."""
 COMMIT_OUTCOME_QUOTA_EXCEEDED: CommitOutcome.ValueType  # 5
@@ -400,7 +400,7 @@ Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """What a worker needs to use the daemon's memory."""
+    """How a worker maps and uses the daemon's memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -728,21 +728,21 @@ class MatchRequest(_message.Message):
     tenant_salt: _builtins.bytes
     """Salt of the tenant; empty for the common one. At most 256 bytes."""
     namespace: _builtins.bytes
-    """The namespace to search, for probes without a session; ignored with one."""
+    """The namespace to search, for probes without a session; ignored in a session."""
     seconds_per_token: _builtins.float
     """Prefill seconds per token; 0 when unknown. Chunks that would take longer to fetch are not fetched."""
     window: _builtins.int
     """Number of tokens wanted at the end of the match, for a model whose layers all have a sliding window; 0: all.
     Earlier chunks count as found and as used, but are neither promoted nor leased. Ignored in probes without a
-    session, and where the remote tier is asked.
+    session, and where the remote tier is used.
     """
     ttl_seconds: _builtins.int
     """TTL of the matched chunks in seconds; a longer one of another request wins; at most 2,592,000 (30 days). 0: no
     expiry. Ignored in probes without a session.
     """
     lease_id: _builtins.bytes
-    """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. Empty, or in
-    use: the daemon names it.
+    """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. If it is
+    empty or in use, the daemon chooses a name.
     """
     explain: _builtins.bool
     """Report what stopped the match, and remember a fingerprint of the prompt (keyed hashes of its tokens, in memory only)
@@ -760,14 +760,15 @@ class MatchRequest(_message.Message):
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentProbe]:
-        """Ranges of token_ids to match by content, behind any prefix. Ranges within the matched prefix are ignored, and all
-        are in probes without a session. At most 4096, with no more tokens in all than the prompt has.
+        """Ranges of token_ids to match by content, behind any prefix. Ranges within the matched prefix are ignored, and so
+        are all ranges in probes without a session. At most 4096, with no more tokens in all than the prompt has.
         """
 
     @_builtins.property
     def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Chunk boundaries of token_ids: ascending ends, above 0 and at most their number; at most 8192. The remote tier is
-        asked for the hashes of these chunks. It is not asked without cuts, and in probes without a session.
+        """Chunk boundaries of token_ids: ascending ends, above 0 and at most their number; at most 8192. The daemon looks
+        up the hashes of these chunks in the remote tier. Without cuts, and in probes without a session, it does not use
+        the remote tier.
         """
 
     def __init__(
@@ -823,8 +824,8 @@ Global___ContentProbe: _TypeAlias = ContentProbe  # noqa: Y015
 
 @_typing.final
 class ChunkMatch(_message.Message):
-    """A chunk that matches wholly or partly, without the header fields that the client knows. Geometry, dtype and bits are
-    those of the namespace.
+    """A chunk that matches wholly or partly, without the header fields that the client knows. Geometry, dtype and bits
+    are those of the namespace.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1150,7 +1151,7 @@ class ReserveRequest(_message.Message):
     @_builtins.property
     def reservation_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Names of the reservations, one per header: 16 random bytes each, so that the client can abort them even when the
-        response is lost. Empty, or in use: the daemon names them.
+        response is lost. If a name is empty or in use, the daemon chooses one.
         """
 
     def __init__(
@@ -1546,7 +1547,7 @@ class FillRequest(_message.Message):
     session_id: _builtins.bytes
     """First message: from Welcome."""
     reservation_id: _builtins.bytes
-    """Begins a payload: from Reservation. The payload before is complete."""
+    """Begins a payload: from Reservation. The previous payload is complete."""
     data: _builtins.bytes
     """The payload in order, at most 1 MiB each."""
     def __init__(
@@ -2175,7 +2176,7 @@ class StatsResponse(_message.Message):
     remote_pending: _builtins.int
     """Chunks waiting to be written to it now."""
     remote_dropped: _builtins.int
-    """Chunks not written to it: the queue was full, or they were gone before their turn."""
+    """Chunks not written to it: the queue was full, or they had left the arena before."""
     remote_deletions: _builtins.int
     """Deletions not yet applied to it."""
     remote_failures: _builtins.int

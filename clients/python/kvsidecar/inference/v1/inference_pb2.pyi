@@ -52,9 +52,9 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """The model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 1
-    """No calls: what looks like a call is text."""
+    """No calls: text that looks like a call stays text."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
-    """At least one call: a grammar enforces it, whatever the model."""
+    """At least one call: a grammar enforces it for every model."""
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
     """Choice of calling tools."""
@@ -62,9 +62,9 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """The model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 1
-"""No calls: what looks like a call is text."""
+"""No calls: text that looks like a call stays text."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
-"""At least one call: a grammar enforces it, whatever the model."""
+"""At least one call: a grammar enforces it for every model."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _Speculation:
@@ -369,10 +369,13 @@ class Prompt(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     WITHOUT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    WITH_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, tokenized verbatim, with the tokenizer's beginning-of-sequence token."""
     without_special_tokens: _builtins.bool
     """Tokenize text without the tokenizer's beginning-of-sequence token."""
+    with_special_tokens: _builtins.bool
+    """Tokenize a rendered chat with the tokenizer's beginning-of-sequence token, too: templates have their own."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -388,10 +391,11 @@ class Prompt(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         chat: Global___Chat | None = ...,
         without_special_tokens: _builtins.bool = ...,
+        with_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids", "without_special_tokens", b"without_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids", "with_special_tokens", b"with_special_tokens", "without_special_tokens", b"without_special_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -600,22 +604,28 @@ class ToolUse(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     SINGLE_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
     mode: Global___ToolMode.ValueType
     """Choice of calling tools."""
     name: _builtins.str
     """With TOOL_MODE_REQUIRED: the tool to call. Empty for any."""
     single: _builtins.bool
     """At most one call."""
+    @_builtins.property
+    def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tools that may be called, some of the chat's; the prompt still has them all. Empty: all."""
+
     def __init__(
         self,
         *,
         mode: Global___ToolMode.ValueType = ...,
         name: _builtins.str = ...,
         single: _builtins.bool = ...,
+        allowed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,12 +659,14 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
     SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
+    RETURN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Maximal number of tokens to generate; at least 1, and limited by the remaining context, which 4,294,967,295 asks
-    for. Default: 256.
+    """Maximal number of tokens to generate, at least 1. The remaining context limits it; 4,294,967,295 requests all of
+    that. Default: 256.
     """
     ignore_eos: _builtins.bool
-    """Go on after the model's end-of-sequence token. Default false."""
+    """Continue after the model's end-of-sequence token. Default false."""
     logprobs: _builtins.int
     """Number of most likely alternatives to report with every token, 0 to 20. Absent: no logprobs."""
     request_id: _builtins.str
@@ -672,12 +684,12 @@ class GenerateRequest(_message.Message):
     show_special_tokens: _builtins.bool
     """Include the text of special tokens, which is omitted otherwise."""
     truncate_prompt_tokens: _builtins.int
-    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text; 0 for as many as
+    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text. 0: as many as
     leave capacity for max_tokens, or for one token; for 256 where max_tokens is 4,294,967,295. Absent: a prompt that
     is too long is refused.
     """
     prompt_logprobs: _builtins.int
-    """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is computed then,
+    """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is then computed,
     bypassing the cache. Absent: no prompt logprobs.
     """
     echo: _builtins.bool
@@ -692,6 +704,10 @@ class GenerateRequest(_message.Message):
     """Maximal branches of a draft that are verified at once, 1 (a chain) to 4. Default and upper limit: the worker's
     setting.
     """
+    return_prompt_tokens: _builtins.bool
+    """Return the prompt's tokens."""
+    continuous_usage: _builtins.bool
+    """Set `usage` in every message of a stream."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt."""
@@ -745,10 +761,12 @@ class GenerateRequest(_message.Message):
         model: _builtins.str = ...,
         truncation: Global___Truncation.ValueType = ...,
         speculation_branches: _builtins.int = ...,
+        return_prompt_tokens: _builtins.bool = ...,
+        continuous_usage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "continuous_usage", b"continuous_usage", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "return_prompt_tokens", b"return_prompt_tokens", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -806,6 +824,7 @@ class CacheOptions(_message.Message):
     DOCUMENT_SEPARATOR_FIELD_NUMBER: _builtins.int
     SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     skip_read: _builtins.bool
     """Do not look the prompt up."""
@@ -814,16 +833,18 @@ class CacheOptions(_message.Message):
     tenant_salt: _builtins.bytes
     """Salt of the tenant; empty for the common one. At most 256 bytes."""
     exact_only: _builtins.bool
-    """Do not use approximate reuse, whatever the worker's setting."""
+    """Do not use approximate reuse, regardless of the worker's setting."""
     document_separator: _builtins.str
-    """Separator in front of documents in the prompt, and of the question after them: chunks are cut before it where the
-    worker cuts by document. Text is then tokenized piece by piece, so that a document always has the same tokens.
-    Absent: the worker's setting. At most 64 characters.
+    """Separator before documents in the prompt, and before the question after them. Workers that cut by document cut
+    chunks before it. Text is then tokenized piece by piece, so that a document always has the same tokens. Absent:
+    the worker's setting. At most 64 characters.
     """
     ttl_seconds: _builtins.int
     """TTL of the chunks that the request uses and stores, in seconds; a longer one of another request wins, the tenant's
     limit applies: 1 to 2,592,000 (30 days). Absent: no expiry.
     """
+    prompt_cache_key: _builtins.str
+    """Key of requests that are likely to share a prefix: gateways prefer one worker and node for them. Workers ignore it."""
     reuse_anywhere: _builtins.bool
     """Approximate reuse of text behind another prefix, which may change the answer; only if the model's verification has
     passed. Absent: the worker's --reuse-anywhere. INVALID_ARGUMENT if true beside exact_only.
@@ -842,11 +863,12 @@ class CacheOptions(_message.Message):
         document_separator: _builtins.str | None = ...,
         segment_ends: _abc.Iterable[_builtins.int] | None = ...,
         ttl_seconds: _builtins.int | None = ...,
+        prompt_cache_key: _builtins.str = ...,
         reuse_anywhere: _builtins.bool | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "reuse_anywhere", b"reuse_anywhere", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "reuse_anywhere", b"reuse_anywhere", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "prompt_cache_key", b"prompt_cache_key", "reuse_anywhere", b"reuse_anywhere", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document_separator: _TypeAlias = _typing.Literal["document_separator"]  # noqa: Y015
     _WhichOneofArgType__document_separator: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator"]  # noqa: Y015
@@ -876,12 +898,13 @@ class Usage(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_WRITE_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV came from the cache."""
     generated_tokens: _builtins.int
-    """Tokens generated, the one that ended it included."""
+    """Tokens generated, including the last one, such as a stop token."""
     approximate_tokens: _builtins.int
     """Cached tokens of approximate reuse (computed behind another prefix)."""
     recomputed_tokens: _builtins.int
@@ -890,6 +913,8 @@ class Usage(_message.Message):
     """Verified draft tokens."""
     accepted_tokens: _builtins.int
     """Accepted draft tokens, part of the answer."""
+    cache_write_tokens: _builtins.int
+    """Prompt tokens that were computed and go to the cache; 0 with skip_write."""
     def __init__(
         self,
         *,
@@ -900,10 +925,11 @@ class Usage(_message.Message):
         recomputed_tokens: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        cache_write_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -930,11 +956,11 @@ class Timings(_message.Message):
     lookup_ms: _builtins.float
     """Match call to the daemon."""
     transfer_ms: _builtins.float
-    """Of the lookup, time that bytes moved from the durable tier into the arena."""
+    """Part of the lookup in which payloads were read from the durable tier into the arena."""
     restore_ms: _builtins.float
     """From the arena into the pool: copy, dequantization."""
     prefill_ms: _builtins.float
-    """Computing what was not cached, up to the first token."""
+    """Computing the tokens that were not cached, up to the first generated token."""
     decode_ms: _builtins.float
     """From the first token to the last."""
     ttft_ms: _builtins.float
@@ -973,8 +999,8 @@ class PromptPart(_message.Message):
     tokens: _builtins.int
     """Its tokens; at least 1."""
     text: _builtins.str
-    """Its text, special tokens included. The texts of all parts, joined, are what Detokenize makes of the prompt's tokens; a
-    character whose tokens are in two parts stands in the later one, so a text may be empty.
+    """Its text, special tokens included. The texts of all parts, joined, equal the text that Detokenize returns for the
+    prompt's tokens. A character whose tokens are in two parts belongs to the later one, so a text may be empty.
     """
     def __init__(
         self,
@@ -1051,6 +1077,7 @@ class GenerateResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
@@ -1058,18 +1085,18 @@ class GenerateResponse(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     request_id: _builtins.str
-    """The seed of the request, or the random one."""
+    """The request_id of the request, or the random one."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
     """One of `stop_token_ids`."""
     prompt_text: _builtins.str
-    """The prompt as it was read, if `echo` was set: the text that was sent, or what Detokenize makes of its tokens where
-    something else was sent or it was truncated.
+    """The prompt as the model received it, if `echo` was set: the text of the request; if the request had no text, or
+    it was truncated, the text that Detokenize returns for the tokens.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, the one that ended it included."""
+        """The tokens, including the last one, such as a stop token."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -1081,11 +1108,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per token, when asked for."""
+        """One per token, if requested."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Tool calls; the text is what was written beside them."""
+        """Tool calls; `text` is the text beside them."""
 
     @_builtins.property
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
@@ -1093,13 +1120,17 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per token of the prompt, if `prompt_logprobs` was set. Before the first there is nothing that it could follow: it
-        has no rank, and its logprob means nothing.
+        """One per token of the prompt, if `prompt_logprobs` was set. The first token follows no other: it has no rank, and
+        its logprob means nothing.
         """
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Of the worker that answered, if `explain` was set."""
+        """Numerics of the worker that answered, if `explain` was set."""
+
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the prompt as it was computed, if `return_prompt_tokens` was set."""
 
     @_builtins.property
     def miss(self) -> Global___MissReason:
@@ -1126,12 +1157,13 @@ class GenerateResponse(_message.Message):
         stop_token_id: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         miss: Global___MissReason | None = ...,
         reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1202,7 +1234,7 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of the answer's calls, from 0."""
+    """Index among the answer's calls, from 0."""
     id: _builtins.str
     """Set in the call's first piece."""
     name: _builtins.str
@@ -1246,13 +1278,14 @@ class GenerateStreamResponse(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message."""
     request_id: _builtins.str
-    """The seed of the request, or the random one. Set in the first message."""
+    """The request_id of the request, or the random one. Set in the first message."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
@@ -1265,7 +1298,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last message."""
+        """Set in the last message, and with `continuous_usage` in all."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -1273,7 +1306,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per new token, when asked for."""
+        """One per new token, if requested."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
@@ -1294,6 +1327,10 @@ class GenerateStreamResponse(_message.Message):
     @_builtins.property
     def miss(self) -> Global___MissReason:
         """As in GenerateResponse. Set in the last message."""
+
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in GenerateResponse. Set in the first message."""
 
     @_builtins.property
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
@@ -1317,11 +1354,12 @@ class GenerateStreamResponse(_message.Message):
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
         miss: Global___MissReason | None = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1339,10 +1377,10 @@ class WarmRequest(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """As in GenerateRequest: what an adapter has read is of use to that adapter alone."""
+    """As in GenerateRequest: only requests of the same adapter reuse chunks that an adapter computed."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """What to read. A chat is rendered without generation prompt, so that any next message continues it."""
+        """The text to prefill. A chat is rendered without generation prompt, so that any next message continues it."""
 
     @_builtins.property
     def cache(self) -> Global___CacheOptions:
@@ -1400,18 +1438,22 @@ class TokenizeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_FIELD_NUMBER: _builtins.int
+    RETURN_TOKEN_NAMES_FIELD_NUMBER: _builtins.int
+    return_token_names: _builtins.bool
+    """Return the tokens' names, too."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """What to turn into tokens."""
+        """The text or chat to tokenize."""
 
     def __init__(
         self,
         *,
         prompt: Global___Prompt | None = ...,
+        return_token_names: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "return_token_names", b"return_token_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1424,22 +1466,69 @@ class TokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids."""
+
+    @_builtins.property
+    def token_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tokens in the vocabulary, if `return_token_names` was set."""
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "token_names", b"token_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class GetTokenizerRequest(_message.Message):
+    """Reads the configuration of the tokenizer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerRequest: _TypeAlias = GetTokenizerRequest  # noqa: Y015
+
+@_typing.final
+class GetTokenizerResponse(_message.Message):
+    """The tokenizer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    config_json: _builtins.str
+    """JSON object like tokenizer_config.json, without paths of this machine: tokenizer_class, chat_template, special
+    tokens.
+    """
+    def __init__(
+        self,
+        *,
+        config_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerResponse: _TypeAlias = GetTokenizerResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
@@ -1523,11 +1612,11 @@ class GetModelResponse(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
-    """Name it is served under."""
+    """Name of the model in requests."""
     architecture: _builtins.str
     """Its architecture's class name."""
     context_length: _builtins.int
-    """Most tokens of prompt and answer together."""
+    """Maximal tokens of prompt and answer together."""
     namespace: _builtins.bytes
     """Namespace of its chunks, 32 bytes."""
     dtype: _builtins.str
@@ -1542,11 +1631,11 @@ class GetModelResponse(_message.Message):
     """The model has a chat template."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
-        """LoRA adapters of the model, each of which can be asked for by name."""
+        """LoRA adapters of the model; a request can name each of them."""
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Numerics id; not set by workers that do not know."""
+        """Numerics id; not set by workers that do not compute one."""
 
     @_builtins.property
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
@@ -1615,9 +1704,9 @@ class Numerics(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     SHARED_ACROSS_MACHINES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Hexadecimal; equal for workers that compute the same bits, wherever they run."""
+    """Hexadecimal; equal for workers that compute the same bits, on any machine."""
     shared_across_machines: _builtins.bool
-    """The worker shares with those of other ids that do so, too: a hit may change an answer there."""
+    """The worker shares chunks with workers of other ids that also set this; a hit may then change an answer."""
     def __init__(
         self,
         *,
@@ -1642,11 +1731,11 @@ class Adapter(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name it is asked for by."""
+    """Name of the adapter in requests."""
     namespace: _builtins.bytes
-    """Namespace of its chunks, 32 bytes: what it has read, neither the model nor another adapter reuses."""
+    """Namespace of its chunks, 32 bytes: neither the model nor another adapter reuses them."""
     size_bytes: _builtins.int
-    """Memory that its weights take."""
+    """Memory of its weights in bytes."""
     def __init__(
         self,
         *,
@@ -1672,13 +1761,15 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name to ask for it by: at most 96 letters, digits and . _ : / -, the first of them a letter or a digit. One that has
-    this name already is left as it is if it is the same, and refused otherwise.
+    """Name in requests: at most 96 letters, digits and . _ : / -, the first of them a letter or a digit. If an adapter
+    of this name is loaded, the call changes nothing if it is the same adapter, and is refused otherwise.
     """
     path: _builtins.str
-    """Its folder, below --lora-root: an absolute path, or one from there."""
+    """Its folder below --lora-root: an absolute path, or one relative to --lora-root."""
     namespace: _builtins.bytes
-    """Refused unless this is the namespace of its chunks, so that it is the adapter that another worker has. Empty: any."""
+    """Refused unless this is the namespace of its chunks, which ensures that another worker has the same adapter.
+    Empty: any.
+    """
     def __init__(
         self,
         *,
@@ -1696,14 +1787,14 @@ Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class LoadAdapterResponse(_message.Message):
-    """The adapter is there."""
+    """The adapter is loaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adapter(self) -> Global___Adapter:
-        """As GetModel has it."""
+        """The entry of GetModel."""
 
     def __init__(
         self,
@@ -1742,7 +1833,7 @@ Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterResponse(_message.Message):
-    """The adapter is gone."""
+    """The adapter is unloaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1759,7 +1850,7 @@ Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
-    """Asks for statistics."""
+    """Requests statistics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1776,7 +1867,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """A worker's state, since its start unless said otherwise."""
+    """A worker's state, since its start unless stated otherwise."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1835,7 +1926,7 @@ class GetStatsResponse(_message.Message):
     cancelled: _builtins.int
     """Requests cancelled or past their deadline."""
     prompt_tokens: _builtins.int
-    """Prompt tokens read."""
+    """Prompt tokens processed."""
     cached_tokens: _builtins.int
     """Of these, tokens from the cache."""
     generated_tokens: _builtins.int
@@ -1884,8 +1975,8 @@ class GetStatsResponse(_message.Message):
     """Requests computed although their prompt may be stored, because loading had been slower than computing."""
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Accepted drafts by position, the first position first; so also the number of drafts with more accepted tokens than
-        that.
+        """Accepted drafts by position, the first position first. So entry i is the number of drafts with more than i
+        accepted tokens, counted from 0.
         """
 
     @_builtins.property
@@ -1960,7 +2051,7 @@ class StreamingStats(_message.Message):
     READ_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
-    """"full_resident" when none does, "partial_resident", "ffn_only_stream" or "full_stream"."""
+    """"full_resident" when no layer is streamed, "partial_resident", "ffn_only_stream" or "full_stream"."""
     resident_bytes: _builtins.int
     """Memory of the weights: resident ones, and the slots for streamed ones."""
     pass_bytes: _builtins.int
@@ -1968,9 +2059,9 @@ class StreamingStats(_message.Message):
     hits: _builtins.int
     """Layers that were ready when needed."""
     waits: _builtins.int
-    """Layers that were still being read."""
+    """Layers that were still being read when needed."""
     misses: _builtins.int
-    """Layers whose reading had not begun."""
+    """Layers whose read had not begun when needed."""
     read_bytes: _builtins.int
     """Bytes read."""
     read_seconds: _builtins.float

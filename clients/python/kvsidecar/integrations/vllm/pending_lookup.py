@@ -1,4 +1,4 @@
-"""Lookup of a prompt that a thread runs while the scheduler goes on."""
+"""Pending lookup of a prompt: a thread runs it while the scheduler continues."""
 
 from __future__ import annotations
 
