@@ -26,9 +26,9 @@ class Drain:
     """State of a shutdown, and the requests that it waits for. Runs on the event loop."""
 
     def __init__(self, seconds: float) -> None:
-        """``seconds`` is the time that running requests have after ``begin``."""
+        """``seconds`` is the time that running requests have once the shutdown has begun."""
         self.seconds = seconds
-        self.has_begun = self.is_cut = False
+        self.has_begun = False
         self._running: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -49,19 +49,12 @@ class Drain:
 
     def cut(self) -> None:
         """Cancel the requests that still run; ``DrainMiddleware`` ends their answers with an error."""
-        self.is_cut = True
+        self.has_begun, self.seconds = True, 0.0
         for task in self._running:
             task.cancel()
 
-    async def finish(self, last_seconds: float) -> None:
-        """Wait for the running requests, cut them after ``seconds``, and wait ``last_seconds`` for their last bytes."""
-        self.has_begun = True
-        if await self._wait_idle(self.seconds):
-            return
-        self.cut()
-        await self._wait_idle(last_seconds)
-
-    async def _wait_idle(self, seconds: float) -> bool:
+    async def wait_idle(self, seconds: float) -> bool:
+        """Wait until no request runs; return False after ``seconds``."""
         deadline = time.monotonic() + seconds
         while self._running:
             if (left := deadline - time.monotonic()) <= 0:
@@ -105,7 +98,7 @@ class DrainMiddleware:
         try:
             await self._app(scope, receive, watched)
         except asyncio.CancelledError:
-            if not self._drain.is_cut or ended:
+            if not self._drain.has_begun or ended:
                 raise
             task.uncancel()
             await _end_with_error(scope, receive, send, started)

@@ -32,7 +32,9 @@ from inference_svc.gateway.routes import create_app
 
 # GIL switch interval: the event loop waits at most this long for the thread that decodes large bodies.
 _SWITCH_SECONDS = 0.001
-# For the last bytes of answers that were cut, and then for idle connections.
+# While a server drains, it accepts requests for this long: load balancers need some seconds to see its readiness.
+_LISTEN_SECONDS = 5.0
+# For the last bytes of answers that were cut.
 _LAST_SECONDS = 2.0
 
 log = structlog.get_logger("gateway")
@@ -125,9 +127,14 @@ class _Server(uvicorn.Server):
         if os.getppid() != self._parent:  # the supervisor died: its successor needs the port now
             self.config.timeout_graceful_shutdown = int(self._drain.seconds)
         elif self.started:  # uvicorn ends a server that has not started by itself
-            if running := self._drain.num_running:
-                log.info("draining", requests=running, seconds=self._drain.seconds)
-            await self._drain.finish(_LAST_SECONDS)
+            drain, loop = self._drain, asyncio.get_running_loop()
+            drain.has_begun, deadline = True, loop.time() + drain.seconds
+            if running := drain.num_running:
+                log.info("draining", requests=running, seconds=drain.seconds)
+            await drain.wait_idle(min(_LISTEN_SECONDS, drain.seconds))
+            left = min(drain.seconds, max(0.0, deadline - loop.time()))  # 0 after a second signal
+            loop.call_later(left, drain.cut)
+            self.config.timeout_graceful_shutdown = int(left + _LAST_SECONDS) + 1
         super().handle_exit(sig, frame)
 
     def hear_signals(self) -> None:

@@ -66,9 +66,6 @@ class ServeConfig(ModelSettings):
     """Serve a web page at / of the gateway: chat, reused parts of prompts, state of the node."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
     """Maximum tokens of a chat completion or response without a limit of its own; 0 for the rest of the context."""
-    drain_seconds: float = Field(default=30.0, ge=0)
-    """After SIGTERM, how long running answers may take to finish; then they end with an error. A second signal ends
-    them at once."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
@@ -150,7 +147,7 @@ class Supervisor:
 
     def _worker_command(self, i: int, socket: Path) -> list[str]:
         own = self._worker
-        flags = self._explicit(*ModelSettings.model_fields, "drain_seconds") | {
+        flags = self._explicit(*ModelSettings.model_fields) | {
             "model": own.model,
             "socket": socket,
             "name": f"worker-{i}",

@@ -116,6 +116,8 @@ class ModelSettings(BaseSettings):
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) for spans and metrics, such as http://localhost:4317. When empty, the
     standard variables OTEL_EXPORTER_OTLP_... apply; off without them. Needs kvsidecar[otel]."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running answers may take to finish; then they end with an error."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 
@@ -195,8 +197,6 @@ class WorkerConfig(ModelSettings):
     port, for this and for the other ports of a worker."""
     cache_socket: Path | None = Field(default_factory=lambda: default_runtime_dir() / "cache.sock")
     """Socket of the cache daemon on this host; none for no daemon."""
-    drain_seconds: float = Field(default=30.0, ge=0)
-    """After SIGTERM, how long running requests may take to finish."""
     name: str = "worker-0"
     """Name in logs and in the daemon's sessions."""
     unverified_reuse: bool = False
