@@ -1,9 +1,9 @@
 """Retrieval with one flag: documents of real text in many orders, on a node with --reuse-anywhere.
 
-``kept_ratio`` is the share of the tokens that repair does not compute again that came from the cache. ``ttft_ratio``
-compares the quickest first token of all orders with the quickest one without the cache; every order has the same work,
-so that the quickest is the least disturbed one. ``cost`` is the repair's formula: uncached tokens, and the share of a
-prefill that the selector takes of the others.
+``kept_ratio`` is the share of cached tokens among those that repair does not compute again. ``ttft_ratio`` compares the
+fastest TTFT over all orders with the fastest one without the cache; every order has the same work, so the fastest one
+is the least disturbed. ``cost`` is the repair's formula: uncached tokens, and the share of a prefill that the selector
+needs for the others.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class ChatTemplate:
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Create the grammar state for the request's grammar or required or strict calls; None for free text."""
-        use, tools, grammar = request.tool_use, request.prompt.chat.tools, request.grammar
-        given = request.HasField("grammar")
+        use, grammar = request.tool_use, request.grammar
+        tools, given = _allowed_tools(request), request.HasField("grammar")
         if use.mode == pb.TOOL_MODE_REQUIRED:
             able = [tool for tool in tools if use.name in ("", tool.name)]
             if not able:
@@ -102,10 +102,10 @@ class ChatTemplate:
                 )
             return self._required_calls(able, use.single or bool(use.name))
         if not given:
-            return self._optional_calls(list(tools), use.single) if _strict(request) else None
+            return self._optional_calls(tools, use.single) if _strict(request) else None
         steering = self._grammars.compile(grammar)
         if tools and use.mode != pb.TOOL_MODE_NONE:
-            return self._required_calls(list(tools), use.single).union(steering)
+            return self._required_calls(tools, use.single).union(steering)
         return steering
 
     def _required_calls(self, tools: list[pb.Tool], single: bool) -> GrammarState:
@@ -128,7 +128,7 @@ class ChatTemplate:
 
     def parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """Create a parser of calls in the answer's text; None if the request allows none."""
-        tools, use = request.prompt.chat.tools, request.tool_use
+        tools, use = _allowed_tools(request), request.tool_use
         if not tools or use.mode == pb.TOOL_MODE_NONE:
             return None
         functions = {tool.name: parameters_schema(tool) for tool in tools}
@@ -142,7 +142,18 @@ class ChatTemplate:
         return self._marked_by_special and self.parser(request) is not None
 
 
+def _allowed_tools(request: pb.GenerateRequest) -> list[pb.Tool]:
+    """Return the tools that may be called. Raises InvalidRequest for an unknown name."""
+    tools, allowed = list(request.prompt.chat.tools), set(request.tool_use.allowed)
+    unknown = allowed.difference(tool.name for tool in tools)
+    if unknown:
+        raise InvalidRequest(
+            f"the tool {min(unknown)[:80]!r} is allowed and is not among the request's tools", param="tool_choice"
+        )
+    return [tool for tool in tools if tool.name in allowed] if allowed else tools
+
+
 def _strict(request: pb.GenerateRequest) -> bool:
-    """True if calls are optional but must match strict schemas."""
+    """True if calls are optional but a grammar limits them: strict schemas, or allowed tools."""
     decides = request.tool_use.mode == pb.TOOL_MODE_UNSPECIFIED and not request.HasField("grammar")
-    return decides and any(tool.strict for tool in request.prompt.chat.tools)
+    return decides and (bool(request.tool_use.allowed) or any(tool.strict for tool in request.prompt.chat.tools))

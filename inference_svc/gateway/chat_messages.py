@@ -17,17 +17,16 @@ MAX_MESSAGES = 4096
 
 # The kinds of parts that are text, in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))
+_ROLES = {"developer": "system", "function": "tool"}
 
 
 class TextPart(BodyModel):
-    """A text part of a message.
-
-    ``cache_control`` (Anthropic's) has no effect, because everything is cached.
-    """
+    """A text part of a message; the marks of caches have no effect here, because everything is cached."""
 
     type: Literal["text"]
     text: str
     cache_control: dict[str, Any] | None = None
+    prompt_cache_breakpoint: Any = None
 
 
 class CalledFunction(BodyModel):
@@ -56,7 +55,7 @@ class Message(BodyModel):
     ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt.
     """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
@@ -64,7 +63,8 @@ class Message(BodyModel):
     refusal: str | None = None
     annotations: Annotated[list[Any], FIRST_ERROR] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None
+    """A call in OpenAI's first format, which a message of the role ``function`` answers."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
@@ -74,13 +74,23 @@ class Message(BodyModel):
         if self.content is None and not self.tool_calls and self.role != "assistant":
             raise InvalidRequest(f"messages.{place}.content is missing", param=f"messages.{place}.content")
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        calls, call_id = list(self.tool_calls or ()), self.tool_call_id or ""
+        if self.function_call is not None:
+            calls.append(ToolCall(id=_legacy_id(self.function_call.name), function=self.function_call))
+        if self.role == "function":
+            call_id = _legacy_id(self.name or "")
         return pb.ChatMessage(
-            role="system" if self.role == "developer" else self.role,
+            role=_ROLES.get(self.role, self.role),
             content=text,
-            tool_calls=[call.to_grpc() for call in self.tool_calls or ()],
-            tool_call_id=self.tool_call_id or "",
+            tool_calls=[call.to_grpc() for call in calls],
+            tool_call_id=call_id,
             name=self.name or "",
         )
+
+
+def _legacy_id(name: str) -> str:
+    """Return an id for a ``function_call``, which has none."""
+    return f"call_{name}"
 
 
 def _checked(messages: Any, info: ValidationInfo) -> Any:
@@ -94,7 +104,7 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
         name = str(info.field_name)
         raise InvalidRequest(f"{name} has {len(messages)} items; at most {MAX_MESSAGES} are allowed", param=name)
     for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) and message.get("type") != "reasoning" else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in _TEXTS:

@@ -6,7 +6,8 @@ Endpoints are OpenAI's, vLLM's companions to them, health and metrics. ``routes`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -47,10 +48,12 @@ from inference_svc.gateway.request_runner import (
     with_grammar_option,
 )
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest, GenerationOptions
-from inference_svc.gateway.responses_api.conversation_store import ConversationStore
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
+from inference_svc.gateway.responses_api.input_items import ITEM, listed, to_messages
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
+from inference_svc.gateway.responses_api.responses_routes import ResponsesRoutes
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
-from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize
+from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.unsupported_options import parse
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
@@ -80,6 +83,7 @@ class GatewayHandlers:
         self.bodies = BodyReader(config, self.keys)
         self.adapters = LoraRoutes(self.router, self.keys, self.bodies)
         self._conversations = ConversationStore()
+        self.kept = ResponsesRoutes(self._conversations, self.keys, self.bodies)
         self._wait = WorkerWait(self.router, config)
         self._generator = Generator(config, self.router, self.metrics, self._wait)
         self.node = NodeView(self.router, config.cache_socket)
@@ -108,6 +112,9 @@ class GatewayHandlers:
     async def detokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_detokenize)
         return JSONResponse(await detokenize(self._worker(model), asked))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return JSONResponse(await tokenizer_info(self._worker("")))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -161,7 +168,7 @@ class GatewayHandlers:
         def prompt_of(raw: bytes, body: Any) -> tuple[str, pb.Prompt, bytes]:
             parsed: Any = self._salted(kind, request, raw, body)
             if isinstance(parsed, ResponsesRequest):
-                parsed = parsed.chat(self._previous_messages(request, parsed))
+                parsed, _, _ = self._chat_of_response(request, parsed)
             prompt = parsed.to_grpc().prompt if isinstance(parsed, WarmBody) else parsed.prompts()[0]
             return parsed.model, prompt, parsed.cache_salt.encode()
 
@@ -195,34 +202,38 @@ class GatewayHandlers:
 
     async def respond(self, request: Request) -> Response:
         tenant = self.keys.tenant(request.scope)
-        keep, apart = partial(self._conversations.keep, tenant), self._conversations.is_large(tenant)
+        apart = self._conversations.is_large(tenant)
 
         def parse_request(raw: bytes, body: Any) -> tuple[ResponsesRequest, ResponseWriter, pb.GenerateRequest]:
             parsed = self._salted(ResponsesRequest, request, raw, body)
             self._check_model(parsed.model)
-            before = self._previous_messages(request, parsed)
-            chat, model = parsed.chat(before), self._answer_model(parsed.model)
-            writer = ResponseWriter(parsed, model, keep, [*before, *parsed.messages()])
+            chat, messages, given = self._chat_of_response(request, parsed)
+            model = self._answer_model(parsed.model)
+            writer = ResponseWriter(parsed, model, partial(self._keep_response, tenant, parsed), messages, given)
             asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
             self._generator.set_defaults([asked], model)
             return parsed, writer, asked
 
         parsed, writer, asked = await self.bodies.read(request, parse_request, apart)
         # Not the response's own id: anyone who reads it in the log could continue the conversation.
-        log_line().add(id=asked.request_id, model=asked.model)
+        log_line().add(id=asked.request_id, model=asked.model, skipped_tools=",".join(parsed.skipped_tools))
         pieces = with_grammar_option("text.format", self._run(request, [asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         return Response(await cancel_on_disconnect(request, writer.whole(pieces)), media_type="application/json")
 
-    async def response(self, request: Request) -> Response:
-        found = self._conversations.response(self.keys.tenant(request.scope), request.path_params["name"])
-        return Response(found, media_type="application/json")
+    async def count_input(self, request: Request) -> Response:
+        """Answer ``/v1/responses/input_tokens``: tokens of a request's prompt."""
 
-    async def forget(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._conversations.drop(self.keys.tenant(request.scope), name)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
+        def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
+            parsed = self._salted(ResponsesRequest, request, raw, body)
+            chat, _, _ = self._chat_of_response(request, parsed)
+            return parsed.model, pb.TokenizeRequest(prompt=chat.prompts()[0])
+
+        apart = self._conversations.is_large(self.keys.tenant(request.scope))
+        model, asked = await self.bodies.read(request, parse_request, apart)
+        found = await tokenize(self._worker(model), asked)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": found["count"]})
 
     # ---- answering ------------------------------------------------------------------------------------------
 
@@ -232,9 +243,23 @@ class GatewayHandlers:
         parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
         return parsed
 
-    def _previous_messages(self, request: Request, parsed: ResponsesRequest) -> list[dict[str, Any]]:
-        """Return the conversation that a request continues. Raises InvalidRequest."""
-        return self._conversations.messages(self.keys.tenant(request.scope), parsed.previous_response_id)
+    def _chat_of_response(
+        self, request: Request, parsed: ResponsesRequest
+    ) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return a response's chat request, its messages, and the items of its input. Raises InvalidRequest."""
+        tenant, conversation = self.keys.tenant(request.scope), parsed.conversation_id
+        param = "previous_response_id" if conversation is None else "conversation"
+        before = self._conversations.messages(tenant, conversation or parsed.previous_response_id, param)
+        items = parsed.items(lambda name: ITEM.validate_python(self._conversations.item(tenant, name)))
+        said = to_messages(items)
+        return parsed.chat(before, said), [*before, *said], listed(items)
+
+    def _keep_response(self, tenant: Hashable, parsed: ResponsesRequest, stored: StoredResponse) -> None:
+        if parsed.store is not False:
+            self._conversations.keep(tenant, stored)
+        if parsed.conversation_id is not None:
+            items = [*json.loads(stored.items), *json.loads(stored.response)["output"]]
+            self.kept.append(tenant, parsed.conversation_id, items)
 
     def _parse_job(self, kind: type[GenerationOptions], request: Request, raw: bytes, body: Any) -> _AnswerJob:
         """Convert a body to worker requests. Raises KVSidecarError.
@@ -260,7 +285,7 @@ class GatewayHandlers:
         parsed, requests = asked.parsed, asked.requests
         model = requests[0].model
         log_line().add(id=asked.answer_id, model=model)
-        writer = AnswerWriter(asked.answer_id, model, isinstance(parsed, ChatRequest), parsed)
+        writer = AnswerWriter(asked.answer_id, model, self._fingerprint(model), parsed)
         shared = request_logprobs_once(requests, parsed.num_choices)
         pieces = with_grammar_option(parsed.grammar[0], self._run(request, requests, not parsed.stream))
         if shared:
@@ -279,6 +304,11 @@ class GatewayHandlers:
     def _answer_model(self, model: str) -> str:
         """Return the model name for answers: the requested one, or the served one."""
         return model or next((w.model.model_id for w in self.router.workers if w.alive), "")
+
+    def _fingerprint(self, model: str) -> str | None:
+        """Return ``system_fingerprint`` of a model; None while no worker is known to serve it."""
+        found = next((w for w in self.router.workers if w.was_up and w.serves(model)), None)
+        return None if found is None else openai_format.fingerprint(found.model)
 
     def _worker(self, name: str) -> Worker:
         """Return a worker that serves the model, or any for an empty name.

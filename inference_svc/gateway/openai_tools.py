@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.chat_messages import Message
@@ -57,6 +58,23 @@ class NamedTool(BodyModel):
     function: FunctionName
 
 
+class AllowedToolNames(BodyModel):
+    """``allowed_tools`` of a ``tool_choice``."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], FIRST_ERROR] = Field(min_length=1)
+
+
+class AllowedTools(BodyModel):
+    """``tool_choice`` of some of the tools; the prompt still has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+
+
 def to_chat(
     messages: list[Message],
     tools: list[Tool] | None,
@@ -79,7 +97,7 @@ def _json(name: str, value: dict[str, Any]) -> str:
         raise InvalidRequest(f"{name} is nested too deeply", param=name) from error
 
 
-def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
+def tool_use(choice: ToolChoice | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
     """Convert ``tool_choice``; None is the default. Raises InvalidRequest."""
     if not any_tools:
         if choice in (None, "none", "auto"):
@@ -88,7 +106,19 @@ def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: b
     modes = {"none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
     if isinstance(choice, NamedTool):
         return pb.ToolUse(mode=pb.TOOL_MODE_REQUIRED, name=choice.function.name, single=True)
+    if isinstance(choice, AllowedTools):
+        mode = modes.get(choice.allowed_tools.mode, pb.TOOL_MODE_UNSPECIFIED)
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        return pb.ToolUse(mode=mode, allowed=names, single=parallel is False)
     return pb.ToolUse(mode=modes.get(choice or "", pb.TOOL_MODE_UNSPECIFIED), single=parallel is False)
+
+
+def call_delta_fields(deltas: list[pb.ToolCallDelta], legacy: bool) -> dict[str, Any]:
+    """Return the fields of a stream's delta: ``tool_calls``, or ``function_call`` of the first format."""
+    if not legacy:
+        return {"tool_calls": call_deltas(deltas)}
+    name = {"name": deltas[0].name} if deltas[0].name else {}
+    return {"function_call": {**name, "arguments": "".join(d.arguments for d in deltas)}}
 
 
 def whole_calls(calls: list[pb.ToolCall]) -> list[dict[str, Any]]:

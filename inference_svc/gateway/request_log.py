@@ -21,7 +21,7 @@ _DEBUG_PATHS, _DEBUG_PREFIXES = (
 _LONGEST_PATH = 120
 # Allowed request ids; others could inject text into the log.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
-_RESPONSE = "/v1/responses/"
+_KEPT = ("/v1/responses/", "/v1/conversations/")
 _CLIENT_CLOSED, _FAILED, _UNAVAILABLE = 499, 500, 503
 
 
@@ -104,8 +104,9 @@ def _write(scope: Scope, known: LogLine, status: int, whole: bool) -> None:
         known.add(broken_off="the client has gone")
     # The raw path: decoded, it could contain terminal control sequences.
     sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
-    if path.startswith(_RESPONSE):  # anyone who reads a response's id could continue its conversation
-        sent = f"{_RESPONSE}ID"
+    for prefix in _KEPT:
+        if path.startswith(prefix):  # anyone who reads a response's id could continue it
+            sent = f"{prefix}ID"
     fields = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if (status < _FAILED or status == _UNAVAILABLE) and (path in _DEBUG_PATHS or path.startswith(_DEBUG_PREFIXES)):
         say = log.debug  # also while a node starts or drains and its probes repeat

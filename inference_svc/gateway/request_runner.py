@@ -37,6 +37,7 @@ class ChoiceResult:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     calls: list[pb.ToolCall] = field(default_factory=list)
     first: pb.GenerateStreamResponse | None = None
     last: pb.GenerateStreamResponse = field(default_factory=pb.GenerateStreamResponse)
@@ -44,6 +45,7 @@ class ChoiceResult:
     def add(self, part: pb.GenerateStreamResponse) -> None:
         self.texts.append(part.text)
         self.logprobs.extend(part.logprobs)
+        self.token_ids.extend(part.token_ids)
         add_calls(self.calls, part.tool_calls)
         if self.first is None:
             self.first = part

@@ -13,7 +13,17 @@ from pydantic import BeforeValidator, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.chat_messages import Messages, answer_start
-from inference_svc.gateway.openai_tools import NamedTool, Tools, to_chat, tool_use
+from inference_svc.gateway.openai_tools import (
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    Tools,
+    to_chat,
+    tool_use,
+)
+from inference_svc.gateway.prompt_cache_options import prompt_cache_ttl_seconds, routing_key
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
 
 MAX_CHOICES = 8
@@ -21,6 +31,7 @@ MAX_CHOICES = 8
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
+_MAX_EFFORT_CHARS = 32
 _LARGEST = 2**31 - 1
 _Ints = Annotated[list[int], FIRST_ERROR]
 DEFAULT_LENGTH = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
@@ -46,6 +57,8 @@ class StreamOptions(BodyModel):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: with ``include_usage``, usage in every event."""
 
 
 class GenerationOptions(BodyModel):
@@ -79,10 +92,18 @@ class GenerationOptions(BodyModel):
     truncate: Literal["left", "middle"] | None = None
     """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, it loses those that do not fit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    return_token_ids: bool = False
+    """vLLM's, like the next: return the tokens of prompt and answer."""
+    return_tokens_as_token_ids: bool = False
+    """Write tokens of log probabilities as ``token_id:ID``."""
     cache_salt: str = ""
     """Separates tenants: requests with different salts never share cached text."""
     cache_ttl_seconds: CacheTtl = None
     """TTL of the chunks that the request uses and stores; without it they do not expire."""
+    prompt_cache_key: Any = None
+    """Requests with the same key prefer the same worker and node."""
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
     document_separator: str | None = Field(default=None, max_length=64)
     """Text that precedes each document of the prompt; a document is reused at any position."""
     segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
@@ -121,6 +142,11 @@ class GenerationOptions(BodyModel):
             {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")},
             self.guided_whitespace_pattern,
         )
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def num_choices(self) -> int:
@@ -181,14 +207,18 @@ class GenerationOptions(BodyModel):
                 document_separator=self.document_separator,
                 segment_ends=self.segment_ends,
                 exact_only=self.exact_only,
+                ttl_seconds=self.cache_ttl_seconds
+                or prompt_cache_ttl_seconds(self.prompt_cache_options, self.prompt_cache_retention),
+                prompt_cache_key=routing_key(self.prompt_cache_key),
                 reuse_anywhere=self.reuse_anywhere,
-                ttl_seconds=self.cache_ttl_seconds,
             ),
             request_id=request_id,
             grammar=self.grammar[1],
             speculation=speculation_of(self.speculation),
             speculation_branches=self.speculation_branches,
             explain=self.explain,
+            return_prompt_tokens=self.return_token_ids,
+            continuous_usage=self.has_continuous_usage,
         )
 
 
@@ -203,16 +233,45 @@ class ChatRequest(GenerationOptions):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], FIRST_ERROR] | None = None
+    """OpenAI's first format of tools, like the next: answered with ``function_call``."""
+    function_call: Literal["auto", "none"] | FunctionName | None = None
+    reasoning_effort: Any = None
+    """Passed to the chat template; ``none`` also switches ``enable_thinking`` off."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's, like the next two: further arguments of the template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """vLLM's: True puts the beginning-of-sequence token before what the template makes."""
 
     def prompts(self) -> list[pb.Prompt]:
         start = answer_start(self.add_generation_prompt, self.continue_final_message)
-        return [pb.Prompt(chat=to_chat(self.messages, self.tools, self.chat_template_kwargs, start))]
+        chat = to_chat(self.messages, self._tools(), self._template_arguments(), start)
+        return [pb.Prompt(chat=chat, with_special_tokens=self.add_special_tokens)]
+
+    def _template_arguments(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        if not isinstance(effort, str):
+            return self.chat_template_kwargs or {}
+        thinking = {"enable_thinking": False} if effort == "none" else {}
+        return {"reasoning_effort": effort[:_MAX_EFFORT_CHARS], **thinking, **(self.chat_template_kwargs or {})}
+
+    def _tools(self) -> list[Tool]:
+        """Return the tools, in either format. Raises InvalidRequest for both."""
+        if self.functions and self.tools:
+            raise InvalidRequest("functions and tools are both set; tools can hold all of them", param="functions")
+        return self.tools or [Tool(type="function", function=function) for function in self.functions or ()]
+
+    def _tool_use(self) -> pb.ToolUse | None:
+        if not self.functions:
+            return tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
+        choice = self.function_call
+        if isinstance(choice, FunctionName):
+            return tool_use(NamedTool(type="function", function=choice), False, True)
+        return tool_use(choice, False, True)
 
     def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -223,7 +282,7 @@ class ChatRequest(GenerationOptions):
             request.max_tokens = self.max_completion_tokens
         elif self.max_tokens is None:
             request.max_tokens = REST_OF_CONTEXT
-        use = tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
+        use = self._tool_use()
         if use is not None:
             request.tool_use.CopyFrom(use)
         if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":

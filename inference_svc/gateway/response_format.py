@@ -31,16 +31,17 @@ class JsonSchema(BodyModel):
 
 
 class ResponseFormat(BodyModel):
-    """``response_format``."""
+    """``response_format``; a ``schema`` beside ``json_object`` is llama.cpp's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def grammar(self) -> pb.Grammar | None:
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return json_grammar(_ANY_OBJECT)
+            return json_grammar(self.schema_ or _ANY_OBJECT)
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise InvalidRequest(
                 "response_format.json_schema.schema is missing", param="response_format.json_schema.schema"

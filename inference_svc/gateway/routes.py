@@ -49,13 +49,28 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
     app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
     app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
-    app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
-    app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
+    app.add_api_route("/v1/responses/input_tokens", gateway.count_input, methods=["POST"])
+    for path, handler, method in (
+        ("/v1/responses/{name}", gateway.kept.response, "GET"),
+        ("/v1/responses/{name}", gateway.kept.forget, "DELETE"),
+        ("/v1/responses/{name}/input_items", gateway.kept.input_items, "GET"),
+        ("/v1/responses/{name}/cancel", gateway.kept.cancel, "POST"),
+        ("/v1/conversations", gateway.kept.create, "POST"),
+        ("/v1/conversations/{name}", gateway.kept.conversation, "GET"),
+        ("/v1/conversations/{name}", gateway.kept.update, "POST"),
+        ("/v1/conversations/{name}", gateway.kept.delete, "DELETE"),
+        ("/v1/conversations/{name}/items", gateway.kept.items, "GET"),
+        ("/v1/conversations/{name}/items", gateway.kept.add_items, "POST"),
+        ("/v1/conversations/{name}/items/{item}", gateway.kept.item, "GET"),
+        ("/v1/conversations/{name}/items/{item}", gateway.kept.delete_item, "DELETE"),
+    ):
+        app.add_api_route(path, handler, methods=[method])
     app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
     app.add_api_route(LOAD, gateway.adapters.load, methods=["POST"])
     app.add_api_route(UNLOAD, gateway.adapters.unload, methods=["POST"])
     app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
+    app.add_api_route("/tokenizer_info", gateway.tokenizer_info, methods=["GET"])
     app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])
     app.add_api_route("/version", gateway.version, methods=["GET"])
     for path in (HEALTH, READYZ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
@@ -18,25 +19,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "bad_words": (None, []),
+    "context_management": (None, []),
     "detokenize": (None, True),
     "early_stopping": (None, False),
     "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1.0),
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
+    "moderation": (None,),
     "prediction": (None,),
-    "reasoning_effort": (None, "medium"),  # OpenAI's default, also for verbosity
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
+    "prompt": (None,),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
-    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-# Options for services around the model; accepted without effect.
+# Advisory options: hints to the model, and options for the service around it. Accepted without effect.
 IGNORED = (
     "user",
     "metadata",
@@ -44,9 +42,11 @@ IGNORED = (
     "service_tier",
     "safety_identifier",
     "guided_decoding_backend",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    # vLLM's; has no effect on fast tokenizers, which are used here.
+    "verbosity",
+    "include_reasoning",
+    "separate_reasoning",
+    "client_metadata",
+    # vLLM's; fast tokenizers, which are used here, ignore it.
     "spaces_between_special_tokens",
 )
 # UTF-8 cannot encode surrogates, so they occur only as escapes.
@@ -95,7 +95,10 @@ def parse(kind: type[B], raw: bytes, body: Any) -> B:
     for name, value in body.items():
         if name in NEUTRAL and name not in kind.model_fields:
             if value not in NEUTRAL[name]:
-                raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
+                allowed = " or ".join(json.dumps(one) for one in NEUTRAL[name])
+                raise UnsupportedOption(
+                    f"{name} is not supported by this server; allowed is {allowed}, or leave it out", param=name
+                )
         elif name in kind.model_fields:
             if value is not None:  # null is the default
                 kept[name] = value

@@ -160,7 +160,7 @@ class WorkerRouter:
         if not able:
             raise Unavailable(self._unavailable_reason())
         least = min(w.in_flight for w in able)
-        blocks = _prompt_prefix_hashes(request)
+        blocks = [*_routing_key_hash(request), *_prompt_prefix_hashes(request)]
         for block in reversed(blocks):
             worker = self._worker_by_prefix.get(block)
             if worker is not None and worker in able and worker.in_flight <= least + _MAX_LOAD_DIFFERENCE:
@@ -175,14 +175,24 @@ class WorkerRouter:
         return worker
 
 
+def _scoped(*scope: bytes) -> Any:
+    """Return a hash object over a scope; nothing is reused across scopes."""
+    return hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in scope))
+
+
+def _routing_key_hash(request: pb.GenerateRequest) -> list[bytes]:
+    """Return the hash of the request's ``prompt_cache_key``, which counts where no prefix decides."""
+    scope = request.model.encode(), request.cache.tenant_salt, request.cache.prompt_cache_key.encode()
+    return [_scoped(b"key", *scope).digest()] if request.cache.prompt_cache_key else []
+
+
 def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
     """Return chained hashes over the prompt, one per block of bytes.
 
     Equal prefixes have equal hashes. Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
     """
     data = b"".join(_prompt_bytes(request.prompt))[:_MAX_HASHED_BYTES]
-    scope = request.model.encode(), request.cache.tenant_salt  # models and salts share no chunks
-    digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in scope))
+    digest = _scoped(request.model.encode(), request.cache.tenant_salt)
     found = []
     for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         digest.update(data[at : at + _BLOCK_BYTES])

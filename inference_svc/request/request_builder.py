@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -192,7 +193,9 @@ class RequestBuilder:
         elif kind == "text":
             ids, marks = self._encode(prompt.text, not prompt.without_special_tokens, separator)
         elif kind == "chat":
-            ids, marks = self._encode(self._chat_template.render(prompt.chat, generation_prompt), False, separator)
+            ids, marks = self._encode(
+                self._chat_template.render(prompt.chat, generation_prompt), prompt.with_special_tokens, separator
+            )
         else:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if not ids:
@@ -223,6 +226,16 @@ class RequestBuilder:
         """Convert token ids to text, with special tokens; padding ids of the vocabulary have no text."""
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
+
+    def token_names(self, ids: list[int]) -> list[str]:
+        """Return the tokens' names in the vocabulary; empty for padding ids."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(ids)]
+
+    def tokenizer_config(self) -> str:
+        """Return the tokenizer's settings as a JSON object, without paths."""
+        given = {k: v for k, v in self._tokenizer.init_kwargs.items() if not k.endswith(("_file", "_path"))}
+        own = {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
+        return json.dumps({**given, **own}, default=str)
 
     def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
         """Build a sequence to submit. Raises UnknownModel, PromptTooLong, InvalidRequest."""

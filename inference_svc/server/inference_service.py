@@ -76,6 +76,7 @@ class InferenceService(InferenceServiceServicer):
             add_calls(response.tool_calls, part.tool_calls)
             response.prompt_parts.extend(part.prompt_parts)
             response.prompt_logprobs.extend(part.prompt_logprobs)
+            response.prompt_token_ids.extend(part.prompt_token_ids)
             response.prompt_text = response.prompt_text or part.prompt_text
             if part.HasField("numerics"):
                 response.numerics.CopyFrom(part.numerics)
@@ -109,8 +110,12 @@ class InferenceService(InferenceServiceServicer):
                 if first:
                     calls = self._requests.call_parser(request)
                 part = self._part(sequence, output, sequence.request.id if first else "")
+                if request.continuous_usage or part.finish_reason:
+                    self._add_usage(sequence, part)
                 if calls is not None:
                     read_calls(calls, part)
+                if first and request.return_prompt_tokens:
+                    part.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
                 if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
                     await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
                 first = False
@@ -194,16 +199,20 @@ class InferenceService(InferenceServiceServicer):
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
             set_stop_reason(sequence, output.finish, part)
-            part.usage.prompt_tokens = sequence.request.num_prompt_tokens
-            part.usage.cached_tokens = sequence.usage.num_cached
-            part.usage.generated_tokens = sequence.num_generated
-            part.usage.approximate_tokens = sequence.usage.num_approximate
-            part.usage.recomputed_tokens = sequence.usage.num_recomputed
-            part.usage.draft_tokens = sequence.speculation.num_draft_tokens
-            part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
+
+    @staticmethod
+    def _add_usage(sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+        prompt, cached = sequence.request.num_prompt_tokens, sequence.usage.num_cached
+        part.usage.prompt_tokens, part.usage.cached_tokens = prompt, cached
+        part.usage.generated_tokens = sequence.num_generated
+        part.usage.approximate_tokens = sequence.usage.num_approximate
+        part.usage.recomputed_tokens = sequence.usage.num_recomputed
+        part.usage.draft_tokens = sequence.speculation.num_draft_tokens
+        part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
+        part.usage.cache_write_tokens = prompt - cached if sequence.request.cache.write else 0
 
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
@@ -239,7 +248,12 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         ids = await self._tokenize_beside(request, lambda: self._requests.counted_tokens(request.prompt))
-        return pb.TokenizeResponse(token_ids=ids)
+        names = self._requests.token_names(ids) if request.return_token_names else ()
+        return pb.TokenizeResponse(token_ids=ids, token_names=names)
+
+    @unary(INFERENCE_DOMAIN)
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
+        return pb.GetTokenizerResponse(config_json=self._requests.tokenizer_config())
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:

@@ -75,6 +75,9 @@ def prompt_prefix_hashes(body: dict[str, Any]) -> PromptPrefixHashes:
         if not session_key and talk and isinstance(part, dict) and part.get("role") == "user":
             session_key = digest.digest()
     whole = digest.digest()
+    if isinstance(key := body.get("prompt_cache_key"), str) and key:
+        session_key = hashlib.sha256(_bytes(["prompt_cache_key", body.get("cache_salt") or "", key])).digest()
+        found.append(session_key)
     return PromptPrefixHashes(tuple(dict.fromkeys(found)) or (whole,), session_key or whole, at)
 
 

@@ -1,7 +1,4 @@
-"""Bounded in-memory store of conversations that requests may continue.
-
-Requests name them by ``previous_response_id``.
-"""
+"""Bounded in-memory store of responses and conversations that requests may continue."""
 
 from __future__ import annotations
 
@@ -22,22 +19,35 @@ _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and the chat up to it, both as JSON.
+    """A response, the chat up to it and the items of its input, or a conversation and its items, all as JSON.
 
-    A JSON text's length is its size in memory.
+    A JSON text's length is its size in memory. ``item_ids`` are those of input and output.
     """
 
     id: str
     response: bytes
     messages: bytes
+    items: bytes = b"[]"
+    item_ids: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, response: dict[str, Any], messages: list[dict[str, Any]]) -> StoredResponse:
-        return cls(response["id"], json_bytes(response), json_bytes(messages))
+    def of(
+        cls, response: dict[str, Any], messages: list[dict[str, Any]], items: list[dict[str, Any]] | None = None
+    ) -> StoredResponse:
+        items = items or []
+        ids = frozenset(item["id"] for item in [*items, *response.get("output", ())] if item.get("id"))
+        return cls(response["id"], json_bytes(response), json_bytes(messages), json_bytes(items), ids)
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages) + _OVERHEAD_BYTES
+        texts = len(self.response) + len(self.messages) + len(self.items)
+        return texts + sum(map(len, self.item_ids)) + _OVERHEAD_BYTES
+
+    def item(self, item_id: str) -> dict[str, Any]:
+        """Return one of the items in ``item_ids``."""
+        both = [*json.loads(self.items), *json.loads(self.response).get("output", ())]
+        found: dict[str, Any] = next(item for item in both if item.get("id") == item_id)
+        return found
 
 
 class _TenantResponses:
@@ -48,6 +58,8 @@ class _TenantResponses:
         self.num_bytes = 0
 
     def add(self, stored: StoredResponse) -> None:
+        if stored.id in self.stored:  # a conversation that has grown
+            self.remove(stored.id)
         self.stored[stored.id] = stored
         self.num_bytes += stored.num_bytes
 
@@ -92,30 +104,40 @@ class ConversationStore:
         """Return whether a tenant's responses are too large to decode on the event loop."""
         return tenant in self._tenants and self._tenants[tenant].num_bytes > INLINE_BYTES
 
-    def messages(self, tenant: Hashable, response_id: str | None) -> list[dict[str, Any]]:
-        """Return the chat up to a response; empty for None. Raises InvalidRequest for an unknown response."""
+    def messages(
+        self, tenant: Hashable, response_id: str | None, param: str = "previous_response_id"
+    ) -> list[dict[str, Any]]:
+        """Return the chat up to a response, or of a conversation; empty for None. Raises InvalidRequest."""
         if response_id is None:
             return []
         try:
-            found: list[dict[str, Any]] = json.loads(self._find(tenant, response_id).messages)
+            found: list[dict[str, Any]] = json.loads(self.find(tenant, response_id).messages)
         except UnknownResponse as error:
-            raise InvalidRequest(str(error), param="previous_response_id") from None
+            raise InvalidRequest(str(error), param=param) from None
         return found
 
-    def response(self, tenant: Hashable, response_id: str) -> bytes:
-        """Return a response as JSON. Raises UnknownResponse."""
-        return self._find(tenant, response_id).response
+    def item(self, tenant: Hashable, item_id: str) -> dict[str, Any]:
+        """Return an item of the tenant's newest response that has it. Raises InvalidRequest."""
+        stored = self._tenants[tenant].stored if tenant in self._tenants else {}
+        found = next((one for one in reversed(list(stored.values())) if item_id in one.item_ids), None)
+        if found is None:
+            raise InvalidRequest(
+                f"input refers to the item {item_id[:80]!r}, which is not kept: send the item itself", param="input"
+            )
+        return found.item(item_id)
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
         """Delete a response. Raises UnknownResponse."""
-        self._find(tenant, response_id)
+        self.find(tenant, response_id)
         self._tenants[tenant].remove(response_id)
 
-    def _find(self, tenant: Hashable, response_id: str) -> StoredResponse:
+    def find(self, tenant: Hashable, response_id: str) -> StoredResponse:
+        """Return a response, or a conversation. Raises UnknownResponse."""
         responses = self._tenants.get(tenant)
         found = None if responses is None else responses.stored.get(response_id)
         if found is None:
+            kind = "conversation" if response_id.startswith("conv_") else "response"
             raise UnknownResponse(
-                f"the response {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
+                f"the {kind} {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
             )
         return found

@@ -114,7 +114,7 @@ def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
+        ({"extra_body": {"web_search_options": {}}}, "web_search_options"),
         ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs.structural_tag"),
         ({"logit_bias": {"1": 500}}, "logit_bias"),
         ({"logit_bias": {"5000": 5}}, "logit_bias"),

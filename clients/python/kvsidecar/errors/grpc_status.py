@@ -52,8 +52,11 @@ _DETAILS_KEY = "grpc-status-details-bin"
 # Maximum bytes of a text over gRPC. It is sent twice, escaped, and metadata of 16 KiB would end the call without a
 # reason.
 _LONGEST_TEXT, _LONGEST_END = 1500, 400
-# gRPC's text where no server listens: the address, gRPC's own words, and the system's reason.
-_NOTHING_LISTENS = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
+# gRPC's text where no server listens: the address, gRPC's own words, and the system's reason. gRPC 1.76 puts errno
+# behind the reason.
+_NOTHING_LISTENS = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+?)(?: \(\d+\))?"
+)
 # gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
 

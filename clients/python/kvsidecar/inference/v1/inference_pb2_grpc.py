@@ -64,6 +64,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/kvsidecar.inference.v1.InferenceService/GetTokenizer',
+                request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/kvsidecar.inference.v1.InferenceService/GetModel',
                 request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -129,6 +134,13 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetTokenizer(self, request, context):
+        """Describes the tokenizer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """Describes the model.
         """
@@ -186,6 +198,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -348,6 +365,33 @@ class InferenceService(object):
             '/kvsidecar.inference.v1.InferenceService/Detokenize',
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.inference.v1.InferenceService/GetTokenizer',
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

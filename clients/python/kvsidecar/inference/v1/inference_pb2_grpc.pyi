@@ -48,6 +48,8 @@ class InferenceServiceStub:
     """Turns text or messages into token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     """Turns token ids into text."""
+    GetTokenizer: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetTokenizerRequest, _inference_pb2.GetTokenizerResponse]
+    """Describes the tokenizer."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes the model."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]
@@ -81,6 +83,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Turns text or messages into token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Turns token ids into text."""
+    GetTokenizer: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetTokenizerRequest, _inference_pb2.GetTokenizerResponse]  # type: ignore[assignment]
+    """Describes the tokenizer."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the model."""
     GetStats: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -141,6 +145,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
         """Turns token ids into text."""
+
+    @_abc_1.abstractmethod
+    def GetTokenizer(
+        self,
+        request: _inference_pb2.GetTokenizerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetTokenizerResponse, _abc.Awaitable[_inference_pb2.GetTokenizerResponse]]:
+        """Describes the tokenizer."""
 
     @_abc_1.abstractmethod
     def GetModel(
