@@ -71,7 +71,7 @@ class AnswerWriter:
             choices[piece.choice].add(piece.part)
         first, told = choices[0].first, dict[str, Any]()
         if self._request.explain and first is not None:
-            told |= openai_format.prompt_provenance(first)
+            told |= openai_format.prompt_provenance(first) | openai_format.miss_reason(choices[0].last)
         if self._chat and first is not None:
             told |= self._prompt_fields(first)
         return {
@@ -164,6 +164,9 @@ class AnswerWriter:
             empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
             empty["stop_reason"] = openai_format.stop_reason(part)
             out.append(self._chunk(piece, empty, self._finish_reason(part)))
+            if self._request.explain:
+                head = {**self._head, "object": self._chunk_kind, "choices": []}
+                out.append(openai_format.event({**head, **openai_format.miss_reason(part)}))
         return out
 
     def _chunk(self, piece: ChoiceChunk, content: dict[str, Any], finish: str | None = None) -> bytes:

@@ -144,6 +144,8 @@ class AnswerTimer:
             m.prompt_tokens.labels(model).observe(part.usage.prompt_tokens)
             m.generation_tokens.labels(model).observe(part.usage.generated_tokens)
             log_line().answered(model, part.usage)
+            if part.HasField("miss"):
+                log_line().add(miss=part.miss.kind, miss_at=part.miss.position)
 
 
 class _WorkerCollector:

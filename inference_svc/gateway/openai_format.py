@@ -89,6 +89,16 @@ def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
     return {"prompt_parts": parts, "numerics": numerics, "reuse_anywhere": anywhere}
 
 
+def miss_reason(part: pb.GenerateStreamResponse) -> dict[str, Any]:
+    """Return the reason why tokens were computed (an extension); ``miss`` is None when all were cached."""
+    if not part.HasField("miss"):
+        return {"miss": None}
+    miss = part.miss
+    times = {"seconds_ago": round(miss.seconds_ago, 3), "remembered_seconds": round(miss.remembered_seconds, 3)}
+    found = {"kind": miss.kind, "position": miss.position, "computed_tokens": miss.computed_tokens, "by": miss.by}
+    return {"miss": {**found, **times, "sentence": miss.sentence, "advice": miss.advice}}
+
+
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
     """Return vLLM's ``prompt_logprobs``.
 

@@ -126,10 +126,12 @@ class ChunkLoader:
             seconds_per_token=self._cost_model.prefill_seconds_per_token,
             ttl_seconds=sequence.request.cache.ttl_seconds,
             window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
+            explain=not sequence.miss.done(),
+            known_tokens=sequence.kv.num_computed,
         )
         with sequence.trace.part("lookup", sequence.timestamps.admitted_at):
             answer = session.match(request, self._match_timeout(session, len(sequence.tokens)))
-        looked_up = time.perf_counter()
+        looked_up, load.answer = time.perf_counter(), answer
         found: LoadPlan | None = None
         try:
             if answer.epoch != session.epoch:

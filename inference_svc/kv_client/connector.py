@@ -37,6 +37,7 @@ from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
 from inference_svc.kv_client.chunk_saver import ChunkSaver, SaveSnapshot
 from inference_svc.kv_client.client_context import ClientContext
+from inference_svc.kv_client.miss_probe import MISS_LOAD_SLOWER, MISS_UNAVAILABLE, MissProbe, set_miss
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_pool.block_table import BlockTable
@@ -79,6 +80,7 @@ class DaemonConnector:
         self.stats, self._cost_model = context.stats, context.cost_model
         self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
         self._loader, self._saver = ChunkLoader(context), ChunkSaver(context)
+        self._misses = MissProbe(context, self._loader)
         self._lookup_threads = ThreadPoolExecutor(_MAX_LOOKUPS, "kv-ask")
         self._probe_thread = ThreadPoolExecutor(1, "kv-probe")
         self._copies = PriorityExecutor("kv-copy")
@@ -156,7 +158,12 @@ class DaemonConnector:
         # For a few uncached tokens, a lookup takes as long as their prefill.
         least = 2 if not sequence.kv.num_computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
-        if found is None or sequence.num_uncomputed < least:
+        if found is None:
+            set_miss(sequence, MISS_UNAVAILABLE)
+            return False
+        if sequence.num_uncomputed < least:
+            if not sequence.miss.done():
+                self._lookup_threads.submit(self._explain, sequence, sequence.kv.num_computed)
             return False
         session, root = found
         if session.epoch != self._epoch:
@@ -166,9 +173,12 @@ class DaemonConnector:
         saves = [job for job in self._saves.jobs if _share_head(sequence.tokens, job.sequence.tokens)]
         asked = self._loader.allows_relocation(session, sequence) or bool(saves)
         if not asked and self._loader.skips_lookup(session, root, sequence):
+            if not sequence.miss.done():
+                self._lookup_threads.submit(self._explain, sequence, sequence.kv.num_computed)
             return False
         if not self._cost_model.should_load(sequence.num_uncomputed):
             self.stats.bypassed += 1
+            set_miss(sequence, MISS_LOAD_SLOWER)
             return False
         self._saves.prioritize(saves)
         load = SequenceLoad(sequence, pool, done)
@@ -268,13 +278,25 @@ class DaemonConnector:
     def _look_up(self, load: SequenceLoad, saves: list[Job]) -> None:
         """Wait for saves that the load needs, look up its prompt, and queue the copy. On a lookup thread."""
         self._await_saves(saves, load)
-        with self._guard(load.sequence) as found:
+        sequence, chosen, known_tokens = load.sequence, None, load.sequence.kv.num_computed
+        looked_up = False
+        with self._guard(sequence) as found:
             if found is not None and load.wanted:
                 chosen = self._loader.look_up(*found, load)
                 if chosen is not None:
-                    self._copies.submit(load.sequence, lambda _: self._copy(found[0], chosen, load))
-                    return
-        self._finish_load(load)
+                    self._copies.submit(sequence, lambda _: self._copy(found[0], chosen, load))
+                looked_up = True
+        if chosen is None:
+            self._finish_load(load)
+        if not looked_up:
+            set_miss(sequence, MISS_UNAVAILABLE)
+        self._explain(sequence, known_tokens, load.answer)  # beside the prefill
+
+    def _explain(self, sequence: Sequence, known_tokens: int, answer: pb.MatchResponse | None = None) -> None:
+        """Set the reason of a miss; see ``MissProbe``. On a lookup thread."""
+        daemon, found = self._daemons.get(sequence.cache_scope.adapter), self._session(sequence)
+        if daemon is not None and found is not None and not sequence.miss.done():
+            self._misses.explain(*found, daemon.namespace, sequence, known_tokens, answer)
 
     def _await_saves(self, saves: list[Job], load: SequenceLoad) -> None:
         """Wait for saves, at most for the timeout of a load."""

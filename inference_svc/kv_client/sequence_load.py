@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from kvsidecar.cache.v1.cache_pb2 import MatchResponse
+
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.sequence.kv_connector import LoadCallback, LoadResult
 from inference_svc.sequence.sequence import Sequence
@@ -19,6 +21,7 @@ class SequenceLoad:
     def __init__(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> None:
         self.sequence, self.pool = sequence, pool
         self.finished = threading.Event()
+        self.answer: MatchResponse | None = None  # of the lookup
         self._done, self._lock = done, threading.Lock()
         self._claimed = self._reported = False
 

@@ -107,6 +107,8 @@ class NullKVConnector:
     """Connector without a daemon: only the pool's prefix cache is used."""
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
+        if not sequence.miss.done():
+            sequence.miss.set_result("unavailable")
         return False
 
     def forget(self, sequence: Sequence) -> None:

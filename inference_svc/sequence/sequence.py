@@ -6,10 +6,12 @@ import enum
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from kvsidecar.cache.v1.cache_pb2 import MissReason
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.telemetry.tracing import NOOP_SPAN, Span
 from numpy.typing import NDArray
@@ -140,6 +142,7 @@ class Sequence:
     usage: ReuseUsage = field(default_factory=ReuseUsage)
     timings: RequestTimings = field(default_factory=RequestTimings)
     timestamps: RequestTimestamps = field(default_factory=RequestTimestamps)
+    miss: Future[MissReason | str] = field(default_factory=Future)  # set once by the connector; a text names a kind
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # from the prompt's second token on
 
     def __post_init__(self) -> None:

@@ -32,6 +32,7 @@ from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel
 from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
+from inference_svc.request.miss_report import add_miss
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
@@ -85,6 +86,8 @@ class InferenceService(InferenceServiceServicer):
                 copy_stop_reason(part, response)
                 response.finish_reason = part.finish_reason
                 response.usage.CopyFrom(part.usage)
+                if part.HasField("miss"):
+                    response.miss.CopyFrom(part.miss)
                 response.timings.CopyFrom(part.timings)
             response.request_id = part.request_id or response.request_id
         response.text = "".join(texts)
@@ -118,6 +121,8 @@ class InferenceService(InferenceServiceServicer):
                     part.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
                 if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
                     await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
+                if part.finish_reason:
+                    await add_miss(sequence, part, wait=request.explain)
                 first = False
                 yield part
 

@@ -14,6 +14,8 @@ from inference_svc.gateway.body_reader import INLINE_BYTES
 from inference_svc.gateway.openai_format import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
+# A conversation is read as a whole on the event loop whenever it grows.
+MAX_CONVERSATION_BYTES = 1 << 20
 _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
 
@@ -111,6 +113,7 @@ class ConversationStore:
         if response_id is None:
             return []
         try:
+            self._check_size(self.find(tenant, response_id), param)
             found: list[dict[str, Any]] = json.loads(self.find(tenant, response_id).messages)
         except UnknownResponse as error:
             raise InvalidRequest(str(error), param=param) from None
@@ -125,6 +128,15 @@ class ConversationStore:
                 f"input refers to the item {item_id[:80]!r}, which is not kept: send the item itself", param="input"
             )
         return found.item(item_id)
+
+    @staticmethod
+    def _check_size(stored: StoredResponse, param: str) -> None:
+        if stored.id.startswith("conv_") and len(stored.items) > MAX_CONVERSATION_BYTES:
+            raise InvalidRequest(
+                f"the conversation has {len(stored.items)} bytes of items; beyond {MAX_CONVERSATION_BYTES} it cannot "
+                "grow: start another one",
+                param=param,
+            )
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
         """Delete a response. Raises UnknownResponse."""

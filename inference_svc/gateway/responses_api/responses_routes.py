@@ -94,6 +94,7 @@ class ResponsesRoutes:
     async def add_items(self, request: Request) -> Response:
         parsed = await self._bodies.read(request, partial(parse, ItemsBody))
         found, added = self._find(request, "conv_"), listed(parsed.items)
+        self._store.messages(self._tenant(request), found.id, "items")  # refuses one that is too large
         self.append(self._tenant(request), found.id, added)
         return JSONResponse(_listing(added, has_more=False))
 

@@ -326,6 +326,19 @@ def test_a_conversation_grows_by_its_responses(gateway: Gateway) -> None:
         gateway.client.responses.create(model="demo", input="x", conversation=made.id)
 
 
+def test_a_conversation_has_a_largest_size(gateway: Gateway) -> None:
+    client = gateway.client.conversations
+    large: Any = [{"type": "message", "role": "user", "content": "y" * (1 << 20)}]
+    made = client.create(items=large)
+    with pytest.raises(openai.BadRequestError, match="start another one") as caught:
+        client.items.create(made.id, items=large)
+    assert caught.value.param == "items"
+    with pytest.raises(openai.BadRequestError, match="start another one") as caught:
+        gateway.client.responses.create(model="demo", input="x", conversation=made.id)
+    assert caught.value.param == "conversation"
+    client.delete(made.id)
+
+
 def test_items_of_another_tenant_are_unknown() -> None:
     store = ConversationStore()
     store.keep("a", StoredResponse.of({"id": "resp_1", "output": [{"id": "msg_1"}]}, [], [{"id": "msg_0"}]))

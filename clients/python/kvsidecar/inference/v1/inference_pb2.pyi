@@ -1078,6 +1078,7 @@ class GenerateResponse(_message.Message):
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text, without the stop string."""
@@ -1132,6 +1133,10 @@ class GenerateResponse(_message.Message):
         """Tokens of the prompt as it was computed, if `return_prompt_tokens` was set."""
 
     @_builtins.property
+    def miss(self) -> Global___MissReason:
+        """The reason why tokens of the prompt were computed; absent when all but the last one were cached."""
+
+    @_builtins.property
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
         """Of the worker that answered, if `explain` was set."""
 
@@ -1153,17 +1158,70 @@ class GenerateResponse(_message.Message):
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        miss: Global___MissReason | None = ...,
         reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_stopped_by) -> _WhichOneofReturnType_stopped_by | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class MissReason(_message.Message):
+    """The reason why tokens of a prompt were computed and not cached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REMEMBERED_SECONDS_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Kind: "never_seen", "differs", "other_tenant", "other_namespace", "evicted", "quota", "expired", "deleted",
+    "not_stored", "corrupt", "arena_full", "load_slower", "reuse_off", "skipped", "unavailable" or "unknown".
+    """
+    position: _builtins.int
+    """Index of the first token of the prompt that the reason is about."""
+    computed_tokens: _builtins.int
+    """Prompt tokens that were computed."""
+    seconds_ago: _builtins.float
+    """Seconds since the loss, or since the earlier prompt; 0 when unknown."""
+    by: _builtins.str
+    """Detail, such as the tier that evicted, or the fields in which namespaces differ; may be empty."""
+    remembered_seconds: _builtins.float
+    """How far the daemon's memory of prompts and losses reaches back, in seconds; 0 when unknown."""
+    sentence: _builtins.str
+    """The reason as a sentence."""
+    advice: _builtins.str
+    """A sentence about a remedy; empty when there is none."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        position: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        seconds_ago: _builtins.float = ...,
+        by: _builtins.str = ...,
+        remembered_seconds: _builtins.float = ...,
+        sentence: _builtins.str = ...,
+        advice: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "by", b"by", "computed_tokens", b"computed_tokens", "kind", b"kind", "position", b"position", "remembered_seconds", b"remembered_seconds", "seconds_ago", b"seconds_ago", "sentence", b"sentence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
@@ -1219,6 +1277,7 @@ class GenerateStreamResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
@@ -1266,6 +1325,10 @@ class GenerateStreamResponse(_message.Message):
         """As in GenerateResponse. Set in the first message."""
 
     @_builtins.property
+    def miss(self) -> Global___MissReason:
+        """As in GenerateResponse. Set in the last message."""
+
+    @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """As in GenerateResponse. Set in the first message."""
 
@@ -1290,12 +1353,13 @@ class GenerateStreamResponse(_message.Message):
         stop_token_id: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
+        miss: Global___MissReason | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
