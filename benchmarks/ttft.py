@@ -115,7 +115,7 @@ class ArmNodes:
             node.settle()
 
     def ask(self, name: str, pieces: list[list[int]], question: list[int]) -> tuple[float, Completion | None]:
-        """Return TTFT in milliseconds, and the answer unless it is the bound."""
+        """Return TTFT in milliseconds and the answer; for the arm ``bound``, None instead of an answer."""
         if name in SHUFFLED:
             pieces = pieces[::-1]
         document, ends = _joined(pieces)

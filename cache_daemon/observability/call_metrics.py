@@ -94,7 +94,10 @@ class FailureWindow:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """Return the method of which half of the calls failed, and since when; None if no method fails."""
+        """Return a sentence about the failing method, and the start of the failure; None if no method fails.
+
+        A method fails if at least half of its calls in the last minute (and at least 10) ended INTERNAL.
+        """
         oldest = self._clock() - _WINDOW_SECONDS
         while self._seconds and self._seconds[0][0] < oldest:
             self._seconds.popleft()

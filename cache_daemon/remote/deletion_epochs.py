@@ -326,7 +326,7 @@ class DeletionEpochs:
             )
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Restore a note of an earlier start; an unreadable one is removed.
+        """Restore a deletion record that an earlier run stored; remove it if it is unreadable.
 
         Call it once durable chunks are indexed.
         """

@@ -109,7 +109,7 @@ class DaemonConnector:
             session.verdict = verdict
 
     def store_verdict(self, verdict: pb.ReuseVerdict) -> None:
-        """Use a verdict, and store it in the daemon. A daemon that cannot store it is logged."""
+        """Use a verdict, and store it in the daemon. If the daemon cannot store it, this is logged."""
         self.use_verdict(verdict)
         session = self._daemons[b""].session
         try:

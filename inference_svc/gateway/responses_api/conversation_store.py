@@ -109,7 +109,7 @@ class ConversationStore:
     def messages(
         self, tenant: Hashable, response_id: str | None, param: str = "previous_response_id"
     ) -> list[dict[str, Any]]:
-        """Return the chat up to a response, or of a conversation; empty for None. Raises InvalidRequest."""
+        """Return the messages of a conversation, or those up to a response; empty for None. Raises InvalidRequest."""
         if response_id is None:
             return []
         try:

@@ -167,7 +167,7 @@ class ChunkSource(Protocol):
 class StoredChunks:
     """The stored prefix of a prompt, with and without its last chunk.
 
-    The second is None if no chunk was stored.
+    ``before_last``, the prefix without the last chunk, is None if no chunk was stored.
     """
 
     prefix: StoredPrefix
