@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from sortedcontainers import SortedDict
 
 from cache_daemon.diagnostics.token_tags import TAG_BYTES
-from cache_daemon.store.common_bytes import common_bytes
+from cache_daemon.store.common_bytes import nearest
 
 T = TypeVar("T")
 # Memory of an entry besides its tags: objects and their places in three maps.
@@ -18,15 +18,10 @@ _ENTRY_BYTES = 400
 
 @dataclass(frozen=True, slots=True)
 class TaggedRun(Generic[T]):
-    """An entry of the history: the tags of a run, its time, and a value."""
+    """A run's time and value."""
 
-    tags: bytes
     at: float
     value: T
-
-    @property
-    def tokens(self) -> int:
-        return len(self.tags) // TAG_BYTES
 
 
 @dataclass(slots=True)
@@ -65,7 +60,7 @@ class TagHistory(Generic[T]):
         runs = self._groups.get(group)
         if runs is None:
             runs = self._groups[group] = SortedDict()
-        runs[tags] = TaggedRun(tags, at, value)
+        runs[tags] = TaggedRun(at, value)
         part = self._tenants.setdefault(tenant, _TenantPart())
         part.keys[key] = size
         part.size_bytes += size
@@ -81,12 +76,8 @@ class TagHistory(Generic[T]):
         runs = self._groups.get(group)
         if runs is None:
             return None
-        # Runs that share most with a query are next to its place in the order.
-        at = runs.bisect_left(tags)
-        around = [runs.peekitem(i)[1] for i in (at - 1, at) if 0 <= i < len(runs)]
-        return max(
-            ((common_bytes(run.tags, tags, TAG_BYTES) // TAG_BYTES, run) for run in around), key=lambda found: found[0]
-        )
+        found: tuple[TaggedRun[T], int] = nearest(runs, tags, TAG_BYTES)
+        return found[1] // TAG_BYTES, found[0]
 
     def reaches_back_to(self, tenant: bytes) -> float:
         """Return the time since which nothing of a tenant was dropped."""

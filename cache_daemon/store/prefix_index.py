@@ -17,7 +17,7 @@ from sortedcontainers import SortedDict, SortedList
 
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.common_bytes import common_bytes
+from cache_daemon.store.common_bytes import common_bytes, nearest
 
 # Maximal number of copies of one text, after different prefixes, that are considered for reuse.
 _MAX_COPIES = 16
@@ -36,10 +36,7 @@ class MatchedChunk(NamedTuple):
 
 @dataclass(slots=True)
 class _Siblings:
-    """Children of one parent, sorted by token bytes.
-
-    The children that share most tokens with a query are next to its sort position.
-    """
+    """Children of one parent, sorted by token bytes."""
 
     by_tokens: SortedDict[bytes, Chunk] = field(default_factory=SortedDict)
     lengths: Counter[int] = field(default_factory=Counter)  # length in bytes -> number of children
@@ -56,10 +53,7 @@ class _Siblings:
 
     def nearest(self, rest: bytes) -> tuple[Chunk, int]:
         """Return the child with the longest common prefix with ``rest``, and its length in bytes."""
-        at = self.by_tokens.bisect_left(rest)
-        around = [self.by_tokens.peekitem(i) for i in (at - 1, at) if 0 <= i < len(self.by_tokens)]
-        chunk, shared = max(((c, common_bytes(t, rest)) for t, c in around), key=lambda found: found[1])
-        return chunk, shared
+        return nearest(self.by_tokens, rest)
 
 
 class PrefixIndex:
