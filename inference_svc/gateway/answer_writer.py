@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -36,11 +35,18 @@ _CODES = {
 
 def error_response(error: KVSidecarError) -> JSONResponse:
     """Return an error in OpenAI's format."""
-    _, code = status_of(error)
-    kind = "invalid_request_error" if code < 500 else "server_error"
+    return JSONResponse(_error_body(error), status_code=status_of(error)[1])
+
+
+def error_event(error: KVSidecarError) -> bytes:
+    """Return an error as the last event of a stream, in OpenAI's format."""
+    return openai_format.event(_error_body(error))
+
+
+def _error_body(error: KVSidecarError) -> dict[str, Any]:
+    kind = "invalid_request_error" if status_of(error)[1] < 500 else "server_error"
     named = _CODES.get(error.reason, error.reason.lower())
-    body = {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": named}}
-    return JSONResponse(body, status_code=code)
+    return {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": named}}
 
 
 def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
@@ -133,7 +139,7 @@ class AnswerWriter:
                     yield event
         except KVSidecarError as error:
             log_line().abort(error.reason)
-            yield openai_format.event(json.loads(bytes(error_response(error).body)))
+            yield error_event(error)
             return
         options = self._request.stream_options
         if options is not None and options.include_usage:

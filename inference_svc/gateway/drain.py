@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+from contextlib import suppress
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -15,9 +15,10 @@ from inference_svc.gateway.fleet_api import SERVING_PATH
 from inference_svc.gateway.request_log import log_line
 
 LIVEZ, READYZ, HEALTH = "/livez", "/readyz", "/health"
+HEALTH_PATHS = frozenset({LIVEZ, READYZ, HEALTH})
 _READINESS = frozenset({READYZ, HEALTH, SERVING_PATH})
 # Requests that do not keep a draining process alive.
-_PROBES = _READINESS | {LIVEZ, "/metrics"}
+_PROBES = _READINESS | HEALTH_PATHS | {"/metrics"}
 
 
 class Drain:
@@ -51,17 +52,12 @@ class Drain:
         for task in self._running:
             task.cancel()
 
-    async def wait_idle(self, seconds: float) -> bool:
-        """Wait until no request runs; return False after ``seconds``."""
-        deadline = time.monotonic() + seconds
-        while self._running:
-            if (left := deadline - time.monotonic()) <= 0:
-                return False
-            try:
-                await asyncio.wait_for(self._idle.wait(), left)
-            except TimeoutError:
-                return False
-        return True
+    async def wait_idle(self, seconds: float) -> None:
+        """Wait until no request runs, for at most ``seconds``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._running:  # another may have begun since the last one ended
+                    await self._idle.wait()
 
 
 class DrainMiddleware:
@@ -78,9 +74,10 @@ class DrainMiddleware:
             await self._app(scope, receive, send)
             return
         if scope["path"] in _PROBES:
-            not_ready = self._drain.has_begun and scope["path"] in _READINESS
-            draining = {"status": "draining", "running": self._drain.num_running}
-            await (JSONResponse(draining, 503) if not_ready else self._app)(scope, receive, send)
+            app = self._app
+            if self._drain.has_begun and scope["path"] in _READINESS:
+                app = JSONResponse({"status": "draining", "running": self._drain.num_running}, 503)
+            await app(scope, receive, send)
             return
         task = asyncio.current_task()
         assert task is not None

@@ -16,7 +16,7 @@ from inference_svc.gateway.anthropic_api.error_envelope import (
 )
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.connections import RESERVED
-from inference_svc.gateway.drain import HEALTH, LIVEZ, READYZ
+from inference_svc.gateway.drain import HEALTH_PATHS
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.request_counters import RequestCounters
@@ -24,7 +24,7 @@ from inference_svc.gateway.request_log import log_line
 
 NODE, FLEET = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet"
 # Open without a key: probes and scrapers have none, and the page asks the user for it.
-_OPEN, _OPEN_FILES = frozenset({"/", HEALTH, READYZ, LIVEZ, "/metrics", "/openapi.json", "/version"}), "/page/"
+_OPEN, _OPEN_FILES = HEALTH_PATHS | {"/", "/metrics", "/openapi.json", "/version"}, "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
 _PATHS = _OPEN | _API | {MESSAGES_PATH, COUNT_PATH} | {LOAD, UNLOAD, "/tokenize", "/detokenize"}
 _CODES = {401: ("authentication_error", "invalid_api_key"), 403: ("invalid_request_error", "permission_denied")}
@@ -65,7 +65,7 @@ class RequestGuard:
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         """Return the answer to a refused request, or None."""
         path = scope["path"]
-        if path not in (HEALTH, READYZ, LIVEZ) and scope.get("state", {}).get(RESERVED):
+        if path not in HEALTH_PATHS and scope.get("state", {}).get(RESERVED):
             busy = "as many connections are open as may be; try again in a moment"
             return self._refused(scope, "connections", busy, 503)
         if self._keys.open:

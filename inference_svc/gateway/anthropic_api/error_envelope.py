@@ -10,8 +10,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from kvsidecar.errors import KVSidecarError, status_of
 
-from inference_svc.gateway import openai_format
-from inference_svc.gateway.answer_writer import error_response
+from inference_svc.gateway.answer_writer import error_event, error_response
 
 MESSAGES_PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 REQUEST_ID = "request-id"
@@ -48,7 +47,7 @@ def envelope(message: str, status: int, request_id: str) -> dict[str, Any]:
 
 def messages_error_response(error: KVSidecarError, request_id: str) -> JSONResponse:
     """Return an error with its HTTP code."""
-    status = _CODES.get(error.reason, status_of(error)[1])
+    status = _status(error)
     return JSONResponse(envelope(str(error), status, request_id), status_code=status)
 
 
@@ -62,14 +61,17 @@ def error_response_for(scope: MutableMapping[str, Any], error: KVSidecarError) -
 def error_event_for(scope: MutableMapping[str, Any], error: KVSidecarError) -> bytes:
     """Return an error as the last event of a stream, in the format of the request's path."""
     if is_messages_path(scope["path"]):
-        return error_event(error, request_id_of(scope))
-    return openai_format.event(json.loads(bytes(error_response(error).body)))
+        return messages_error_event(error, request_id_of(scope))
+    return error_event(error)
 
 
-def error_event(error: KVSidecarError, request_id: str) -> bytes:
+def messages_error_event(error: KVSidecarError, request_id: str) -> bytes:
     """Return an error as the last event of a stream."""
-    body = bytes(messages_error_response(error, request_id).body)
-    return event("error", json.loads(body))
+    return event("error", envelope(str(error), _status(error), request_id))
+
+
+def _status(error: KVSidecarError) -> int:
+    return _CODES.get(error.reason, status_of(error)[1])
 
 
 def event(kind: str, body: dict[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.anthropic_api.error_envelope import error_event, event
+from inference_svc.gateway.anthropic_api.error_envelope import event, messages_error_event
 from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
@@ -51,7 +51,7 @@ class MessageWriter:
                     yield sent
         except KVSidecarError as error:
             log_line().abort(error.reason)
-            yield error_event(error, self._request_id)
+            yield messages_error_event(error, self._request_id)
 
     # ---- pieces ---------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -15,15 +14,14 @@ from fastapi.responses import StreamingResponse
 from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.gateway.answer_writer import error_response
-from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, error_event
+from inference_svc.gateway.answer_writer import error_event
+from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, messages_error_event
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest
 from inference_svc.gateway.fleet_api import MAX_WARM_SECONDS, WARM_PATH
-from inference_svc.gateway.openai_format import event
 from inference_svc.gateway.request_log import log_line
 
 log = structlog.get_logger("gateway")
@@ -200,8 +198,8 @@ class _NodeRequest:
 
     def _error_event(self, error: KVSidecarError) -> bytes:
         if REQUEST_ID in self.kept_headers:  # the node answers in Anthropic's format
-            return error_event(error, self.kept_headers[REQUEST_ID])
-        return event(json.loads(bytes(error_response(error).body)))
+            return messages_error_event(error, self.kept_headers[REQUEST_ID])
+        return error_event(error)
 
     async def close(self) -> None:
         self._held.close()
