@@ -58,13 +58,7 @@ from inference_svc.gateway.responses_api.response_writer import ResponseWriter
 from inference_svc.gateway.responses_api.responses_routes import ResponsesRoutes
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
-from inference_svc.gateway.unsupported_options import (
-    IGNORED,
-    IGNORED_OF_MESSAGES,
-    NEUTRAL,
-    NEUTRAL_OF_MESSAGES,
-    parse,
-)
+from inference_svc.gateway.unsupported_options import parse
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
@@ -282,9 +276,7 @@ class GatewayHandlers:
 
     def _salted(self, kind: type[Salted], request: Request, raw: bytes, body: Any) -> Salted:
         """Parse a body, and set the salt that its sender may use."""
-        of_anthropic = issubclass(kind, CountTokensRequest)
-        neutral, ignored = (NEUTRAL_OF_MESSAGES, IGNORED_OF_MESSAGES) if of_anthropic else (NEUTRAL, IGNORED)
-        parsed = parse(kind, raw, body, neutral, ignored)
+        parsed = parse(kind, raw, body)
         parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
         return parsed
 

@@ -9,21 +9,20 @@ import functools
 from typing import Any
 
 from kvsidecar import __version__
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH, is_messages_path
 from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
+from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD, LoadBody, UnloadBody
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
-from inference_svc.gateway.unsupported_options import IGNORED, IGNORED_OF_MESSAGES
 
 _COMPONENTS = "#/components/schemas/"
 _MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
 # Path, body, summary, whether it can be streamed, and the fields of a complete answer.
-_POSTS: list[tuple[str, type[BaseModel], str, bool, tuple[str, ...]]] = [
+_POSTS: list[tuple[str, type[BodyModel], str, bool, tuple[str, ...]]] = [
     ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
     ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
     ("/v1/responses", ResponsesRequest, "Answers, and keeps the conversation", True, ("id", "object", "output")),
@@ -40,7 +39,7 @@ _GETS: list[tuple[str, str, tuple[str, ...]]] = [
     ("/version", "This server's version", ("version",)),
 ]
 # Operators' calls, which answer with a sentence.
-_ORDERS: list[tuple[str, type[BaseModel], str]] = [
+_ORDERS: list[tuple[str, type[BodyModel], str]] = [
     (LOAD, LoadBody, "Loads a LoRA adapter"),
     (UNLOAD, UnloadBody, "Unloads a LoRA adapter, and ends its requests"),
 ]
@@ -69,8 +68,8 @@ def document() -> dict[str, Any]:
     for body in bodies:
         # Options for services around the model: any value is accepted.
         properties = schemas[body.__name__]["properties"]
-        ignored = IGNORED_OF_MESSAGES if issubclass(body, CountTokensRequest) else IGNORED
-        properties |= {name: {"description": "Without effect."} for name in ignored if name not in properties}
+        ignored = [name for name in body.ignored_options if name not in properties]
+        properties |= {name: {"description": "Without effect."} for name in ignored}
     schemas["Error"] = _object("error") | {"properties": {"error": _error()}}
     schemas["MessagesError"] = _messages_error()
     paths: dict[str, Any] = {}
@@ -96,7 +95,7 @@ def document() -> dict[str, Any]:
     }
 
 
-def _takes(body: type[BaseModel]) -> dict[str, Any]:
+def _takes(body: type[BodyModel]) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _COMPONENTS + body.__name__}}}
     return {"requestBody": {"required": True, "content": content}}
 

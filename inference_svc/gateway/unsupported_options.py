@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import reprlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ValidationError
 
-B = TypeVar("B", bound=BaseModel)
+if TYPE_CHECKING:
+    from inference_svc.gateway.body_model import BodyModel
+
+B = TypeVar("B", bound="BodyModel")
 
 # Options of OpenAI's or vLLM's API that this server lacks: refused unless they have a neutral value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -107,8 +110,6 @@ def parse(
     kind: type[B],
     raw: bytes,
     body: Any,
-    neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL,
-    ignored: Collection[str] = IGNORED,
 ) -> B:
     """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest.
 
@@ -120,16 +121,16 @@ def parse(
         _refuse_surrogates(body)
     kept = {}
     for name, value in body.items():
-        if name in neutral and name not in kind.model_fields:
-            if value not in neutral[name]:
-                allowed = " or ".join(json.dumps(one) for one in neutral[name])
+        if name in kind.neutral_options and name not in kind.model_fields:
+            if value not in kind.neutral_options[name]:
+                allowed = " or ".join(json.dumps(one) for one in kind.neutral_options[name])
                 raise UnsupportedOption(
                     f"{name} is not supported by this server; allowed is {allowed}, or leave it out", param=name
                 )
         elif name in kind.model_fields:
             if value is not None:  # null is the default
                 kept[name] = value
-        elif name not in ignored:
+        elif name not in kind.ignored_options:
             kept[name] = value
     try:
         return kind.model_validate(kept)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Collection, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
@@ -18,6 +18,7 @@ from inference_svc.gateway.anthropic_api.content_blocks import (
 )
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.request_schema import ChatRequest
+from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
 
 _MAX_STOPS = 8
 _TYPE_NAME = re.compile(r"[a-z0-9_]{1,40}")
@@ -98,6 +99,9 @@ class OutputConfig(BodyModel):
 
 class CountTokensRequest(BodyModel):
     """Body of ``/v1/messages/count_tokens``."""
+
+    neutral_options: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_OF_MESSAGES
+    ignored_options: ClassVar[Collection[str]] = IGNORED_OF_MESSAGES
 
     model: str
     messages: InputMessages = Field(min_length=1)
