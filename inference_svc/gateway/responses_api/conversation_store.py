@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.errors import InvalidRequest, UnknownResponse
+from kvsidecar.tenant_lru import TenantLru
 
 from inference_svc.gateway.body_reader import INLINE_BYTES
 from inference_svc.gateway.openai_format import json_bytes
@@ -52,26 +52,6 @@ class StoredResponse:
         return found
 
 
-class _TenantResponses:
-    """One tenant's responses, the oldest first."""
-
-    def __init__(self) -> None:
-        self.stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.num_bytes = 0
-
-    def add(self, stored: StoredResponse) -> None:
-        if stored.id in self.stored:  # a conversation that has grown
-            self.remove(stored.id)
-        self.stored[stored.id] = stored
-        self.num_bytes += stored.num_bytes
-
-    def remove(self, response_id: str) -> None:
-        self.num_bytes -= self.stored.pop(response_id).num_bytes
-
-    def evict(self) -> None:
-        self.remove(next(iter(self.stored)))
-
-
 class ConversationStore:
     """The latest responses of each tenant, until the process ends.
 
@@ -86,25 +66,19 @@ class ConversationStore:
         max_bytes: int = _MAX_BYTES,
         max_bytes_in_all: int = _MAX_BYTES_IN_ALL,
     ) -> None:
-        self._max_responses, self._max_bytes, self._max_in_all = max_responses, max_bytes, max_bytes_in_all
-        self._tenants: dict[Hashable, _TenantResponses] = {}
+        self._stored = TenantLru[StoredResponse](max_bytes, max_bytes_in_all, max_responses)
 
     @property
     def num_bytes(self) -> int:
-        return sum(responses.num_bytes for responses in self._tenants.values())
+        return self._stored.num_bytes
 
     def keep(self, tenant: Hashable, stored: StoredResponse) -> None:
-        """Store a response."""
-        own = self._tenants.setdefault(tenant, _TenantResponses())
-        own.add(stored)
-        while len(own.stored) > self._max_responses or own.num_bytes > self._max_bytes:
-            own.evict()
-        while self.num_bytes > self._max_in_all:
-            max(self._tenants.values(), key=lambda responses: responses.num_bytes).evict()
+        """Store a response, or a conversation in place of what it was before."""
+        self._stored.put(tenant, stored.id, stored, stored.num_bytes)
 
     def is_large(self, tenant: Hashable) -> bool:
         """Return whether a tenant's responses are too large to decode on the event loop."""
-        return tenant in self._tenants and self._tenants[tenant].num_bytes > INLINE_BYTES
+        return self._stored.num_bytes_of(tenant) > INLINE_BYTES
 
     def messages(
         self, tenant: Hashable, response_id: str | None, param: str = "previous_response_id"
@@ -113,16 +87,16 @@ class ConversationStore:
         if response_id is None:
             return []
         try:
-            self._check_size(self.find(tenant, response_id), param)
-            found: list[dict[str, Any]] = json.loads(self.find(tenant, response_id).messages)
+            stored = self.find(tenant, response_id)
         except UnknownResponse as error:
             raise InvalidRequest(str(error), param=param) from None
+        self._check_size(stored, param)
+        found: list[dict[str, Any]] = json.loads(stored.messages)
         return found
 
     def item(self, tenant: Hashable, item_id: str) -> dict[str, Any]:
         """Return an item of the tenant's newest response that has it. Raises InvalidRequest."""
-        stored = self._tenants[tenant].stored if tenant in self._tenants else {}
-        found = next((one for one in reversed(list(stored.values())) if item_id in one.item_ids), None)
+        found = next((one for one in self._stored.newest_first(tenant) if item_id in one.item_ids), None)
         if found is None:
             raise InvalidRequest(
                 f"input refers to the item {item_id[:80]!r}, which is not kept: send the item itself", param="input"
@@ -141,12 +115,11 @@ class ConversationStore:
     def drop(self, tenant: Hashable, response_id: str) -> None:
         """Delete a response. Raises UnknownResponse."""
         self.find(tenant, response_id)
-        self._tenants[tenant].remove(response_id)
+        self._stored.remove(tenant, response_id)
 
     def find(self, tenant: Hashable, response_id: str) -> StoredResponse:
         """Return a response, or a conversation. Raises UnknownResponse."""
-        responses = self._tenants.get(tenant)
-        found = None if responses is None else responses.stored.get(response_id)
+        found = self._stored.get(tenant, response_id)
         if found is None:
             kind = "conversation" if response_id.startswith("conv_") else "response"
             raise UnknownResponse(

@@ -99,15 +99,11 @@ class ResponsesRoutes:
         return JSONResponse(_listing(added, has_more=False))
 
     async def item(self, request: Request) -> Response:
-        found, item_id = self._find(request, "conv_"), request.path_params["item"]
-        if item_id not in found.item_ids:
-            raise UnknownResponse(f"the conversation has no item {item_id[:80]!r}")
+        found, item_id = self._find_item(request)
         return JSONResponse(found.item(item_id))
 
     async def delete_item(self, request: Request) -> Response:
-        found, item_id = self._find(request, "conv_"), request.path_params["item"]
-        if item_id not in found.item_ids:
-            raise UnknownResponse(f"the conversation has no item {item_id[:80]!r}")
+        found, item_id = self._find_item(request)
         kept = [item for item in json.loads(found.items) if item["id"] != item_id]
         self._keep(self._tenant(request), json.loads(found.response), kept)
         return Response(found.response, media_type="application/json")
@@ -132,6 +128,13 @@ class ResponsesRoutes:
             kind = {"conv_": "conversation", "resp_": "response"}[prefix]
             raise UnknownResponse(f"the {kind} {name[:80]!r} is not kept: its id begins with {prefix}")
         return self._store.find(self._tenant(request), name)
+
+    def _find_item(self, request: Request) -> tuple[StoredResponse, str]:
+        """Return the conversation that a path names, and the id of its item. Raises UnknownResponse."""
+        found, item_id = self._find(request, "conv_"), request.path_params["item"]
+        if item_id not in found.item_ids:
+            raise UnknownResponse(f"the conversation has no item {item_id[:80]!r}")
+        return found, item_id
 
     def _keep(self, tenant: Hashable, body: dict[str, Any], items: list[dict[str, Any]]) -> None:
         messages = to_messages(_ITEMS.validate_python(items))
