@@ -37,13 +37,13 @@ from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
 from inference_svc.kv_client.chunk_saver import ChunkSaver, SaveSnapshot
 from inference_svc.kv_client.client_context import ClientContext
-from inference_svc.kv_client.miss_probe import MISS_LOAD_SLOWER, MISS_UNAVAILABLE, MissProbe, set_miss
+from inference_svc.kv_client.miss_probe import MISS_LOAD_SLOWER, MissProbe
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
-from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE, LoadCallback, LoadResult, ProbeCallback, SaveCallback
 from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("cache")
@@ -114,8 +114,7 @@ class DaemonConnector:
         session = self._daemons[b""].session
         try:
             if session is not None:
-                request = pb.SetVerdictRequest(session_id=session.id, verdict=verdict)
-                session.stub.SetVerdict(request, timeout=_VERDICT_SECONDS)
+                session.store_verdict(verdict, _VERDICT_SECONDS)
         except grpc.RpcError as error:
             log.warning("the daemon did not store the verdict on approximate reuse", error=str(from_rpc(error)))
 
@@ -159,11 +158,10 @@ class DaemonConnector:
         least = 2 if not sequence.kv.num_computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
         if found is None:
-            set_miss(sequence, MISS_UNAVAILABLE)
+            sequence.set_miss(MISS_UNAVAILABLE)
             return False
         if sequence.num_uncomputed < least:
-            if not sequence.miss.done():
-                self._lookup_threads.submit(self._explain, sequence, sequence.kv.num_computed)
+            self._explain_later(sequence)
             return False
         session, root = found
         if session.epoch != self._epoch:
@@ -173,12 +171,11 @@ class DaemonConnector:
         saves = [job for job in self._saves.jobs if _share_head(sequence.tokens, job.sequence.tokens)]
         asked = self._loader.allows_relocation(session, sequence) or bool(saves)
         if not asked and self._loader.skips_lookup(session, root, sequence):
-            if not sequence.miss.done():
-                self._lookup_threads.submit(self._explain, sequence, sequence.kv.num_computed)
+            self._explain_later(sequence)
             return False
         if not self._cost_model.should_load(sequence.num_uncomputed):
             self.stats.bypassed += 1
-            set_miss(sequence, MISS_LOAD_SLOWER)
+            sequence.set_miss(MISS_LOAD_SLOWER)
             return False
         self._saves.prioritize(saves)
         load = SequenceLoad(sequence, pool, done)
@@ -289,8 +286,12 @@ class DaemonConnector:
         if chosen is None:
             self._finish_load(load)
         if not looked_up:
-            set_miss(sequence, MISS_UNAVAILABLE)
+            sequence.set_miss(MISS_UNAVAILABLE)
         self._explain(sequence, known_tokens, load.answer)  # beside the prefill
+
+    def _explain_later(self, sequence: Sequence) -> None:
+        if not sequence.miss.done():
+            self._lookup_threads.submit(self._explain, sequence, sequence.kv.num_computed)
 
     def _explain(self, sequence: Sequence, known_tokens: int, answer: pb.MatchResponse | None = None) -> None:
         """Set the reason of a miss; see ``MissProbe``. On a lookup thread."""
@@ -382,9 +383,8 @@ def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.Reu
         session = link.session if link.wait(_VERDICT_SECONDS) else None
         if session is None:
             raise Unavailable(f"no cache daemon answers on {socket}; start one, or add --no-store")
-        request = pb.SetVerdictRequest(session_id=session.id, verdict=verdict)
         try:
-            session.stub.SetVerdict(request, timeout=_VERDICT_SECONDS)
+            session.store_verdict(verdict, _VERDICT_SECONDS)
         except grpc.RpcError as error:
             raise from_rpc(error) from error
     finally:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import InvalidStateError
-from contextlib import suppress
 from itertools import pairwise
 
 import grpc
@@ -15,17 +13,11 @@ from inference_svc.kv_client.client_context import ClientContext
 from inference_svc.sequence.sequence import Sequence
 
 # Kinds that the worker itself knows.
-MISS_UNAVAILABLE, MISS_LOAD_SLOWER, MISS_REUSE_OFF = "unavailable", "load_slower", "reuse_off"
+MISS_LOAD_SLOWER, MISS_REUSE_OFF = "load_slower", "reuse_off"
 # Tokens, and their share of the missing ones, from which text that is stored elsewhere is the reason of a miss.
 _MIN_STORED_TOKENS, _MIN_STORED_SHARE = 32, 0.25
 _MIN_CHUNK_TOKENS = 8
 _TEXT_KINDS = (pb.MISS_KIND_NEVER_SEEN, pb.MISS_KIND_DIFFERS)
-
-
-def set_miss(sequence: Sequence, reason: pb.MissReason | str) -> None:
-    """Set the reason, unless it is set. Any thread may call it."""
-    with suppress(InvalidStateError):
-        sequence.miss.set_result(reason)
 
 
 class MissProbe:
@@ -61,7 +53,7 @@ class MissProbe:
             except grpc.RpcError:
                 return
         behind_other_text = self._is_stored_behind_other_text(session, root, sequence, tokens, answer.miss)
-        set_miss(sequence, MISS_REUSE_OFF if behind_other_text else answer.miss)
+        sequence.set_miss(MISS_REUSE_OFF if behind_other_text else answer.miss)
 
     def _is_stored_behind_other_text(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], miss: pb.MissReason

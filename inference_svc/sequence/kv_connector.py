@@ -13,6 +13,9 @@ from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.sequence.sequence import Sequence
 
+MISS_UNAVAILABLE = "unavailable"
+"""Kind of a miss without a session with the daemon."""
+
 
 @dataclass(frozen=True)
 class LoadResult:
@@ -107,8 +110,7 @@ class NullKVConnector:
     """Connector without a daemon: only the pool's prefix cache is used."""
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
-        if not sequence.miss.done():
-            sequence.miss.set_result("unavailable")
+        sequence.set_miss(MISS_UNAVAILABLE)
         return False
 
     def forget(self, sequence: Sequence) -> None:

@@ -6,7 +6,8 @@ import enum
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -155,6 +156,11 @@ class Sequence:
             self.grammar,
             request.stop_token_ids,
         )
+
+    def set_miss(self, reason: MissReason | str) -> None:
+        """Set the reason of a miss, unless it is set. Any thread may call it."""
+        with suppress(InvalidStateError):
+            self.miss.set_result(reason)
 
     @cached_property
     def cache_scope(self) -> CacheScope:

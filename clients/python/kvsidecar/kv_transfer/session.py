@@ -127,6 +127,10 @@ class Session:
         if held:
             self._send_until_acked(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
 
+    def store_verdict(self, verdict: pb.ReuseVerdict, timeout: float) -> None:
+        """Store a verdict on approximate reuse with the session's namespace. Raises grpc.RpcError."""
+        self.stub.SetVerdict(pb.SetVerdictRequest(session_id=self.id, verdict=verdict), timeout=timeout)
+
     # ---- reservations ---------------------------------------------------------------------------------------
 
     def reserve(self, request: pb.ReserveRequest, timeout: float) -> list[pb.Reservation]:
