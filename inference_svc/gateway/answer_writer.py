@@ -144,8 +144,7 @@ class AnswerWriter:
         options = self._request.stream_options
         if options is not None and options.include_usage:
             usage = openai_format.usage([last[i].usage for i in sorted(last)], self._request.num_choices)
-            head = {**self._head, "object": self._chunk_kind, "choices": []}
-            yield openai_format.event({**head, "usage": usage, "timings": openai_format.timings(last[0].timings)})
+            yield self._bare_chunk({"usage": usage, "timings": openai_format.timings(last[0].timings)})
         yield openai_format.event("[DONE]")
 
     def _events(self, piece: ChoiceChunk, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
@@ -154,8 +153,7 @@ class AnswerWriter:
             out.append(self._chunk(piece, {"delta": {"role": "assistant", "content": ""}}))
         opened.add(piece.choice)
         if part.prompt_parts:
-            head = {**self._head, "object": self._chunk_kind, "choices": []}
-            out.append(openai_format.event({**head, **openai_format.prompt_provenance(part)}))
+            out.append(self._bare_chunk(openai_format.prompt_provenance(part)))
         returned = {"token_ids": list(part.token_ids)} if self._request.return_token_ids else {}
         if part.text or part.logprobs or any(returned.values()):
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
@@ -172,9 +170,12 @@ class AnswerWriter:
             empty["stop_reason"] = openai_format.stop_reason(part)
             out.append(self._chunk(piece, empty, self._finish_reason(part)))
             if self._request.explain:
-                head = {**self._head, "object": self._chunk_kind, "choices": []}
-                out.append(openai_format.event({**head, **openai_format.miss_reason(part)}))
+                out.append(self._bare_chunk(openai_format.miss_reason(part)))
         return out
+
+    def _bare_chunk(self, fields: dict[str, Any]) -> bytes:
+        """Encode an event of the whole request, without a choice."""
+        return openai_format.event({**self._head, "object": self._chunk_kind, "choices": [], **fields})
 
     def _chunk(self, piece: ChoiceChunk, content: dict[str, Any], finish: str | None = None) -> bytes:
         body = {"index": piece.choice, "logprobs": None, **content, "finish_reason": finish}

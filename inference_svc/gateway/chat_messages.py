@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ValidationInfo
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 
-MAX_MESSAGES = 4096
+_MAX_MESSAGES = 4096
 
 # The kinds of parts that are text, in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))
@@ -93,6 +93,12 @@ def _legacy_id(name: str) -> str:
     return f"call_{name}"
 
 
+def check_count(name: str, messages: list[Any]) -> None:
+    """Raise InvalidRequest for more messages than a request may have."""
+    if len(messages) > _MAX_MESSAGES:
+        raise InvalidRequest(f"{name} has {len(messages)} items; at most {_MAX_MESSAGES} are allowed", param=name)
+
+
 def _checked(messages: Any, info: ValidationInfo) -> Any:
     """Check only the number of messages and the kinds of their parts.
 
@@ -100,9 +106,7 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    if len(messages) > MAX_MESSAGES:
-        name = str(info.field_name)
-        raise InvalidRequest(f"{name} has {len(messages)} items; at most {MAX_MESSAGES} are allowed", param=name)
+    check_count(str(info.field_name), messages)
     for i, message in enumerate(messages):
         content = message.get("content") if isinstance(message, dict) and message.get("type") != "reasoning" else None
         for j, part in enumerate(content if isinstance(content, list) else ()):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 
 from inference_svc.gateway.anthropic_api.cache_control import CacheControl
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
-from inference_svc.gateway.chat_messages import MAX_MESSAGES
+from inference_svc.gateway.chat_messages import check_count
 from inference_svc.gateway.openai_tools import to_json
 
 # The kinds of blocks that are read; others, such as images, are refused by name.
@@ -172,10 +172,7 @@ def _checked(messages: Any) -> Any:
     """
     if not isinstance(messages, list):
         return messages
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequest(
-            f"messages has {len(messages)} items; at most {MAX_MESSAGES} are allowed", param="messages"
-        )
+    check_count("messages", messages)
     for i, message in enumerate(messages):
         _check_kinds(f"messages.{i}", message)
     return messages
