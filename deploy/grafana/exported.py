@@ -19,7 +19,7 @@ _EXTRA = {
     "calls_total": "counter",
     "call_seconds_total": "counter",
 }
-# Of our connector in vLLM (clients/python/kvsidecar/integrations/vllm/vllm_metrics.py).
+# Metrics of our connector in vLLM (clients/python/kvsidecar/integrations/vllm/vllm_metrics.py).
 _VLLM = {f"vllm:kvsidecar_{name}_total": "counter" for name in (*vllm.COUNTERS, "lookups")} | {
     f"vllm:kvsidecar_{vllm.ATTACHED}": "gauge"
 }

@@ -87,7 +87,7 @@ class GatewayConfig(BaseSettings):
     """After SIGTERM, how long running answers may take to finish; then they end with an error. A second signal ends
     them at once."""
     worker_wait_seconds: float = Field(default=15.0, ge=0)
-    """How long a request waits for a worker's restart when none is up. It does not wait for the first load of a
+    """Maximum wait of a request for a worker's restart when none is up. It does not wait for the first load of a
     model."""
     worker_start_seconds: float = Field(default=600.0, ge=0)
     """How long a request waits while the supervisor of kvsidecar serve reports that it is restarting a worker; with

@@ -59,7 +59,7 @@ class ModelSettings(BaseSettings):
     chunk_tokens: int = Field(default=128, ge=8, le=4096)
     """Tokens per stored chunk: the maximum or the average, depending on chunking."""
     chunking: Literal["fixed", "boundary", "document", "content_defined"] = "content_defined"
-    """How prompts are split into chunks. content_defined and document find text again at another position: both split
+    """Split of prompts into chunks. content_defined and document find text again at another position: both split
     at separators and marked segments, content_defined also after blank lines and within long texts."""
     document_separator: str = Field(default="", max_length=64)
     """Text before which documents are split; requests may set their own. Blank lines need none."""

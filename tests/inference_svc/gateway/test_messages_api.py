@@ -4,47 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, get_type_hints
+from typing import Any
 
 import anthropic
 import httpx
 import pytest
-from anthropic.types import message_count_tokens_params, message_create_params
-from anthropic.types.beta import message_create_params as beta_params
 
 from benchmarks.node import Node
 from inference_svc.gateway.anthropic_api import content_blocks
 from inference_svc.gateway.anthropic_api.content_blocks import system_text
 from inference_svc.gateway.anthropic_api.error_envelope import MESSAGES_PATH
-from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, FunctionTool, MessagesRequest
-from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
+from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest
 from tests.inference_svc.gateway.conftest import Gateway, of_node
-
-TOOL: Any = {
-    "name": "get_weather",
-    "description": "Tells it.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"enum": ["Oslo", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
-NOTHING: Any = {
-    "name": "now",
-    "input_schema": {"type": "object", "properties": {}, "additionalProperties": False},
-}
-HELLO: Any = [{"role": "user", "content": "hello there"}]
-WORDS = {"type": "array", "items": {"enum": ["hello", "there"]}, "minItems": 2, "maxItems": 3}
-TEXT: Any = {"output_config": {"format": {"type": "json_schema", "schema": WORDS}}}
-"""The model has little to say by itself."""
-GREEDY: Any = {"extra_body": {"temperature": 0}}
-"""The client knows no temperature any more."""
-LONG = "The quick brown fox jumps over the lazy dog. " * 12
-
-
-def client_of(gateway: Gateway, **key: Any) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=gateway.url, max_retries=0, **(key or {"api_key": "k"}))
+from tests.inference_svc.gateway.messages_client import (
+    GREEDY,
+    HELLO,
+    LONG,
+    TEXT,
+    TOOL,
+    client_of,
+    events,
+    only_block,
+    prompt_tokens,
+    raw_events,
+    said,
+)
 
 
 @pytest.fixture(scope="module")
@@ -59,38 +43,6 @@ def named(two: Node) -> Iterator[Gateway]:
     found = of_node(two, "--alias", "small=demo,gone=nothing", "--claude-names")
     yield found
     found.close()
-
-
-def said(text: str) -> Any:
-    return [{"role": "user", "content": text}]
-
-
-def only_block(message: Any) -> Any:
-    (block,) = message.content
-    return block
-
-
-def prompt_tokens(usage: Any) -> int:
-    return int(usage.input_tokens + usage.cache_read_input_tokens + usage.cache_creation_input_tokens)
-
-
-def events(client: anthropic.Anthropic, **asked: Any) -> list[Any]:
-    with client.messages.create(stream=True, **asked) as stream:
-        return list(stream)
-
-
-def raw_events(gateway: Gateway, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """All events, also those that the client drops."""
-    answer = httpx.post(f"{gateway.url}/v1/messages?beta=true", json=body | {"stream": True}, timeout=60)
-    assert answer.headers["content-type"].startswith("text/event-stream"), answer.text
-    found = []
-    for block in answer.text.strip().split("\n\n"):
-        kind, data = block.split("\n")
-        found.append((kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
-
-
-# ---- text -------------------------------------------------------------------------------------------------------
 
 
 def test_text_whole_and_streamed_agree(client: anthropic.Anthropic) -> None:
@@ -246,110 +198,6 @@ def test_the_header_that_changes_with_every_request_is_removed(system: Any, kept
 # ---- tools ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_function_is_called_and_its_result_read(client: anthropic.Anthropic, streamed: bool) -> None:
-    options: Any = {"model": "demo", "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]}
-    talk = said("weather?")
-    asked: Any = {
-        "tool_choice": {"type": "tool", "name": "get_weather"},
-        "max_tokens": 90,
-        "messages": talk,
-        **GREEDY,
-        **options,
-    }
-    if streamed:
-        with client.messages.stream(**asked) as stream:
-            kinds = [event.type for event in stream]
-            first: Any = stream.get_final_message()
-        assert kinds.count("content_block_start") == 1
-    else:
-        first = client.messages.create(**asked)
-    assert first.stop_reason == "tool_use"
-    block = only_block(first)
-    assert (block.type, block.name) == ("tool_use", "get_weather")
-    assert block.input["city"] in ("Oslo", "Rome")
-    talk += [
-        {"role": "assistant", "content": first.content},
-        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "dry"}]},
-    ]
-    second = client.messages.create(max_tokens=3, messages=talk, tool_choice={"type": "none"}, **options)
-    assert second.stop_reason in ("max_tokens", "end_turn")
-    assert prompt_tokens(second.usage) > prompt_tokens(first.usage)
-
-
-def test_arguments_that_are_empty_or_come_at_once_are_deltas(gateway: Gateway) -> None:
-    body = {"model": "demo", "max_tokens": 90, "temperature": 0, "messages": HELLO, "tools": [NOTHING]}
-    found = raw_events(gateway, body | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}})
-    start = next(data for kind, data in found if kind == "content_block_start")
-    assert start["content_block"]["input"] == {}
-    deltas = [data["delta"] for kind, data in found if kind == "content_block_delta"]
-    assert {delta["type"] for delta in deltas} == {"input_json_delta"}
-    assert json.loads("".join(delta["partial_json"] for delta in deltas)) == {}
-    assert found[-2][1]["delta"]["stop_reason"] == "tool_use"
-    assert len([kind for kind, _ in found if kind == "content_block_start"]) == 1
-
-
-@pytest.mark.parametrize("protocol", ["messages", "chat", "responses"])
-def test_a_call_that_is_sent_back_has_the_tokens_that_the_model_wrote(gateway: Gateway, protocol: str) -> None:
-    """The model writes JSON with other spaces, and in other tokens, than the template would."""
-    text = {"type": "string", "minLength": 20, "maxLength": 40}
-    schema = {"type": "object", "properties": {"note": text}, "required": ["note"], "additionalProperties": False}
-    first, second = {"messages": _messages, "chat": _chat, "responses": _responses}[protocol](gateway, schema)
-    (prompt, _, answer), (_, cached, _) = first, second
-    assert answer > 20
-    assert cached >= prompt + answer - 2
-
-
-Counted = tuple[int, int, int]
-"""Prompt tokens, cached ones, and those of the answer."""
-
-
-def _messages(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
-    asked: Any = {"model": "demo", "max_tokens": 600, "tools": [{"name": "keep", "input_schema": schema}]}
-    with client_of(gateway) as client:
-        forced: Any = {"type": "tool", "name": "keep"}
-        first: Any = client.messages.create(messages=said("Keep a note."), tool_choice=forced, **asked)
-        result = {"type": "tool_result", "tool_use_id": only_block(first).id, "content": "ok"}
-        talk: Any = [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-        second: Any = client.messages.create(messages=[*said("Keep a note."), *talk], **(asked | {"max_tokens": 1}))
-    one, two = (
-        (prompt_tokens(a.usage), a.usage.cache_read_input_tokens, a.usage.output_tokens) for a in (first, second)
-    )
-    return one, two
-
-
-def _chat(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
-    tool: Any = {"type": "function", "function": {"name": "keep", "parameters": schema}}
-    asked: Any = {"model": "demo", "tools": [tool]}
-    create = gateway.client.chat.completions.create
-    first = create(messages=said("Keep one."), tool_choice="required", parallel_tool_calls=False, **asked)
-    message = first.choices[0].message
-    answer: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "ok"}
-    second = create(messages=[*said("Keep one."), message, answer], max_tokens=1, **asked)
-    one, two = (
-        (a.usage.prompt_tokens, a.usage.prompt_tokens_details.cached_tokens, a.usage.completion_tokens)
-        for a in (first, second)
-    )
-    return one, two
-
-
-def _responses(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
-    tool: Any = {"type": "function", "name": "keep", "parameters": schema, "strict": True}
-    asked: Any = {"model": "demo", "tools": [tool]}
-    create = gateway.client.responses.create
-    first = create(input="Keep this.", tool_choice={"type": "function", "name": "keep"}, **asked)
-    result: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "ok"}
-    second = create(input=[*said("Keep this."), *first.output, result], max_output_tokens=1, **asked)
-    one, two = (
-        (a.usage.input_tokens, a.usage.input_tokens_details.cached_tokens, a.usage.output_tokens)
-        for a in (first, second)
-    )
-    return one, two
-
-
-# ---- prefills ---------------------------------------------------------------------------------------------------
-
-
 def test_max_tokens_0_prefills(client: anthropic.Anthropic) -> None:
     asked: Any = {"model": "demo", "messages": said("Prewarmed. " + LONG), "cache_control": {"type": "ephemeral"}}
     cold = client.messages.create(max_tokens=0, tools=[TOOL], tool_choice={"type": "any"}, **asked)
@@ -475,55 +323,3 @@ def test_aliases_answer_under_the_requested_name(named: Gateway) -> None:
 
 
 # ---- the client's own types -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("kind", "params"),
-    [
-        (MessagesRequest, message_create_params.MessageCreateParamsStreaming),
-        (MessagesRequest, beta_params.MessageCreateParamsStreaming),
-        (CountTokensRequest, message_count_tokens_params.MessageCountTokensParams),
-    ],
-)
-def test_every_parameter_of_the_client_is_known(kind: Any, params: Any) -> None:
-    """It is honoured, without effect, or refused by name."""
-    known = {*kind.model_fields, *IGNORED_OF_MESSAGES, *NEUTRAL_OF_MESSAGES}
-    assert set(get_type_hints(params)) - known == set()
-    assert set(kind.model_fields).isdisjoint({*IGNORED_OF_MESSAGES, *NEUTRAL_OF_MESSAGES})
-
-
-@pytest.mark.parametrize(
-    ("block", "of_client"),
-    [
-        (content_blocks.TextBlock, "TextBlockParam"),
-        (content_blocks.ThinkingBlock, "ThinkingBlockParam"),
-        (content_blocks.RedactedThinkingBlock, "RedactedThinkingBlockParam"),
-        (content_blocks.ToolUseBlock, "ToolUseBlockParam"),
-        (content_blocks.ToolResultBlock, "ToolResultBlockParam"),
-        (content_blocks.ToolReferenceBlock, "ToolReferenceBlockParam"),
-        (FunctionTool, "ToolParam"),
-    ],
-)
-def test_every_field_of_the_clients_blocks_is_known(block: Any, of_client: str) -> None:
-    hints = get_type_hints(getattr(anthropic.types, of_client))
-    assert set(hints) - set(block.model_fields) == set()
-
-
-def test_options_for_the_service_around_the_model_are_taken(client: anthropic.Anthropic) -> None:
-    answer = client.beta.messages.create(
-        model="demo",
-        max_tokens=1,
-        messages=HELLO,
-        betas=["context-management-2025-06-27", "a-name-of-2030"],
-        metadata={"user_id": "someone"},
-        service_tier="auto",
-        container="container_1",
-        context_management={"edits": [{"type": "clear_tool_uses_20250919"}]},
-        output_config={"effort": "high"},
-        thinking={"type": "enabled", "budget_tokens": 1024},
-        extra_body={"mcp_servers": None, "diagnostics": {"previous_message_id": None}, "speed": "fast"},
-    )
-    assert answer.type == "message"
-    ignored: Any = {name: {"any": "value"} for name in IGNORED_OF_MESSAGES}
-    assert client.messages.create(model="demo", max_tokens=1, messages=HELLO, extra_body=ignored).id
-    assert client.messages.count_tokens(model="demo", messages=HELLO, extra_body=ignored).input_tokens

@@ -1,4 +1,4 @@
-"""Whose running prefix a waiting prompt may share."""
+"""Sharing of a running prefix with a waiting prompt."""
 
 from __future__ import annotations
 
