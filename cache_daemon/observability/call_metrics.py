@@ -116,10 +116,21 @@ class FailureWindow:
         return f"{failed[worst]} of {calls[worst]} calls of {worst} in the last minute ended INTERNAL", self._since
 
 
+def is_internal(error: BaseException | None) -> bool:
+    """Return True if an error is a defect of the daemon.
+
+    gRPC raises its own ``InternalError`` when a handler writes to a call that the client has just cancelled.
+    """
+    expected = (KVSidecarError, grpc.aio.AbortError, grpc.aio.InternalError)
+    return isinstance(error, Exception) and not isinstance(error, expected)
+
+
 def _status_of(error: BaseException | None) -> str:
     """Return the status name that a call is counted under."""
     if error is None:
         return "OK"
-    if isinstance(error, Exception) and not isinstance(error, (KVSidecarError, grpc.aio.AbortError)):
+    if is_internal(error):
         return _INTERNAL
+    if isinstance(error, grpc.aio.InternalError):
+        return "CANCELLED"
     return str(getattr(error, "reason", type(error).__name__.upper()))

@@ -12,6 +12,7 @@ import grpc
 import structlog
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, abort
 
+from cache_daemon.observability.call_metrics import is_internal
 from cache_daemon.rpc.request_decoder import EncodedRequest, decode_request
 from cache_daemon.rpc.servicer_base import ServicerBase
 
@@ -82,7 +83,7 @@ async def abort_call(name: str, error: BaseException, context: Context) -> None:
     """
     if isinstance(error, KVSidecarError):
         await abort(context, error, CACHE_DOMAIN)
-    if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+    if is_internal(error):
         log.exception("a call failed", method=name)
         await context.abort(grpc.StatusCode.INTERNAL, f"{name} failed inside the daemon; its log says why")
 
