@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import openai
 import pytest
 
-from tests.frameworks.conftest import Server
+from tests.frameworks.served_node import Server
 
 instructor = pytest.importorskip("instructor", reason="instructor is not here; make test-frameworks runs it")
 pydantic = pytest.importorskip("pydantic")

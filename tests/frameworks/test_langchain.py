@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Server
+from tests.frameworks.served_node import Server
 
 langchain_openai = pytest.importorskip("langchain_openai", reason="LangChain is not here; make test-frameworks runs it")
 pydantic = pytest.importorskip("pydantic")

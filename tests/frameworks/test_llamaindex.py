@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Server
+from tests.frameworks.served_node import Server
 
 openai_like = pytest.importorskip(
     "llama_index.llms.openai_like", reason="LlamaIndex is not here; make test-frameworks runs it"

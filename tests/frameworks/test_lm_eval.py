@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Server
+from tests.frameworks.served_node import Server
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not here; make test-frameworks runs it")
 # A question, and answers of which the first is right.

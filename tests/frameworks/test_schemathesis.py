@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.frameworks.conftest import Server
+from tests.frameworks.served_node import Server
 
 schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not here; make test-frameworks runs it")
 

@@ -1,0 +1,68 @@
+"""pydantic-ai over chats, responses and Anthropic's messages: tool loops, typed answers, streams."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from tests.frameworks.served_node import Server
+
+pydantic_ai = pytest.importorskip("pydantic_ai", reason="pydantic-ai is not here; make test-frameworks runs it")
+pydantic = pytest.importorskip("pydantic")
+
+
+class Weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]
+    """Tells the weather of a day."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    city: Literal["Oslo", "Rome"]
+
+
+@pytest.fixture(params=["chat", "responses", "messages"])
+def model(request: pytest.FixtureRequest, server: Server) -> Any:
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    if request.param == "messages":
+        return AnthropicModel("claude-test", provider=AnthropicProvider(base_url=server.url, api_key="none"))
+    provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
+    kind = OpenAIChatModel if request.param == "chat" else OpenAIResponsesModel
+    return kind(server.model, provider=provider)
+
+
+@pytest.mark.asyncio
+async def test_a_tool_loop_ends_with_the_class(model: Any) -> None:
+    """The class is a tool too, so both calls are forced: first the function's, then the answer's or it again."""
+    asked: list[str] = []
+    agent = pydantic_ai.Agent(model, output_type=Weather, retries=3, model_settings={"max_tokens": 200})
+
+    @agent.tool_plain
+    def weather(city: Literal["Oslo", "Rome"]) -> str:
+        """Tells the weather of a city."""
+        asked.append(city)
+        return "dry"
+
+    result = await agent.run("How is the weather in Oslo? Answer with the class at last.")
+    assert isinstance(result.output, Weather)
+    assert result.usage.input_tokens > 0
+
+
+@pytest.mark.asyncio
+async def test_texts_and_streams_go_on(model: Any) -> None:
+    agent = pydantic_ai.Agent(model, model_settings={"max_tokens": 8})
+    first = await agent.run("What is the capital of Germany?")
+    async with agent.run_stream("And of France?", message_history=first.all_messages()) as second:
+        parts = [part async for part in second.stream_text(delta=True)]
+    assert isinstance("".join(parts), str)
+    assert second.usage.output_tokens > 0
+
+
+@pytest.mark.asyncio
+async def test_native_output_is_the_class(model: Any) -> None:
+    agent = pydantic_ai.Agent(
+        model, output_type=pydantic_ai.NativeOutput(Weather), model_settings={"max_tokens": 60}
+    )  # fmt: skip
+    assert isinstance((await agent.run("How is the weather in Oslo?")).output, Weather)

@@ -1,0 +1,69 @@
+"""Runs vLLM's own HTTP tests against our gateway: ``make test-vllm-http``.
+
+``python tests/frameworks/vllm_http FOLDER [pytest's flags]`` takes the tests of vLLM's source distribution in FOLDER as
+they are, unread by us until then. Where they start vLLM they get our URL; vLLM itself need not be installed.
+``known_failures.toml`` names the tests that must fail, and why: any other failure, and any that passes, fails the run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent.parent
+OPENAI = "tests/entrypoints/openai"
+# Their unit tests, which reach no server, are left out by ``TestsOfVllm``.
+SUITES = {
+    "chat and completions": [
+        f"{OPENAI}/chat_completion/test_chat.py",
+        f"{OPENAI}/chat_completion/test_chat_completion.py",
+        f"{OPENAI}/chat_completion/test_chat_echo.py",
+        f"{OPENAI}/chat_completion/test_chat_logit_bias_validation.py",
+        f"{OPENAI}/completion/test_completion.py",
+        f"{OPENAI}/test_chunked_prompt.py",
+        f"{OPENAI}/test_return_token_ids.py",
+    ],
+    "responses": [
+        f"{OPENAI}/responses/test_basic.py",
+        f"{OPENAI}/responses/test_simple.py",
+        f"{OPENAI}/responses/test_stateful.py",
+        f"{OPENAI}/responses/test_structured_output.py",
+    ],
+    "tokenize": ["tests/entrypoints/serve/tokenize/test_tokenization.py"],
+    "messages": ["tests/entrypoints/anthropic/test_messages.py"],
+}
+
+
+def main() -> int:
+    if len(sys.argv) < 2:
+        sys.exit(f"usage: python {HERE.relative_to(ROOT)} FOLDER, with vLLM's source distribution")
+    folder = Path(sys.argv[1]).resolve()
+    os.chdir(folder)
+    # ``tests`` are vLLM's.
+    sys.path[:0] = [str(folder), str(HERE), str(HERE.parent)]
+    import pytest
+    import served_node
+    import stand_ins
+    from tests_of_vllm import TestsOfVllm
+
+    # Neither their settings nor ours, which pytest would find in the folders above.
+    flags = ["-q", "--tb=short", "--noconftest", "-c", os.devnull, "--rootdir", str(folder)]
+    flags += ["-p", "no:cacheprovider", "-p", "no:warnings", "-p", "no:schemathesis"]
+    known = tomllib.loads((HERE / "known_failures.toml").read_text())
+    aliases = [name for name in stand_ins.MODELS]
+    with tempfile.TemporaryDirectory() as place:
+        shown = ",".join(f"{name}=smollm2" for name in aliases)
+        with served_node.serving(Path(place), "--alias", shown) as server:
+            stand_ins.install(server)
+            plugin = TestsOfVllm(SUITES, known)
+            wanted = [name for names in SUITES.values() for name in names]
+            pytest.main([*flags, *wanted, *sys.argv[2:]], [plugin, *stand_ins.fixtures()])
+    return plugin.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Modules that vLLM's tests import, as far as tests of HTTP use them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import anthropic
+import huggingface_hub
+import openai
+from served_node import Server
+
+MODELS = (
+    "HuggingFaceH4/zephyr-7b-beta",
+    "zephyr-lora",
+    "facebook/opt-125m",
+    "Qwen/Qwen2-1.5B-Instruct",
+    "Qwen/Qwen2.5-1.5B-Instruct",
+    "Qwen/Qwen3-0.6B",
+    "Qwen/Qwen3-8B",
+    "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "claude-3-7-sonnet-latest",
+)
+"""The models that the tests name: our server has one model under all of these names."""
+
+
+class RemoteServer:
+    """Stands for ``RemoteOpenAIServer``: it starts nothing, and leads to our server."""
+
+    server: Server
+    started = 0
+
+    def __init__(self, model: str, *flags: Any, **more: Any) -> None:
+        type(self).started += 1
+        self._model = model
+
+    def __enter__(self) -> RemoteServer:
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        pass
+
+    @property
+    def url_root(self) -> str:
+        return self.server.url
+
+    def url_for(self, *parts: str) -> str:
+        return f"{self.server.url}/{'/'.join(parts)}"
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**self._options(options))
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._options(options))
+
+    def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(base_url=self.server.url, api_key="none", max_retries=0, **options)
+
+    def _options(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"base_url": f"{self.server.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 300, **options}
+
+
+class _Missing(MetaPathFinder, Loader):
+    """Makes an empty module of each name below ``vllm``: any name in it is a class without effect."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.partition(".")[0] == "vllm" else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = _placeholder  # type: ignore[method-assign]
+
+
+def _placeholder(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def install(server: Server) -> None:
+    """Put the modules in place; ``server`` answers the tests."""
+    RemoteServer.server = server
+    utils = ModuleType("tests.utils")
+    utils.RemoteOpenAIServer = RemoteServer  # type: ignore[attr-defined]
+    sys.modules["tests.utils"] = utils
+    sys.meta_path.append(_Missing())
+    huggingface_hub.snapshot_download = lambda *_, **__: ""  # of an adapter that our server does not need
+    tokenizers: Any = import_module("vllm.tokenizers")
+
+    def get_tokenizer(*_: Any, **__: Any) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(server.tokenizer)
+
+    tokenizers.get_tokenizer = get_tokenizer
+
+
+def fixtures() -> list[ModuleType]:
+    """Return the modules that have vLLM's fixtures."""
+    names = ("tests.entrypoints.conftest", "tests.entrypoints.openai.responses.conftest")
+    return [import_module(name) for name in names]
