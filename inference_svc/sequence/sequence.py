@@ -90,7 +90,7 @@ class RequestTimestamps:
 
 @dataclass
 class QueueState:
-    """Scheduling history of a sequence. Owners: admission and the batch planner."""
+    """Scheduling history of a sequence. Owners: admission and the batch builder."""
 
     preempted: bool = False
     num_matched: int = 0  # tokens that a probe found in the cache while the sequence waited
