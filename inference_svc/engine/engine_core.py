@@ -112,9 +112,9 @@ class EngineCore:
             limits.max_num_batched_tokens,
             max_sequence_tokens,
         )
-        self._batch_builder = BatchBuilder(batch_services, self.count_free_pages)
+        self._builder = BatchBuilder(batch_services, self.count_free_pages)
         self._sampler = BatchSampler(
-            services.speculator, self._batch_builder.branch_tables, max_sequence_tokens, self._finish, self._sampling_failed
+            services.speculator, self._builder.branch_tables, max_sequence_tokens, self._finish, self._sampling_failed
         )
         self._stuck = False
 
@@ -142,7 +142,7 @@ class EngineCore:
     def tables(self) -> list[BlockTable]:
         """Block tables of live sequences, pending saves and draft branches."""
         live = (s.kv.table for s in self.live() if s.kv.table)
-        return [*live, *self.window_releaser.tables, *self._batch_builder.branch_tables.tables]
+        return [*live, *self.window_releaser.tables, *self._builder.branch_tables.tables]
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class EngineCore:
             check_device(self._device, error)
         self._remove(sequence)
         self.loading.discard(sequence)
-        self._batch_builder.branch_tables.zero(sequence)
+        self._builder.branch_tables.zero(sequence)
         self._finisher.fail(sequence, error)
 
     # ---- a step ---------------------------------------------------------------------------------------------
@@ -215,10 +215,10 @@ class EngineCore:
             if s not in self._recompute and not (recomputing is not None and s.num_uncomputed > 1)
         ]
         try:
-            decision = self._batch_builder.decide(ready)
+            decision = self._builder.decide(ready)
             for sequence in decision.preempted:
                 self._preempt(sequence)
-            batch = self._batch_builder.build(decision)
+            batch = self._builder.build(decision)
             for sequence in batch.preempted:
                 self._preempt(sequence)
             for sequence, error in batch.failed:
@@ -226,7 +226,7 @@ class EngineCore:
             if batch.slices:
                 self._forward(batch.slices)
         finally:
-            self._batch_builder.branch_tables.free()
+            self._builder.branch_tables.free()
         return bool(batch.slices)
 
     def _max_piece_rows(self) -> int:
@@ -291,7 +291,7 @@ class EngineCore:
         began = time.perf_counter()
         try:
             logits = collect(slices, self.compute([piece for _, piece in slices]))
-            self._batch_builder.branch_tables.check_finite(slices, logits)
+            self._builder.branch_tables.check_finite(slices, logits)
         except LayerLoadFailed:
             # The other sequences compute their rows again in the next step, because no progress is recorded yet.
             for sequence in [s for s, _ in slices if s.kv.layers is not None and s.kv.layers.failed]:
@@ -341,7 +341,7 @@ class EngineCore:
     def _sampling_failed(self, sequence: Sequence, error: Exception) -> None:
         """Computes a sequence again if its cached prefix is corrupt; otherwise ends it with the error."""
         if isinstance(error, LogitsNotFinite) and self._corrupt_hits.drop(sequence):
-            self._batch_builder.branch_tables.zero(sequence)
+            self._builder.branch_tables.zero(sequence)
             self._compute_uncached(sequence)
         else:
             self.fail(sequence, error)
