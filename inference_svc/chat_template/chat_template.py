@@ -10,6 +10,13 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from transformers import PreTrainedTokenizerBase
 
+from inference_svc.chat_template.reasoning_splitter import (
+    BEGIN,
+    END,
+    ReasoningSplitter,
+    marks_reasoning,
+    opens_reasoning,
+)
 from inference_svc.chat_template.template_messages import (
     check_chat,
     messages_with_described_tools,
@@ -46,8 +53,9 @@ class ChatTemplate:
         self._name, self._tokenizer, self._grammars = name, tokenizer, grammars
         template = self._template(True)
         self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
-        self._knows_tools = renders_tools(template)
+        self._knows_tools, self._marks_reasoning = renders_tools(template), marks_reasoning(template)
         special = set(tokenizer.all_special_tokens)
+        self._reasons_by_special = self._marks_reasoning and not special.isdisjoint((BEGIN, END))
         self._marked_by_special = any(marker in special for marker in MARKERS[self._dialect])
 
     def _template(self, with_tools: bool) -> str | None:
@@ -143,9 +151,16 @@ class ChatTemplate:
         exact = either or use.mode == pb.TOOL_MODE_REQUIRED or _strict(request)
         return ToolCallParser(self._dialect, functions, single, exact, whole=either)
 
+    def reasoning_splitter(self, chat: pb.Chat, prompt_end: str) -> ReasoningSplitter | None:
+        """Create a splitter for an answer behind this prompt; None if it has no reasoning of its own."""
+        begun = opens_reasoning(prompt_end)
+        fresh = chat.answer_start == pb.ANSWER_START_UNSPECIFIED
+        return ReasoningSplitter(begun) if self._marks_reasoning and (begun or fresh) else None
+
     def shows_special(self, request: pb.GenerateRequest) -> bool:
-        """True if special tokens must be in the answer's text, because they mark calls."""
-        return self._marked_by_special and self.parser(request) is not None
+        """True if special tokens must be in the answer's text, because they mark calls or reasoning."""
+        reasons = self._reasons_by_special and request.prompt.HasField("chat")
+        return reasons or (self._marked_by_special and self.parser(request) is not None)
 
 
 def _allowed_tools(request: pb.GenerateRequest) -> list[pb.Tool]:

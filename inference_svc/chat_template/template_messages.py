@@ -93,7 +93,7 @@ def uses_tools(chat: pb.Chat) -> bool:
 
 def chat_texts(chat: pb.Chat) -> list[str]:
     """All texts that a template will render, for a count of characters."""
-    written = [m.content for m in chat.messages]
+    written = [text for m in chat.messages for text in (m.content, m.reasoning)]
     written += [call.arguments for m in chat.messages for call in m.tool_calls]
     written += [name for m in chat.messages for name in _names_in(m) if name]
     written += [text for tool in chat.tools for text in (tool.description, tool.parameters)]
@@ -126,6 +126,8 @@ def template_messages(chat: pb.Chat, dialect: ToolCallFormat, written: Mapping[i
             message["tool_call_id"] = _shown_id(m.tool_call_id, dialect)
         if m.tool_calls and i not in written:
             message["tool_calls"] = [_call(call, dialect) for call in m.tool_calls]
+        if m.reasoning and i not in written:
+            message["reasoning_content"] = m.reasoning
         messages.append(message)
     return messages
 

@@ -103,6 +103,7 @@ class AnswerWriter:
                 calls = whole_calls(choice.calls)
                 called = {"function_call": calls[0]["function"]} if self._legacy else {"tool_calls": calls}
                 message |= {"content": text or None, **called}
+            message |= openai_format.reasoning("".join(choice.reasoning))
             body = {"message": message}
         elif choice.first is not None:
             body |= self._prompt_fields(choice.first)
@@ -122,9 +123,8 @@ class AnswerWriter:
         fields: dict[str, Any] = {
             "prompt_logprobs": openai_format.prompt_logprobs(first.prompt_logprobs) if asked else None
         }
-        if self._request.return_token_ids:
-            fields["prompt_token_ids"] = list(first.prompt_token_ids)
-        return fields
+        asked = self._request.return_token_ids
+        return {**fields, "prompt_token_ids": list(first.prompt_token_ids) if asked else None}
 
     def _finish_reason(self, part: pb.GenerateStreamResponse) -> str | None:
         found = openai_format.finish_reason(part.finish_reason)
@@ -155,20 +155,27 @@ class AnswerWriter:
         if part.prompt_parts:
             out.append(self._bare_chunk(openai_format.prompt_provenance(part)))
         returned = {"token_ids": list(part.token_ids)} if self._request.return_token_ids else {}
+        if part.reasoning:
+            out.append(self._chunk(piece, {"delta": openai_format.reasoning(part.reasoning)}))
+        told: dict[str, Any] | None = None
         if part.text or part.logprobs or any(returned.values()):
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
             logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])
             self._written[piece.choice] += sum(len(p.text) for p in part.logprobs)
             if not self._chat and part.prompt_token_ids:
                 returned["prompt_token_ids"] = list(part.prompt_token_ids)
-            out.append(self._chunk(piece, {**content, "logprobs": logprobs, **returned}))
+            told = {**content, "logprobs": logprobs, **returned}
+        if told is not None and (part.tool_calls or not part.finish_reason):
+            out.append(self._chunk(piece, told))
+            told = None
         if part.tool_calls:
             out.append(self._chunk(piece, {"delta": call_delta_fields(list(part.tool_calls), self._legacy)}))
         if part.finish_reason:
             last[piece.choice] = part
+            # The last text has the finish reason beside it, as with vLLM.
             empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-            empty["stop_reason"] = openai_format.stop_reason(part)
-            out.append(self._chunk(piece, empty, self._finish_reason(part)))
+            ended = (empty if told is None else told) | {"stop_reason": openai_format.stop_reason(part)}
+            out.append(self._chunk(piece, ended, self._finish_reason(part)))
             if self._request.explain:
                 out.append(self._bare_chunk(openai_format.miss_reason(part)))
         return out
@@ -182,8 +189,11 @@ class AnswerWriter:
         told: dict[str, Any] = {"object": self._chunk_kind, "choices": [body]}
         if self._request.has_continuous_usage:
             told["usage"] = openai_format.usage([piece.part.usage], 1)
-        if "role" in content.get("delta", ()) and piece.part.prompt_token_ids:
-            told["prompt_token_ids"] = list(piece.part.prompt_token_ids)
+        if "role" in content.get("delta", ()):  # the first event, before any token
+            if "usage" in told:
+                told["usage"] |= {"completion_tokens": 0, "total_tokens": told["usage"]["prompt_tokens"]}
+            if piece.part.prompt_token_ids:
+                told["prompt_token_ids"] = list(piece.part.prompt_token_ids)
         return openai_format.event({**self._head, **told})
 
     def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:

@@ -52,7 +52,7 @@ class ToolCall(BodyModel):
 class Message(BodyModel):
     """A chat message.
 
-    ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt.
+    ``refusal`` and ``annotations`` of an answer are not part of the prompt; templates decide about its reasoning.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -85,6 +85,7 @@ class Message(BodyModel):
             tool_calls=[call.to_grpc() for call in calls],
             tool_call_id=call_id,
             name=self.name or "",
+            reasoning=(self.reasoning_content or self.reasoning or "") if self.role == "assistant" else "",
         )
 
 

@@ -61,10 +61,16 @@ def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
             "cache_write_tokens": sum(u.cache_write_tokens for u in prompts),
         },
         "completion_tokens_details": {
+            "reasoning_tokens": sum(u.reasoning_tokens for u in parts),
             "accepted_prediction_tokens": sum(u.accepted_tokens for u in parts),
             "rejected_prediction_tokens": sum(u.draft_tokens - u.accepted_tokens for u in parts),
         },
     }
+
+
+def reasoning(text: str) -> dict[str, str]:
+    """Return reasoning under its two usual names: vLLM's, and that of DeepSeek, SGLang and llama.cpp."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def timings(value: pb.Timings) -> dict[str, float]:

@@ -36,6 +36,7 @@ class ChoiceResult:
     """One choice of an answer, accumulated from its chunks."""
 
     texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     calls: list[pb.ToolCall] = field(default_factory=list)
@@ -44,6 +45,7 @@ class ChoiceResult:
 
     def add(self, part: pb.GenerateStreamResponse) -> None:
         self.texts.append(part.text)
+        self.reasoning.append(part.reasoning)
         self.logprobs.extend(part.logprobs)
         self.token_ids.extend(part.token_ids)
         add_calls(self.calls, part.tool_calls)

@@ -14,9 +14,9 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc.chat_template.chat_template import ChatTemplate
+from inference_svc.chat_template.reasoning_splitter import ReasoningSplitter
 from inference_svc.chat_template.template_messages import prompt_texts
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
@@ -40,6 +40,7 @@ _MODES = {
     pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
+_TAIL_TOKENS = 16  # of a prompt, in which its template may open the reasoning
 # A prompt that will be truncated may be at most this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
 
@@ -320,7 +321,7 @@ class RequestBuilder:
             num_logprobs=request_options.logprobs("logprobs", request),
             num_prompt_logprobs=scored,
             speculation=self.speculation(request.speculation),
-            max_branches=_branches(request.speculation_branches),
+            max_branches=request_options.max_branches(request.speculation_branches),
             adapter=adapter,
             report_provenance=request.explain,
             arrived_at=arrived,
@@ -364,6 +365,13 @@ class RequestBuilder:
         """Return a parser of tool calls for the answer's text; None if the request allows none."""
         return self._chat_template.parser(request)
 
+    def reasoning_splitter(self, request: pb.GenerateRequest, sequence: Sequence) -> ReasoningSplitter | None:
+        """Return a splitter of reasoning and answer for a chat; None if there is no reasoning."""
+        if not request.prompt.HasField("chat"):
+            return None
+        prompt = sequence.tokens[: sequence.request.num_prompt_tokens]
+        return self._chat_template.reasoning_splitter(request.prompt.chat, self.text(prompt[-_TAIL_TOKENS:]))
+
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
         """Build a request's sampling parameters; unset ones are the model's defaults (generation_config.json)."""
         # ListFields contains each field that was set, also to its default, because scalar fields are `optional`.
@@ -387,12 +395,3 @@ class RequestBuilder:
                 param="speculation",
             )
         return _MODES[given]
-
-
-def _branches(given: int) -> int | None:
-    """Maximum draft branches of a request; None for the worker's setting. Raises InvalidRequest."""
-    if given > MAX_BRANCHES:
-        raise InvalidRequest(
-            f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
-        )
-    return given or None

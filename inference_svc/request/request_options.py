@@ -9,6 +9,7 @@ from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.context_reuse.chunking import DocumentMarks
+from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -103,3 +104,12 @@ def check_prompt_logprobs(scored: int | None, tokens: int) -> None:
             f"{_MAX_PROMPT_LOGPROBS} at most",
             param="prompt_logprobs",
         )
+
+
+def max_branches(given: int) -> int | None:
+    """Return the maximum draft branches of a request; None for the worker's setting. Raises InvalidRequest."""
+    if given > MAX_BRANCHES:
+        raise InvalidRequest(
+            f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
+        )
+    return given or None

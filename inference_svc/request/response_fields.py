@@ -1,4 +1,4 @@
-"""Fields of a response: log probabilities and stop reasons as protocol messages."""
+"""Fields of a response: log probabilities, stop reasons and reasoning as protocol messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.chat_template.reasoning_splitter import ReasoningSplitter
 from inference_svc.sampling.logprobs import PromptLogprob, SampledToken
 from inference_svc.sequence.sequence import FinishReason, Sequence
 
@@ -57,3 +58,10 @@ def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.Generat
         answer.stop_string = sequence.detokenizer.stopped_by
     elif sequence.tokens[-1] in sequence.request.own_stop_token_ids:
         answer.stop_token_id = sequence.tokens[-1]
+
+
+def split_reasoning(splitter: ReasoningSplitter, part: pb.GenerateStreamResponse) -> None:
+    """Move reasoning from a part's text to its ``reasoning``; count its tokens in the usage."""
+    part.reasoning, part.text = splitter.split(part.text, len(part.token_ids), bool(part.finish_reason))
+    if part.HasField("usage"):
+        part.usage.reasoning_tokens = splitter.tokens

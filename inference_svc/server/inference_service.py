@@ -31,7 +31,13 @@ from kvsidecar.requests import add_calls
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.request.miss_report import add_miss
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
-from inference_svc.request.response_fields import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
+from inference_svc.request.response_fields import (
+    copy_stop_reason,
+    prompt_logprobs,
+    set_stop_reason,
+    split_reasoning,
+    token_logprob,
+)
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
@@ -68,9 +74,10 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         response = pb.GenerateResponse()
-        texts: list[str] = []
+        texts, reasoning = list[str](), list[str]()
         async for part in self._generate(request, self._observer.request("Generate", context, request.prompt)):
             texts.append(part.text)
+            reasoning.append(part.reasoning)
             response.token_ids.extend(part.token_ids)
             response.logprobs.extend(part.logprobs)
             add_calls(response.tool_calls, part.tool_calls)
@@ -89,7 +96,7 @@ class InferenceService(InferenceServiceServicer):
                     response.miss.CopyFrom(part.miss)
                 response.timings.CopyFrom(part.timings)
             response.request_id = part.request_id or response.request_id
-        response.text = "".join(texts)
+        response.text, response.reasoning = "".join(texts), "".join(reasoning)
         return response
 
     async def GenerateStream(
@@ -106,14 +113,17 @@ class InferenceService(InferenceServiceServicer):
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Yield the parts of an answer. Closing the generator early cancels the sequence."""
-        calls, first, texts, message = None, True, list[str](), pb.ChatMessage()
+        calls, thinking, first, texts, message = None, None, True, list[str](), pb.ChatMessage()
         async with aclosing(self.outputs(request, seen)) as outputs:
             async for sequence, output in outputs:
                 if first:
                     calls = self._requests.call_parser(request)
+                    thinking = self._requests.reasoning_splitter(request, sequence)
                 part = self._part(sequence, output, sequence.request.id if first else "")
                 if request.continuous_usage or part.finish_reason:
                     self._add_usage(sequence, part)
+                if thinking is not None:
+                    split_reasoning(thinking, part)
                 if calls is not None:
                     read_calls(calls, part)
                     texts.append(part.text)

@@ -30,7 +30,7 @@ class TextBlock(BodyModel):
 
 
 class ThinkingBlock(BodyModel):
-    """Reasoning of an answer that is sent back; not part of the prompt."""
+    """Reasoning of an answer that is sent back; the chat template decides whether it is part of the prompt."""
 
     type: Literal["thinking"]
     thinking: str = ""
@@ -125,7 +125,9 @@ def _answer(blocks: Sequence[Block]) -> dict[str, Any]:
     """Return an assistant's message; its texts are joined as the model wrote them."""
     text = "".join(block.text for block in blocks if isinstance(block, TextBlock))
     calls = [block.call() for block in blocks if isinstance(block, ToolUseBlock)]
-    return {"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {})}
+    thought = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
+    more = {"tool_calls": calls} if calls else {}
+    return {"role": "assistant", "content": text, "reasoning_content": thought or None, **more}
 
 
 def _said(role: str, blocks: Sequence[Block]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
 
 _ONE_HOUR_SECONDS = 3600
+_SIGNATURE = "kvsidecar"
 
 
 class MessageWriter:
@@ -59,6 +60,8 @@ class MessageWriter:
         """Add a message of the worker; return its events."""
         events: list[bytes] = []
         if self._request.max_tokens:  # else the one token that the worker had to generate is no part of the answer
+            if part.reasoning:
+                events += self._think(part.reasoning)
             if part.text:
                 events += self._say(part.text)
             for delta in part.tool_calls:
@@ -66,6 +69,13 @@ class MessageWriter:
         if part.finish_reason:
             events += [*self._close(), *self._end(part)]
         return events
+
+    def _think(self, text: str) -> list[bytes]:
+        events = []
+        if self._open != "thinking":
+            events += [*self._close(), *self._begin({"type": "thinking", "thinking": "", "signature": ""})]
+        self._content[-1]["thinking"] += text
+        return [*events, self._delta({"type": "thinking_delta", "thinking": text})]
 
     def _say(self, text: str) -> list[bytes]:
         events = []
@@ -99,11 +109,15 @@ class MessageWriter:
     def _close(self) -> list[bytes]:
         if not self._open:
             return []
+        events = []
         if self._open == "tool_use":
             self._content[-1]["input"] = _parsed("".join(self._arguments))
             self._arguments = []
+        if self._open == "thinking":  # clients wait for a signature, and send it back; nothing is signed here
+            self._content[-1]["signature"] = _SIGNATURE
+            events.append(self._delta({"type": "signature_delta", "signature": _SIGNATURE}))
         self._open = ""
-        return [self._of_block("content_block_stop")]
+        return [*events, self._of_block("content_block_stop")]
 
     def _end(self, part: pb.GenerateStreamResponse) -> list[bytes]:
         usage = self._usage(part.usage)

@@ -75,12 +75,17 @@ class ResultItem(_Item):
 
 
 class ReasoningItem(_Item):
-    """Reasoning of an answer; not part of the prompt."""
+    """Reasoning of an answer; the chat template decides whether it is part of the prompt."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Any], FIRST_ERROR] | None = None
     content: Annotated[list[Any], FIRST_ERROR] | None = None
     encrypted_content: str | None = None
+
+    def text(self) -> str:
+        """Return the reasoning itself; empty where only a summary or an encrypted text is there."""
+        parts = [part.get("text") for part in self.content or () if isinstance(part, dict)]
+        return "".join(text for text in parts if isinstance(text, str))
 
 
 class ItemReference(BodyModel):
@@ -106,8 +111,9 @@ ITEM: TypeAdapter[Item] = TypeAdapter(Item)
 
 
 def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """Return items as chat messages."""
+    """Return items as chat messages; reasoning belongs to the assistant's message right behind it."""
     found: list[dict[str, Any]] = []
+    thought = ""
     for item in items:
         if isinstance(item, MessageItem):
             found.append({"role": item.role, "content": _text(item.content)})
@@ -117,6 +123,9 @@ def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
             add_call(found, item.call_id, item.name, item.arguments)
         elif isinstance(item, CustomCallItem):
             add_call(found, item.call_id, item.name, json.dumps({"input": item.input}))
+        if thought and found and found[-1]["role"] == "assistant":
+            found[-1].setdefault("reasoning_content", thought)
+        thought = item.text() if isinstance(item, ReasoningItem) else ""
     return found
 
 

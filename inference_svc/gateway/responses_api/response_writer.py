@@ -16,7 +16,7 @@ from inference_svc.gateway import openai_format
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
 from inference_svc.gateway.responses_api.conversation_store import StoredResponse
-from inference_svc.gateway.responses_api.input_items import add_call
+from inference_svc.gateway.responses_api.input_items import ITEM, to_messages
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 
 
@@ -105,6 +105,8 @@ class ResponseWriter:
         self._explain(part)
         events: list[bytes] = []
         self._logprobs += openai_format.chat_logprobs(list(part.logprobs))["content"]
+        if part.reasoning:
+            events += self._think(part.reasoning)
         if part.text:
             found, self._logprobs = self._logprobs, []
             events += self._say(part.text, found)
@@ -131,6 +133,18 @@ class ResponseWriter:
         item["content"][0]["logprobs"] += logprobs
         events.append(self._of_item("response.output_text.delta", item, content_index=0, delta=text, logprobs=logprobs))
         return events
+
+    def _think(self, text: str) -> list[bytes]:
+        events = []
+        item = self._open
+        if item is None or item["type"] != "reasoning":
+            events += self._close("completed")
+            item = {"id": f"rs_{token_hex(12)}", "type": "reasoning", "summary": [], "content": []}
+            events += self._begin(item)
+            item["content"] = [{"type": "reasoning_text", "text": ""}]
+            events.append(self._of_item("response.content_part.added", item, content_index=0, part=item["content"][0]))
+        item["content"][0]["text"] += text
+        return [*events, self._of_item("response.reasoning_text.delta", item, content_index=0, delta=text)]
 
     def _call(self, delta: pb.ToolCallDelta) -> list[bytes]:
         events = []
@@ -162,6 +176,10 @@ class ResponseWriter:
             done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
             events.append(self._of_item("response.output_text.done", item, **done))
             events.append(self._of_item("response.content_part.done", item, content_index=0, part=part))
+        elif item["type"] == "reasoning":
+            part = item["content"][0]
+            events.append(self._of_item("response.reasoning_text.done", item, content_index=0, text=part["text"]))
+            events.append(self._of_item("response.content_part.done", item, content_index=0, part=part))
         else:
             done = {"arguments": item["arguments"], "name": item["name"]}
             events.append(self._of_item("response.function_call_arguments.done", item, **done))
@@ -183,7 +201,7 @@ class ResponseWriter:
                     "cache_write_tokens": u.cache_write_tokens,
                 },
                 "output_tokens": u.generated_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": u.reasoning_tokens},
                 "total_tokens": u.prompt_tokens + u.generated_tokens,
             },
         }
@@ -198,13 +216,7 @@ class ResponseWriter:
 
     def _answer(self) -> list[dict[str, Any]]:
         """Return the answer as chat messages."""
-        messages: list[dict[str, Any]] = []
-        for item in self._items:
-            if item["type"] == "message":
-                messages.append({"role": "assistant", "content": item["content"][0]["text"]})
-            else:
-                add_call(messages, item["call_id"], item["name"], item["arguments"])
-        return messages
+        return to_messages(ITEM.validate_python(item) for item in self._items)
 
     def _of_item(self, kind: str, item: dict[str, Any], **more: Any) -> bytes:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)

@@ -54,9 +54,8 @@ def main() -> int:
     flags = ["-q", "--tb=short", "--noconftest", "-c", os.devnull, "--rootdir", str(folder)]
     flags += ["-p", "no:cacheprovider", "-p", "no:warnings", "-p", "no:schemathesis"]
     known = tomllib.loads((HERE / "known_failures.toml").read_text())
-    aliases = [name for name in stand_ins.MODELS]
     with tempfile.TemporaryDirectory() as place:
-        shown = ",".join(f"{name}=smollm2" for name in aliases)
+        shown = ",".join(f"{name}=smollm2" for name in stand_ins.MODELS)
         with served_node.serving(Path(place), "--alias", shown) as server:
             stand_ins.install(server)
             plugin = TestsOfVllm(SUITES, known)

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import anthropic
-import huggingface_hub
 import openai
 from served_node import Server
 
@@ -78,7 +77,17 @@ class _Missing(MetaPathFinder, Loader):
 def _placeholder(name: str) -> type:
     if name.startswith("__"):
         raise AttributeError(name)
-    return type(name, (), {})
+    return type(name, (_Anything,), {})
+
+
+class _Anything:
+    """Takes all arguments; its methods, such as those that fetch adapters, return an empty text."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: ""
 
 
 def install(server: Server) -> None:
@@ -88,15 +97,20 @@ def install(server: Server) -> None:
     utils.RemoteOpenAIServer = RemoteServer  # type: ignore[attr-defined]
     sys.modules["tests.utils"] = utils
     sys.meta_path.append(_Missing())
-    huggingface_hub.snapshot_download = lambda *_, **__: ""  # of an adapter that our server does not need
     tokenizers: Any = import_module("vllm.tokenizers")
+    config: Any = import_module("vllm.config")
 
     def get_tokenizer(*_: Any, **__: Any) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(server.tokenizer)
 
+    class ModelConfig(_Anything):
+        def get_vocab_size(self) -> int:
+            return len(get_tokenizer())
+
     tokenizers.get_tokenizer = get_tokenizer
+    config.ModelConfig = ModelConfig
 
 
 def fixtures() -> list[ModuleType]:

@@ -198,6 +198,7 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """"system", "user", "assistant" or "tool"."""
     content: _builtins.str
@@ -206,6 +207,8 @@ class ChatMessage(_message.Message):
     """In a tool's message: id of the call that it answers."""
     name: _builtins.str
     """Name of the speaker, or of the tool in a tool's message, for templates that show it; may be empty."""
+    reasoning: _builtins.str
+    """Reasoning of an assistant's message, for templates that show it (`reasoning_content`); may be empty."""
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """Tool calls of an assistant's message."""
@@ -218,10 +221,11 @@ class ChatMessage(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         name: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -899,6 +903,7 @@ class Usage(_message.Message):
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
     CACHE_WRITE_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
@@ -915,6 +920,8 @@ class Usage(_message.Message):
     """Accepted draft tokens, part of the answer."""
     cache_write_tokens: _builtins.int
     """Prompt tokens that were computed and go to the cache; 0 with skip_write."""
+    reasoning_tokens: _builtins.int
+    """Generated tokens that are reasoning, with its markers."""
     def __init__(
         self,
         *,
@@ -926,10 +933,11 @@ class Usage(_message.Message):
         draft_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
         cache_write_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1080,6 +1088,7 @@ class GenerateResponse(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text, without the stop string."""
     finish_reason: Global___FinishReason.ValueType
@@ -1094,6 +1103,8 @@ class GenerateResponse(_message.Message):
     """The prompt as the model received it, if `echo` was set: the text of the request; if the request had no text, or
     it was truncated, the text that Detokenize returns for the tokens.
     """
+    reasoning: _builtins.str
+    """Reasoning before the answer to a chat, where the model's chat template marks it; it is not in `text`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens, including the last one, such as a stop token."""
@@ -1160,10 +1171,11 @@ class GenerateResponse(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         miss: Global___MissReason | None = ...,
         reuse_anywhere: Global___ReuseAnywhere | None = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1280,6 +1292,7 @@ class GenerateStreamResponse(_message.Message):
     MISS_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
@@ -1292,6 +1305,8 @@ class GenerateStreamResponse(_message.Message):
     """One of `stop_token_ids`."""
     prompt_text: _builtins.str
     """As in GenerateResponse. Set in the first message."""
+    reasoning: _builtins.str
+    """New reasoning, as in GenerateResponse."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens."""
@@ -1356,10 +1371,11 @@ class GenerateStreamResponse(_message.Message):
         miss: Global___MissReason | None = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         reuse_anywhere: Global___ReuseAnywhere | None = ...,
+        reasoning: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "reasoning", b"reasoning", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015

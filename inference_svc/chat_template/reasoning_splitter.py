@@ -1,0 +1,80 @@
+"""Reasoning splitter: separates an answer's reasoning from its text while it is streamed."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+BEGIN, END = "<think>", "</think>"
+_MAX_TAIL_CHARACTERS = 64
+
+
+class _Place(Enum):
+    """Where in the answer the next character stands."""
+
+    START = auto()
+    REASONING = auto()
+    BEHIND = auto()
+    TEXT = auto()
+
+
+def marks_reasoning(template: str | None) -> bool:
+    """True if a chat template is that of a model which marks its reasoning."""
+    return BEGIN in (template or "") or END in (template or "")
+
+
+def opens_reasoning(prompt_end: str) -> bool:
+    """True if a prompt ends within reasoning, as templates write it that open it for the model."""
+    return prompt_end[-_MAX_TAIL_CHARACTERS:].rstrip().endswith(BEGIN)
+
+
+class ReasoningSplitter:
+    """Splitter of one answer. Call ``split`` with each new text.
+
+    ``begun``: the prompt opened the reasoning. Otherwise an answer has reasoning only if it starts with the marker.
+    Spaces around the markers are left out. Text that may be a marker is kept until that is certain.
+    """
+
+    def __init__(self, begun: bool) -> None:
+        self._place = _Place.REASONING if begun else _Place.START
+        self._kept, self._wrote = "", False
+        self.tokens = 0
+        """Tokens of the reasoning so far, with its markers."""
+
+    def split(self, text: str, num_tokens: int, last: bool) -> tuple[str, str]:
+        """Return new reasoning and new text of the answer; ``last``: no more text comes."""
+        self._kept += text
+        reasoning = ""
+        if self._place is _Place.START:
+            self._start(last)
+        if self._place is _Place.REASONING:
+            self.tokens += num_tokens
+            reasoning = self._reasoning(last)
+        if self._place is _Place.BEHIND:
+            self._kept = self._kept.lstrip()
+            self._place = _Place.TEXT if self._kept else _Place.BEHIND
+        if self._place is not _Place.TEXT:
+            return reasoning, ""
+        said, self._kept = self._kept, ""
+        return reasoning, said
+
+    def _start(self, last: bool) -> None:
+        begun = self._kept.lstrip()
+        if begun.startswith(BEGIN):
+            self._place, self._kept = _Place.REASONING, begun.removeprefix(BEGIN)
+        elif last or not BEGIN.startswith(begun):
+            self._place = _Place.TEXT
+
+    def _reasoning(self, last: bool) -> str:
+        found, marker, behind = self._kept.partition(END)
+        if marker:
+            self._place, self._kept = _Place.BEHIND, behind
+            found = found.rstrip()
+        elif not last:
+            whole = found
+            begun = next((n for n in range(len(END) - 1, 0, -1) if whole.endswith(END[:n])), 0)
+            found = whole[: len(whole) - begun].rstrip()
+            self._kept = whole[len(found) :]
+        if not self._wrote:
+            found = found.lstrip()
+            self._wrote = bool(found)
+        return found
