@@ -77,9 +77,11 @@ class SessionServicer(ServicerBase):
             sum(owner == principal for owner in external),
             private=self.private,
         )
-        return self.store.open_session(
+        session = self.store.open_session(
             name, hello.descriptor, hello.namespace, shares_memory=self.private, owner=principal
         )
+        self.store.misses.describe(session.namespace, session.descriptor)
+        return session
 
     def _welcome(self, session: Session) -> pb.Welcome:
         welcome = pb.Welcome(

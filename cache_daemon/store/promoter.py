@@ -101,7 +101,11 @@ class Promoter:
             self._tiers.finish_load(chunk, slot)
         else:
             self._tiers.release_slot(slot)
-            if outcome is not ReadResult.FAILED and chunk.indexed:
+            # A chunk that its successor's transaction has just removed is missing and leaves the index by itself.
+            replaced = outcome is ReadResult.MISSING and chunk.write_state.superseder_count > 0
+            if outcome is ReadResult.FAILED:
+                self._tiers.counters.failed_reads += 1
+            elif chunk.indexed and not replaced:
                 self._tiers.counters.corrupt_chunks += 1
                 self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
         self._tiers.on_released(chunk)
