@@ -33,8 +33,9 @@ from cache_daemon.memory.arena import Arena
 from cache_daemon.store import pins, reuse_verdicts
 from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
-from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_deleter import ChunkDeleter
+from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
@@ -113,13 +114,14 @@ class ChunkStore:
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
         self.misses = MissExplainer(self.tiers, self._commit.pending_tokens)
-        self.bulk = BulkOps(self.tiers, self.ttl, self._commit.invalidate)
+        self.listing = ChunkList(self.tiers.index)
+        self._deleter = ChunkDeleter(self.tiers, self.ttl, self._commit.invalidate)
         self.remote: RemoteCoordinator | None = None
         if remote is not None:
             self.remote = remote.new_coordinator(
-                StoreServices(self.tiers, self.bulk, self._inserter, self._lookup, self._persistence, self._threads)
+                StoreServices(self.tiers, self._deleter, self._inserter, self._lookup, self._persistence, self._threads)
             )
-        self._upkeep = Upkeep(self.sessions, self.bulk, self.counters, self.ttl, self._persistence)
+        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
 
@@ -183,15 +185,6 @@ class ChunkStore:
         session.leases.clear()
         self._commit.abort(session, list(session.reservations))
         session.close_staging()
-
-    def record_heartbeat(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Add a heartbeat's totals, which never fall.
-
-        Totals of sessions without shared memory are not trusted.
-        """
-        if session.shares_memory:
-            self.counters.add_heartbeat(session.heartbeat_totals, totals)
-        session.heartbeat_totals = totals
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 
@@ -288,23 +281,23 @@ class ChunkStore:
         found = self.tiers.index.get(prefix_hash)
         if found is None:  # the chunk may be reserved
             self._commit.invalidate(root, prefix_hash)
-        async with self.bulk.await_disk_removal():
+        async with self._deleter.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
-                return await self.bulk.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
+                return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
             there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from now on no fetch reads it
-            here = await self.bulk.delete(root, found) if found is not None or not prefix_hash else 0
+            here = await self._deleter.delete(root, found) if found is not None or not prefix_hash else 0
             deleted = max(here, await self.remote.await_deletion(there))
             if prefix_hash and not deleted:
                 self.find(root, prefix_hash)
             return deleted
 
     def list_chunks(self, root: bytes, page_token: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of chunks; see ``BulkOps.page``."""
-        return self.bulk.page(root, page_token, limit)
+        """Return a page of chunks; see ``ChunkList.page``."""
+        return self.listing.page(root, page_token, limit)
 
     async def push_tenant(self, root: bytes) -> AsyncIterator[TransferProgress]:
         """Write all chunks of a tenant to the remote tier. Raises FailedPrecondition, Unavailable."""
-        transfer, chunks = self._transfer(), [chunk async for chunk in self.bulk.iter_chunks(root)]
+        transfer, chunks = self._transfer(), [chunk async for chunk in self.listing.iter_chunks(root)]
         async with contextlib.aclosing(transfer.push(chunks)) as steps:  # type: ignore[type-var]
             async for progress in steps:
                 yield progress
@@ -388,7 +381,7 @@ class ChunkStore:
 
     async def stats_of(self, root: bytes) -> StatsResponse:
         """Return the statistics of one tenant's chunks in a namespace."""
-        out = await self.bulk.count(root)
+        out = await self.listing.count(root)
         out.epoch = self.epoch
         return out
 
