@@ -23,7 +23,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ArenaFull, ChunkNotFound, FailedPrecondition
+from kvsidecar.errors import ChunkNotFound, FailedPrecondition
 
 from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
@@ -36,6 +36,7 @@ from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.chunk_list import ChunkList
+from cache_daemon.store.chunk_reader import ChunkReader
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
@@ -107,6 +108,7 @@ class ChunkStore:
         arena_evictor = ArenaEvictor(self.tiers)
         promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
         self._lookup = Lookup(self.tiers, self.ttl, promoter)
+        self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
         self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, self.ttl)
@@ -241,20 +243,6 @@ class ChunkStore:
                 lease.release()
                 released += 1
         return released
-
-    @contextlib.asynccontextmanager
-    async def open_chunk(self, chunk: Chunk) -> AsyncIterator[memoryview]:
-        """Lease a chunk's payload while a block runs. Raises ArenaFull when it cannot be promoted."""
-        lease = await self._lookup.acquire(chunk)
-        if lease is None or chunk.slot is None:
-            raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
-        with lease:
-            yield await self.read_leased(chunk)
-
-    async def read_leased(self, chunk: Chunk) -> memoryview:
-        """Return the payload of a leased chunk; a GPU arena copies it on a thread."""
-        assert chunk.slot is not None, "a chunk that is held has a slot"
-        return await asyncio.get_running_loop().run_in_executor(self._threads.copying, self.arena.read, chunk.slot)
 
     def find(self, root: bytes, prefix_hash: bytes) -> Chunk:
         """Return a tenant's chunk by its prefix hash. Raises ChunkNotFound."""
