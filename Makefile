@@ -79,7 +79,7 @@ test-vllm-own: $(VLLM_STAMP) $(VLLM_OWN)/.fetched  ## Run vLLM's own unit tests 
 	$(VLLM_VENV)/bin/python tests/integrations/vllm_own $(VLLM_OWN)
 
 $(VLLM_OWN)/.fetched:
-	$(VLLM_VENV)/bin/python tests/integrations/vllm_own/fetch.py vllm $(lastword $(subst ==, ,$(VLLM))) $(VLLM_OWN)
+	$(PYTHON) tests/integrations/vllm_own/fetch.py vllm $(lastword $(subst ==, ,$(VLLM))) $(VLLM_OWN)
 	@touch $@
 
 $(VLLM_STAMP): constraints.txt
@@ -169,10 +169,13 @@ $(LOWEST_STAMP): pyproject.toml
 # Clients of ours whose packages pin what they need: an environment of their own, against the server of this one.
 FRAMEWORKS_VENV  := .venv-frameworks
 FRAMEWORKS_STAMP := $(FRAMEWORKS_VENV)/.installed
-.PHONY: test-frameworks
-test-frameworks: setup $(FRAMEWORKS_STAMP)  ## Run LangChain, LlamaIndex, instructor, lm-eval and schemathesis against it
+.PHONY: test-frameworks test-vllm-http
+test-frameworks: setup $(FRAMEWORKS_STAMP)  ## Run agents' SDKs, RAG frameworks, load generators and others against it
 	KVSIDECAR_TEST_PYTHON=$(BIN)/python $(FRAMEWORKS_VENV)/bin/python -m pytest -q -W default \
 		--confcutdir=tests/frameworks tests/frameworks
+
+test-vllm-http: setup $(FRAMEWORKS_STAMP) $(VLLM_OWN)/.fetched  ## Run vLLM's own tests of chats, responses and others against it
+	KVSIDECAR_TEST_PYTHON=$(BIN)/python $(FRAMEWORKS_VENV)/bin/python tests/frameworks/vllm_http $(VLLM_OWN)
 
 $(FRAMEWORKS_STAMP): tests/frameworks/requirements.txt tests/frameworks/constraints.txt
 	@test -x $(FRAMEWORKS_VENV)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS_VENV)

@@ -48,6 +48,7 @@ STEPS = (
     Step("peft", ("make", "test-peft"), 1),
     Step("smg", ("make", "test-smg"), 1),
     Step("frameworks", ("make", "test-frameworks"), 2),
+    Step("vllm-http", ("make", "test-vllm-http"), 1),
     Step("autoawq", ("make", "test-autoawq"), 1),
     Step("lowest", ("make", "test-lowest"), 2),
 )

@@ -92,7 +92,9 @@ class AnswerWriter:
 
     def _echoed(self, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
         request = self._request
-        return with_prompt(request, pieces) if isinstance(request, CompletionRequest) and request.echo else pieces
+        if isinstance(request, ChatRequest):
+            return with_text(request.echoed, pieces) if request.echoed else pieces
+        return with_prompt(request, pieces) if request.echo else pieces
 
     def _whole_choice(self, index: int, choice: ChoiceResult) -> dict[str, Any]:
         text = "".join(choice.texts)
@@ -224,6 +226,16 @@ async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceCh
                 both = [*part.prompt_logprobs, *part.logprobs]
                 del part.logprobs[:]
                 part.logprobs.extend(both)
+        yield chunk
+
+
+async def with_text(text: str, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
+    """Put a text before each choice."""
+    begun: set[int] = set()
+    async for chunk in chunks:
+        if chunk.choice not in begun:
+            begun.add(chunk.choice)
+            chunk.part.text = text + chunk.part.text
         yield chunk
 
 

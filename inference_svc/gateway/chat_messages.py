@@ -69,11 +69,14 @@ class Message(BodyModel):
     reasoning_content: str | None = None
     parsed: Any = None
 
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+
     def to_grpc(self, place: int) -> pb.ChatMessage:
         """Convert the message at index ``place``. Raises InvalidRequest for an empty message."""
         if self.content is None and not self.tool_calls and self.role != "assistant":
             raise InvalidRequest(f"messages.{place}.content is missing", param=f"messages.{place}.content")
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
         calls, call_id = list(self.tool_calls or ()), self.tool_call_id or ""
         if self.function_call is not None:
             calls.append(ToolCall(id=_legacy_id(self.function_call.name), function=self.function_call))
@@ -81,7 +84,7 @@ class Message(BodyModel):
             call_id = _legacy_id(self.name or "")
         return pb.ChatMessage(
             role=_ROLES.get(self.role, self.role),
-            content=text,
+            content=self.text,
             tool_calls=[call.to_grpc() for call in calls],
             tool_call_id=call_id,
             name=self.name or "",

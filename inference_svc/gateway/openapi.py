@@ -16,27 +16,50 @@ from inference_svc.gateway.anthropic_api.messages_schema import CountTokensReque
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD, LoadBody, UnloadBody
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
+from inference_svc.gateway.responses_api.responses_routes import ConversationBody, ItemsBody
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
 
 _COMPONENTS = "#/components/schemas/"
+_RESPONSES, _CONVERSATIONS = "/v1/responses", "/v1/conversations"
+_CONVERSATION, _LIST = ("id", "object", "created_at", "metadata"), ("object", "data", "has_more")
 _MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
 # Path, body, summary, whether it can be streamed, and the fields of a complete answer.
 _POSTS: list[tuple[str, type[BodyModel], str, bool, tuple[str, ...]]] = [
     ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
     ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
-    ("/v1/responses", ResponsesRequest, "Answers, and keeps the conversation", True, ("id", "object", "output")),
+    (_RESPONSES, ResponsesRequest, "Answers, and keeps the conversation", True, ("id", "object", "output")),
     (MESSAGES_PATH, MessagesRequest, "Answers a conversation, as Anthropic's API does", True, _MESSAGE),
     (COUNT_PATH, CountTokensRequest, "Counts the tokens of a conversation", False, ("input_tokens",)),
+    (
+        f"{_RESPONSES}/input_tokens",
+        ResponsesRequest,
+        "Counts the tokens of an input",
+        False,
+        ("object", "input_tokens"),
+    ),
+    (_CONVERSATIONS, ConversationBody, "Creates a conversation", False, _CONVERSATION),
+    (f"{_CONVERSATIONS}/{{name}}", ConversationBody, "Changes a conversation's metadata", False, _CONVERSATION),
+    (f"{_CONVERSATIONS}/{{name}}/items", ItemsBody, "Adds items to a conversation", False, _LIST),
     ("/tokenize", TokenizeBody, "Tokens of a text or a conversation", False, ("count", "max_model_len", "tokens")),
     ("/detokenize", DetokenizeBody, "Text of tokens", False, ("prompt",)),
 ]
 _GETS: list[tuple[str, str, tuple[str, ...]]] = [
     ("/v1/models", "The models that are served", ("object", "data")),
     ("/v1/models/{name}", "One of them", ("id", "object")),
-    ("/v1/responses/{name}", "A response that is kept", ("id", "object", "output")),
+    (f"{_RESPONSES}/{{name}}", "A response that is kept", ("id", "object", "output")),
+    (f"{_RESPONSES}/{{name}}/input_items", "The items of its input", _LIST),
+    (f"{_CONVERSATIONS}/{{name}}", "A conversation", _CONVERSATION),
+    (f"{_CONVERSATIONS}/{{name}}/items", "Its items", _LIST),
+    (f"{_CONVERSATIONS}/{{name}}/items/{{item}}", "One of its items", ("id", "type")),
+    ("/tokenizer_info", "The tokenizer's settings and chat template", ("tokenizer_class",)),
     ("/health", "Whether a worker is up", ("status", "workers_up", "workers")),
     ("/version", "This server's version", ("version",)),
+]
+_DELETES: list[tuple[str, str, tuple[str, ...]]] = [
+    (f"{_RESPONSES}/{{name}}", "Forgets it", ("id", "object", "deleted")),
+    (f"{_CONVERSATIONS}/{{name}}", "Forgets it", ("id", "object", "deleted")),
+    (f"{_CONVERSATIONS}/{{name}}/items/{{item}}", "Removes it", _CONVERSATION),
 ]
 # Operators' calls, which answer with a sentence.
 _ORDERS: list[tuple[str, type[BodyModel], str]] = [
@@ -80,12 +103,17 @@ def document() -> dict[str, Any]:
         operation = _operation(summary, ())
         operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
         paths[path] = {"post": operation | _takes(body)}
-    for path, summary, fields in _GETS:
-        paths[path] = {"get": _operation(summary, fields)}
-    paths["/v1/responses/{name}"]["delete"] = _operation("Forgets it", ("id", "object", "deleted"))
+    for method, found_here in (("get", _GETS), ("delete", _DELETES)):
+        for path, summary, fields in found_here:
+            paths.setdefault(path, {})[method] = _operation(summary, fields)
+    # Of a synchronous response, which every one is: only refused.
+    paths[f"{_RESPONSES}/{{name}}/cancel"] = {"post": _operation("Cancels a response", ("id",))}
     for path, item in paths.items():
-        if "{name}" in path:
-            item["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        named = [name for name in ("name", "item") if f"{{{name}}}" in path]
+        if named:
+            item["parameters"] = [
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named
+            ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "KVSidecar", "version": __version__},

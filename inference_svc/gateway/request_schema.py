@@ -89,7 +89,9 @@ class GenerationOptions(BodyModel):
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1, le=_LARGEST)
     """Keeps only the prompt's last tokens; -1 for as many as fit into the context."""
-    truncate: Literal["left", "middle"] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    """vLLM's: where truncate_prompt_tokens removes tokens."""
+    truncate: Literal["left", "middle", "right"] | None = None
     """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, it loses those that do not fit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     return_token_ids: bool = False
@@ -173,6 +175,11 @@ class GenerationOptions(BodyModel):
                 "prompt_logprobs is not for streams; leave stream out, or take echo with logprobs of completions",
                 param="prompt_logprobs",
             )
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest(
+                "stream_options is for streams; set stream to true, or leave it out", param="stream_options"
+            )
+        most = self.truncation_limit()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         seed = None if self.seed is None else (self.seed + choice) % 2**64
         return pb.GenerateRequest(
@@ -184,8 +191,8 @@ class GenerationOptions(BodyModel):
             ignore_eos=self.ignore_eos,
             include_stop=self.include_stop_str_in_output,
             show_special_tokens=not self.skip_special_tokens,
-            truncate_prompt_tokens=self.truncation_limit(),
-            truncation=truncation_of(self.truncate),
+            truncate_prompt_tokens=most,
+            truncation=truncation_of(self.truncate or (None if most is None else self.truncation_side)),
             prompt_logprobs=self.prompt_logprobs,
             logprobs=self.num_top_logprobs(),
             sampling=pb.Sampling(
@@ -244,6 +251,8 @@ class ChatRequest(GenerationOptions):
     """vLLM's, like the next two: further arguments of the template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    echo: bool = False
+    """vLLM's: returns the message that is continued before its continuation."""
     add_special_tokens: bool = False
     """vLLM's: True puts the beginning-of-sequence token before what the template makes."""
 
@@ -251,6 +260,11 @@ class ChatRequest(GenerationOptions):
         start = answer_start(self.add_generation_prompt, self.continue_final_message)
         chat = to_chat(self.messages, self._tools(), self._template_arguments(), start)
         return [pb.Prompt(chat=chat, with_special_tokens=self.add_special_tokens)]
+
+    @property
+    def echoed(self) -> str:
+        """Return the text before the answer: the message that is continued, with ``echo``."""
+        return self.messages[-1].text if self.echo and self.messages[-1].role == "assistant" else ""
 
     def _template_arguments(self) -> dict[str, Any]:
         effort = self.reasoning_effort

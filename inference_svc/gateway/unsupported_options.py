@@ -25,7 +25,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "context_management": (None, []),
     "detokenize": (None, True),
     "early_stopping": (None, False),
-    "echo": (None, False),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1.0),
     "logits_processors": (None, []),

@@ -96,12 +96,12 @@ class RequestBuilder:
         generation_prompt: bool = True,
         cache: pb.CacheOptions | None = None,
         max_tokens: int | None = None,
-        middle: bool = False,
+        truncation: pb.Truncation.ValueType = pb.TRUNCATION_UNSPECIFIED,
     ) -> tuple[list[int], DocumentMarks]:
         """Return ``tokens`` of a prompt, which must fit into the context.
 
-        With ``max_tokens``, a longer prompt is truncated to its last tokens, or with ``middle`` to its first and last
-        ones. Raises PromptTooLong; without tokenization if the text has too many characters.
+        With ``max_tokens``, a longer prompt is truncated as ``truncation`` says, else to its last tokens. Raises
+        PromptTooLong; without tokenization if the text has too many characters.
         """
         if max_tokens is not None:
             size = self._check_characters(*prompt_texts(prompt))
@@ -109,7 +109,7 @@ class RequestBuilder:
                 raise PromptTooLong(
                     f"the prompt is too long: it has {size} characters, too many to be read for its end; send less"
                 )
-            ids, marks = self._truncate(prompt, *self.tokens(prompt, generation_prompt, cache), max_tokens, middle)
+            ids, marks = self._truncate(prompt, *self.tokens(prompt, generation_prompt, cache), max_tokens, truncation)
             self._check_length(len(ids))
             return ids, marks
         self._check_length(len(prompt.token_ids.ids))
@@ -119,21 +119,22 @@ class RequestBuilder:
         return ids, marks
 
     def _truncate(
-        self, prompt: pb.Prompt, ids: list[int], marks: DocumentMarks, most: int, middle: bool
+        self, prompt: pb.Prompt, ids: list[int], marks: DocumentMarks, most: int, side: pb.Truncation.ValueType
     ) -> tuple[list[int], DocumentMarks]:
         """Truncate a prompt to ``most`` tokens.
 
-        Keeps the special tokens at its start and its last tokens; with ``middle``, equal numbers of first and last
-        tokens.
+        Keeps the special tokens at its start and its last tokens; in the middle, equal numbers of first and last
+        tokens; at the right, its first tokens.
         """
-        head = most // 2 if middle else 0
-        if not middle and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
+        kept = {pb.TRUNCATION_MIDDLE: most // 2, pb.TRUNCATION_RIGHT: most}.get(side)
+        head = kept or 0
+        if kept is None and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
             special = self._ids("", True)
             head = len(special) if ids[: len(special)] == special and len(special) < most else 0
         cut = len(ids) - most
         if cut <= 0:
             return ids, marks
-        before = [end for end in marks.segment_ends if end <= head] if middle else []
+        before = [end for end in marks.segment_ends if end <= head] if kept is not None else []
         ends = (*before, *(end - cut for end in marks.segment_ends if end > cut + head))
         return ids[:head] + ids[cut + head :], replace(marks, segment_ends=ends)
 
@@ -282,9 +283,9 @@ class RequestBuilder:
         Raises UnknownModel, PromptTooLong, InvalidRequest.
         """
         adapter = self.adapter(request.model)
-        middle = request.truncation == pb.TRUNCATION_MIDDLE
         most = self._max_prompt_tokens(request)
-        tokens, marks = self.checked_tokens(request.prompt, cache=request.cache, max_tokens=most, middle=middle)
+        side = request.truncation
+        tokens, marks = self.checked_tokens(request.prompt, cache=request.cache, max_tokens=most, truncation=side)
         room = self._context - len(tokens)
         wanted = request_options.max_new_tokens(request, room)
         if len(request.request_id) > _MAX_ID:

@@ -53,7 +53,7 @@ async def test_the_bridge_from_anthropics_messages(server: Server, provider: str
     told = [*ASKED, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
     second = await litellm.anthropic.messages.acreate(messages=told, **options)
     assert second["role"] == "assistant"
-    assert second["usage"]["input_tokens"] > 0
+    assert second["usage"]["output_tokens"] > 0
     stream = await litellm.anthropic.messages.acreate(messages=told, stream=True, **options)
     events = b"".join(
         [part if isinstance(part, bytes) else json.dumps(part).encode() for part in [p async for p in stream]]

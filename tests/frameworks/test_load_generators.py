@@ -20,7 +20,8 @@ REQUESTS = 4
 
 def run(command: list[str], folder: Path) -> None:
     done = subprocess.run(
-        [str(BIN / command[0]), *command[1:]], cwd=folder, capture_output=True, text=True, timeout=_SECONDS, check=False,
+        [str(BIN / command[0]), *command[1:]], cwd=folder, timeout=_SECONDS, check=False,
+        capture_output=True, text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HOME": str(folder)},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -53,7 +54,7 @@ def test_guidellm_ends_without_an_error(server: Server, tmp_path: Path, path: st
 @pytest.mark.parametrize("endpoint", ["chat", "completions", "responses"])
 def test_aiperf_ends_without_an_error(server: Server, tmp_path: Path, endpoint: str) -> None:
     command = ["aiperf", "profile", "--model", server.model, "--url", server.url, "--endpoint-type", endpoint]
-    command += ["--streaming", "--tokenizer", server.tokenizer, "--request-count", str(REQUESTS), "--concurrency", "2"]
+    command += ["--streaming", "--tokenizer", "builtin", "--request-count", str(REQUESTS), "--concurrency", "2"]
     command += ["--isl", "32", "--osl", "8", "--output-artifact-dir", str(tmp_path / "out"), "--ui", "none"]
     command += ["--use-server-token-count", "--per-chunk-usage"] if endpoint == "chat" else []
     run(command, tmp_path)

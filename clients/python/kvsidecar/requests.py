@@ -20,7 +20,7 @@ REST_OF_CONTEXT = 2**32 - 1
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
-_TRUNCATION = {"left": pb.TRUNCATION_LEFT, "middle": pb.TRUNCATION_MIDDLE}
+_TRUNCATION = {"left": pb.TRUNCATION_LEFT, "middle": pb.TRUNCATION_MIDDLE, "right": pb.TRUNCATION_RIGHT}
 _SPECULATION = {
     "off": pb.SPECULATION_OFF,
     "ngram": pb.SPECULATION_NGRAM,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -33,7 +34,13 @@ from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
 from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_wait import NodeWait
-from inference_svc.gateway.fleet.prefix_query import RESPONSES, PrefixQuery, to_routed_request
+from inference_svc.gateway.fleet.prefix_query import (
+    CONVERSATIONS,
+    INPUT_TOKENS,
+    RESPONSES,
+    PrefixQuery,
+    to_routed_request,
+)
 from inference_svc.gateway.fleet.proxy import Proxy, proxied_response
 from inference_svc.gateway.fleet_api import WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -49,6 +56,7 @@ _FORWARDED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     RESPONSES,
+    INPUT_TOKENS,
     MESSAGES_PATH,
     COUNT_PATH,
     "/v1/embeddings",
@@ -56,6 +64,7 @@ _FORWARDED_PATHS = (
     "/detokenize",
     WARM_PATH,
 )
+_KEPT_PATH = re.compile(r"[\w/-]{1,400}", re.ASCII)
 _CONNECT_SECONDS = 2.0
 # Less than the 5 s after which a node's server closes an idle connection.
 _IDLE_SECONDS = 3.0
@@ -82,18 +91,45 @@ class FleetHandlers:
         read = await self.bodies.read(request, partial(to_routed_request, request.url.path))
         return await self._proxy.answer(request, replace(read, wait_seconds=preferred_wait_seconds(request.headers)))
 
-    async def response(self, request: Request) -> Response:
-        """Return or delete a response that one of the nodes stores."""
-        name = request.path_params["name"]
-        node = await self._prefix_query.node_with_response(name)
+    async def kept(self, request: Request) -> Response:
+        """Forward a call about a response or conversation to the node that stores it."""
+        name, path = request.path_params["name"], request.url.path
+        node = await self._prefix_query.node_with_response(name) if _KEPT_PATH.fullmatch(path) else None
         if node is None:
-            raise UnknownResponse(f"the response {name[:80]!r} is not kept by any node that is up")
-        url, deadline = f"{node.url}{RESPONSES}/{name}", asyncio.get_running_loop().time() + self._config.node_seconds
+            kind = "conversation" if path.startswith(CONVERSATIONS) else "response"
+            raise UnknownResponse(f"the {kind} {name[:80]!r} is not kept by any node that is up")
+        return await self._send(node, request)
+
+    async def create_conversation(self, request: Request) -> Response:
+        """Create a conversation at the node that has the fewest requests."""
+        return await self._send(self._idlest_node(), request)
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return await self._send(self._idlest_node(), request)
+
+    def _idlest_node(self) -> Node:
+        """Raises Unavailable when no node is up."""
+        if not self.discovery.alive:
+            raise self.discovery.none_up()
+        return min(self.discovery.alive, key=lambda node: node.busy + node.in_flight)
+
+    async def _send(self, node: Node, request: Request) -> Response:
+        """Forward a short call as it is. Raises Unavailable."""
+        has_body = int(request.headers.get("content-length") or 0) > 0 or "transfer-encoding" in request.headers
+        raw = await self.bodies.read(request, lambda raw, _: raw) if has_body else b""
+        url, deadline = f"{node.url}{request.url.path}", asyncio.get_running_loop().time() + self._config.node_seconds
         try:
-            asked = self.client.request(request.method, url, extensions=node.extensions)
+            asked = self.client.request(
+                request.method,
+                url,
+                params=tuple(request.query_params.multi_items()),
+                content=raw,
+                headers={"Content-Type": "application/json"} if raw else None,
+                extensions=node.extensions,
+            )
             answer = await node.wait_for(asked, deadline)
         except (*CONNECTION_ERRORS, NodeFailed, TimeoutError) as error:
-            raise Unavailable("the node that keeps the response does not answer; try again in a moment") from error
+            raise Unavailable("the node of this call does not answer; try again in a moment") from error
         return proxied_response(answer, answer.content)
 
     async def models(self, request: Request) -> Response:
@@ -182,7 +218,17 @@ def create_app(config: GatewayConfig) -> FastAPI:
     add_outer_middleware(app, config.origins)
     for path in _FORWARDED_PATHS:
         app.add_api_route(path, fleet.forward, methods=["POST"])
-    app.add_api_route(RESPONSES + "/{name}", fleet.response, methods=["GET", "DELETE"])
+    for path, methods in (
+        (RESPONSES + "/{name}", ["GET", "DELETE"]),
+        (RESPONSES + "/{name}/input_items", ["GET"]),
+        (RESPONSES + "/{name}/cancel", ["POST"]),
+        (CONVERSATIONS + "/{name}", ["GET", "POST", "DELETE"]),
+        (CONVERSATIONS + "/{name}/items", ["GET", "POST"]),
+        (CONVERSATIONS + "/{name}/items/{item}", ["GET", "DELETE"]),
+    ):
+        app.add_api_route(path, fleet.kept, methods=methods)
+    app.add_api_route(CONVERSATIONS, fleet.create_conversation, methods=["POST"])
+    app.add_api_route("/tokenizer_info", fleet.tokenizer_info, methods=["GET"])
     app.add_api_route("/v1/models", fleet.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", fleet.model, methods=["GET"])
     for path in (LOAD, UNLOAD):

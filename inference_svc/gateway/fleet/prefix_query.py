@@ -26,7 +26,8 @@ from inference_svc.gateway.fleet.fleet_router import (
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, WARM_PATH
 from inference_svc.gateway.model_aliases import lists
 
-RESPONSES = "/v1/responses"
+RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
+INPUT_TOKENS = f"{RESPONSES}/input_tokens"
 _PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES_PATH, WARM_PATH})
 # A node that does not answer within this time counts as having no cached prefix: the prompt must not wait.
 _TIMEOUT_SECONDS = 0.5
@@ -42,8 +43,8 @@ _MAX_CONCURRENT_QUERIES = 256
 class RoutedRequest:
     """The properties of a request that determine its node.
 
-    ``before`` is the id of the response that it continues, ``only`` the only node that can answer it, and
-    ``wait_seconds`` the client's limit for waiting for a worker.
+    ``before`` is the id of the response or conversation that it continues, ``only`` the only node that can answer it,
+    and ``wait_seconds`` the client's limit for waiting for a worker.
     """
 
     path: str
@@ -62,12 +63,15 @@ def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     model, before, within = body.get("model"), body.get("previous_response_id"), body.get("within_seconds")
+    if before is None:
+        named = body.get("conversation")
+        before = named.get("id") if isinstance(named, dict) else named
     return RoutedRequest(
         path,
         raw,
         model if isinstance(model, str) else "",  # the node reports the error
         prompt_prefix_hashes(body),
-        before if path == RESPONSES and isinstance(before, str) else None,
+        before if path in (RESPONSES, INPUT_TOKENS) and isinstance(before, str) else None,
         body.get("skip_cache") is True,
         within if isinstance(within, int | float) else None,
     )
@@ -157,7 +161,7 @@ class PrefixQuery:
             return _CachedPrefix(node, 0, 0)
 
     async def node_with_response(self, response_id: str) -> Node | None:
-        """Return the node that stores a response; None when no node does."""
+        """Return the node that stores a response or conversation; None when no node does."""
         if (
             len(response_id) > _MAX_RESPONSE_ID_CHARS
             or not response_id.isascii()
@@ -169,9 +173,10 @@ class PrefixQuery:
         return next((node for node, keeps in zip(nodes, kept, strict=True) if keeps), None)
 
     async def _keeps(self, node: Node, response_id: str) -> bool:
+        path = CONVERSATIONS if response_id.startswith("conv_") else RESPONSES
         try:
             async with asyncio.timeout(_TIMEOUT_SECONDS), self._semaphore:
-                answer = await self._client.get(f"{node.url}{RESPONSES}/{response_id}", extensions=node.extensions)
+                answer = await self._client.get(f"{node.url}{path}/{response_id}", extensions=node.extensions)
         except (TimeoutError, *CONNECTION_ERRORS):
             return False
         return answer.status_code == 200

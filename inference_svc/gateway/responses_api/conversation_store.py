@@ -121,8 +121,9 @@ class ConversationStore:
         """Return a response, or a conversation. Raises UnknownResponse."""
         found = self._stored.get(tenant, response_id)
         if found is None:
-            kind = "conversation" if response_id.startswith("conv_") else "response"
+            kind = "Conversation" if response_id.startswith("conv_") else "Response"
             raise UnknownResponse(
-                f"the {kind} {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
+                f"{kind} with id {response_id[:80]!r} is not kept and not found. It was never stored, or newer ones took "
+                "its place"
             )
         return found

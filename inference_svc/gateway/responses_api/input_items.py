@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from secrets import token_hex
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 
@@ -33,6 +33,15 @@ Parts = Annotated[list[Part], FIRST_ERROR]
 class _Item(BodyModel):
     id: str | None = None
     status: str | None = None
+    created_by: str | None = None
+
+
+class _ToolItem(_Item):
+    """An item of a tool call; the fields here have no effect."""
+
+    caller: Any = None
+    namespace: str | None = None
+    async_: Any = Field(default=None, alias="async")
 
 
 class MessageItem(_Item):
@@ -44,28 +53,26 @@ class MessageItem(_Item):
     phase: str | None = None
 
 
-class CallItem(_Item):
-    """A function call of the model; ``namespace`` is that of its tool."""
+class CallItem(_ToolItem):
+    """A function call of the model."""
 
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
     parsed_arguments: Any = None
-    namespace: str | None = None
 
 
-class CustomCallItem(_Item):
+class CustomCallItem(_ToolItem):
     """A call of a ``custom`` tool, in a history of another server; its input is text."""
 
     type: Literal["custom_tool_call"]
     call_id: str
     name: str
     input: str
-    namespace: str | None = None
 
 
-class ResultItem(_Item):
+class ResultItem(_ToolItem):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -141,7 +148,7 @@ def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Return items as lists of them show items: with an id, a status, and content in parts."""
     found = []
     for item in items:
-        body = item.model_dump(exclude_none=True)
+        body = item.model_dump(exclude_none=True, by_alias=True)
         body.setdefault("id", f"{_ID_PREFIXES.get(item.type, 'item')}_{token_hex(12)}")
         body.setdefault("status", "completed")
         if isinstance(item, MessageItem) and isinstance(item.content, str):

@@ -57,8 +57,8 @@ class ResponsesRoutes:
     async def cancel(self, request: Request) -> Response:
         found = self._find(request, "resp_")
         raise InvalidRequest(
-            f"the response {found.id!r} was not made with background, so it has ended; to cancel a response that "
-            "runs, close its connection"
+            f"Cannot cancel a synchronous response. {found.id!r} was not made with background and has ended; to cancel "
+            "a response that runs, close its connection"
         )
 
     async def forget(self, request: Request) -> Response:

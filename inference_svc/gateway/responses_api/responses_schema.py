@@ -14,6 +14,10 @@ from inference_svc.gateway.request_schema import DEFAULT_LENGTH, MAX_LOGPROBS, C
 from inference_svc.gateway.response_format import JsonSchema
 from inference_svc.gateway.responses_api.input_items import InputItem, Item, ItemReference, MessageItem
 
+_AS_IN_CHATS = (
+    "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "chat_template_kwargs",
+)  # fmt: skip
+
 
 class FunctionTool(BodyModel):
     """A function tool."""
@@ -83,6 +87,14 @@ class ResponsesRequest(BodyModel):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description=DEFAULT_LENGTH)
     temperature: float | None = None
     top_p: float | None = None
+    top_k: int | None = None
+    """vLLM's, like the next six: as in chats."""
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Annotated[list[str], FIRST_ERROR] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     text: Text | None = None
     tools: Annotated[list[FunctionTool | SkippedTool], FIRST_ERROR] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedFunction | AllowedFunctions | None = None
@@ -151,6 +163,7 @@ class ResponsesRequest(BodyModel):
                 "max_tokens": self.max_output_tokens,
                 "temperature": self.temperature,
                 "top_p": self.top_p,
+                **{name: getattr(self, name) for name in _AS_IN_CHATS},
                 "tools": [
                     {"type": "function", "function": tool.model_dump(exclude={"type"})}
                     for tool in self.tools or ()

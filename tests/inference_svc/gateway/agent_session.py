@@ -29,7 +29,7 @@ class AgentSession:
         lines = _TEXTS.read_text(encoding="utf-8").splitlines()
         found = [line for line in map(json.loads, lines) if line["kind"] == "documents"]
         passages = [" ".join(line["parts"]) for line in found[: TURNS + 1]]
-        self._model, self._system, self._results = model, passages[0][:_SYSTEM_CHARACTERS], passages[1:]
+        self._model, self.system_text, self._results = model, passages[0][:_SYSTEM_CHARACTERS], passages[1:]
         self.tools = [_tool(verb + noun) for verb in _VERBS for noun in _OBJECTS]
 
     def request(self, turn: int, answers: list[list[dict[str, Any]]]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class AgentSession:
                 {
                     "type": "tool_result",
                     "tool_use_id": block["id"],
-                    "content": [{"type": "text", "text": self._result(i)}],
+                    "content": [{"type": "text", "text": self.result_text(i)}],
                 }
                 for block in answer
                 if block["type"] == "tool_use"
@@ -57,7 +57,7 @@ class AgentSession:
             "system": [
                 {"type": "text", "text": _billing_header(turn)},
                 {"type": "text", "text": "You are an agent that writes programs."},
-                {"type": "text", "text": self._system, **_MARK},
+                {"type": "text", "text": self.system_text, **_MARK},
             ],
             "messages": messages,
             "tools": self.tools,
@@ -77,7 +77,8 @@ class AgentSession:
             {"type": "tool_use", "id": f"toolu_{turn:024}", "name": tool, "input": call},
         ]
 
-    def _result(self, turn: int) -> str:
+    def result_text(self, turn: int) -> str:
+        """Return the text of a turn's tool result."""
         return self._results[turn][:_RESULT_CHARACTERS]
 
 

@@ -1,4 +1,4 @@
-"""A coding agent's session in Anthropic's protocol: each turn computes its own new tokens and hardly more."""
+"""Coding agents' sessions in both protocols: each turn computes its own new tokens and hardly more."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.node import Node
 from tests.inference_svc.gateway.agent_session import NUM_TOOLS, TURNS, AgentSession
+from tests.inference_svc.gateway.codex_session import CodexSession
 from tests.inference_svc.gateway.conftest import Gateway, of_node
 
 MAX_EXTRA_TOKENS = 32
@@ -75,6 +76,54 @@ def test_a_live_session_computes_no_call_again() -> None:
                 before = found.prompt + found.output
         finally:
             gateway.close()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_recorded_codex_session_computes_what_is_new(killed: bool) -> None:
+    session = CodexSession("demo")
+    assert len(session.tools) == NUM_TOOLS
+    outputs = [session.recorded_output(turn) for turn in range(TURNS)]
+    with Node("demo", arena_bytes="256MiB", pool_bytes="128MiB") as node:
+        gateway, before = of_node(node), 0
+        try:
+            for turn in range(TURNS):
+                if killed and turn == TURNS // 2:
+                    gateway = _start_again(node, gateway)
+                usage, _ = _respond(gateway, session.request(turn, outputs) | {"max_output_tokens": 1})
+                computed = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+                if turn:
+                    assert computed <= usage["input_tokens"] - before + MAX_EXTRA_TOKENS, turn
+                before = usage["input_tokens"]
+        finally:
+            gateway.close()
+    assert before > 2500
+
+
+def test_a_live_codex_session_computes_no_call_again() -> None:
+    session = CodexSession("demo")
+    outputs: list[list[dict[str, Any]]] = []
+    with Node("demo", arena_bytes="256MiB", pool_bytes="128MiB") as node:
+        gateway, before = of_node(node), 0
+        try:
+            for turn in range(3):
+                forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 400}
+                usage, output = _respond(gateway, session.request(turn, outputs) | forced)
+                computed = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
+                if turn:
+                    assert computed <= usage["input_tokens"] - before + MAX_EXTRA_TOKENS, turn
+                outputs.append(output)
+                before = usage["input_tokens"] + usage["output_tokens"]
+        finally:
+            gateway.close()
+
+
+def _respond(gateway: Gateway, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return usage and items of a streamed response."""
+    answer = httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=120)
+    assert answer.status_code == 200, answer.text
+    last = json.loads([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")][-1])
+    assert last["type"] in ("response.completed", "response.incomplete")
+    return last["response"]["usage"], last["response"]["output"]
 
 
 def _start_again(node: Node, gateway: Gateway) -> Gateway:

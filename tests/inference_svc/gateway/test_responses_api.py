@@ -10,11 +10,19 @@ import openai
 import pydantic
 import pytest
 from kvsidecar.errors import InvalidRequest, UnknownResponse
+from openai.types import responses
 from openai.types.responses import Response
 from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
 from benchmarks.node import Node
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
+from inference_svc.gateway.responses_api.input_items import (
+    CallItem,
+    CustomCallItem,
+    MessageItem,
+    ReasoningItem,
+    ResultItem,
+)
 from tests.inference_svc.gateway.conftest import Gateway
 
 TOOL: Any = {
@@ -347,3 +355,21 @@ def test_items_of_another_tenant_are_unknown() -> None:
         store.item("b", "msg_1")
     with pytest.raises(UnknownResponse):
         store.find("b", "resp_1")
+
+
+@pytest.mark.parametrize(
+    ("of_sdk", "ours"),
+    [
+        (responses.ResponseFunctionToolCallItem, CallItem),
+        (responses.ResponseFunctionToolCallOutputItem, ResultItem),
+        (responses.ResponseCustomToolCallItem, CustomCallItem),
+        (responses.ResponseCustomToolCallOutputItem, ResultItem),
+        (responses.ResponseOutputMessage, MessageItem),
+        (responses.ResponseReasoningItem, ReasoningItem),
+    ],
+)
+def test_items_have_every_field_that_the_sdk_sends_back(of_sdk: type[pydantic.BaseModel], ours: Any) -> None:
+    def names(kind: type[pydantic.BaseModel]) -> set[str]:
+        return {field.alias or name for name, field in kind.model_fields.items()}
+
+    assert names(of_sdk) <= names(ours)

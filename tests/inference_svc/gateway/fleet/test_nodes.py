@@ -130,6 +130,30 @@ def test_the_answer_of_a_node_without_workers_comes_from_the_other_at_once(fleet
     fleet.nodes[1].start_worker(0)
 
 
+def test_what_a_node_keeps_is_reached_through_every_gateway_of_the_fleet(fleet: Fleet) -> None:
+    first, second = (front.client for front in fleet.fronts)
+    talks = [first.conversations.create(items=[{"role": "user", "content": f"I am {name}"}]) for name in ("Ada", "Bo")]
+    for conversation, before in zip(talks, (1, 1), strict=True):
+        answer = second.responses.create(
+            model="demo", input="who am I?", conversation=conversation.id, max_output_tokens=4
+        )
+        items = list(first.conversations.items.list(conversation.id, order="asc"))
+        assert len(items) == before + 1 + len(answer.output)
+        assert first.conversations.items.retrieve(items[0].id, conversation_id=conversation.id).id == items[0].id
+        assert [item.type for item in second.responses.input_items.list(answer.id)] == ["message"]
+        with pytest.raises(openai.BadRequestError, match="ynchronous"):
+            first.responses.cancel(answer.id)
+        counted = first.responses.input_tokens.count(input="who am I?", conversation=conversation.id)
+        alone = first.responses.input_tokens.count(input="who am I?")
+        assert counted.input_tokens > alone.input_tokens
+        second.conversations.delete(conversation.id)
+        with pytest.raises(openai.NotFoundError, match="conversation"):
+            first.conversations.retrieve(conversation.id)
+    for path in ("conversations/conv_a%2Fb", "responses/..%2Fmodels/input_items"):
+        assert httpx.get(f"{fleet.fronts[0].url}/v1/{path}").status_code == 404
+    assert "tokenizer_class" in httpx.get(f"{fleet.fronts[0].url}/tokenizer_info").json()
+
+
 def test_warming_and_listing_go_through(fleet: Fleet) -> None:
     url = f"{fleet.fronts[0].url}/kvsidecar/v1/warm"
     text = "a text that is to be read before anybody asks. " * 10

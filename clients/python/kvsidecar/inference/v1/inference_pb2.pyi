@@ -115,6 +115,8 @@ class _TruncationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Truncation
     """At the beginning: the last tokens are kept."""
     TRUNCATION_MIDDLE: _Truncation.ValueType  # 2
     """In the middle: as many first as last tokens are kept."""
+    TRUNCATION_RIGHT: _Truncation.ValueType  # 3
+    """At the end: the first tokens are kept."""
 
 class Truncation(_Truncation, metaclass=_TruncationEnumTypeWrapper):
     """Truncation of a prompt that is too long."""
@@ -125,6 +127,8 @@ TRUNCATION_LEFT: Truncation.ValueType  # 1
 """At the beginning: the last tokens are kept."""
 TRUNCATION_MIDDLE: Truncation.ValueType  # 2
 """In the middle: as many first as last tokens are kept."""
+TRUNCATION_RIGHT: Truncation.ValueType  # 3
+"""At the end: the first tokens are kept."""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
 class _FinishReason:
