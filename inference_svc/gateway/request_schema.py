@@ -55,9 +55,9 @@ _FEW = BeforeValidator(_few)
 class StreamOptions(BodyModel):
     """``stream_options``."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
     """vLLM's: with ``include_usage``, usage in every event."""
 
 
@@ -148,7 +148,7 @@ class GenerationOptions(BodyModel):
     @property
     def has_continuous_usage(self) -> bool:
         options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        return options is not None and bool(options.include_usage and options.continuous_usage_stats)
 
     @property
     def num_choices(self) -> int:

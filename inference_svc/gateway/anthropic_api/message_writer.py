@@ -25,6 +25,7 @@ class MessageWriter:
         self._request, self._request_id = request, request_id
         self._ttl = request.cache_ttl_seconds
         self._content: list[dict[str, Any]] = []
+        self._streams = False
         self._open, self._call, self._arguments = "", -1, list[str]()
         self._body: dict[str, Any] = {
             "id": f"msg_{request_id.removeprefix('req_')}",
@@ -43,6 +44,7 @@ class MessageWriter:
 
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         """Yield the events. ``first`` tells the prompt's usage."""
+        self._streams = True
         start = {**self._body, "content": [], "usage": self._usage(first.part.usage)}
         yield event("message_start", {"type": "message_start", "message": start})
         yield event("ping", {"type": "ping"})
@@ -57,7 +59,7 @@ class MessageWriter:
     # ---- pieces ---------------------------------------------------------------------------------------------
 
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
-        """Add a message of the worker; return its events."""
+        """Add a message of the worker; return its events, which are empty for a whole message."""
         events: list[bytes] = []
         if self._request.max_tokens:  # else the one token that the worker had to generate is no part of the answer
             if part.reasoning:
@@ -126,8 +128,8 @@ class MessageWriter:
         self._body |= {**ended, "usage": usage}
         # The totals: clients replace the counts of message_start by these.
         return [
-            event("message_delta", {"type": "message_delta", "delta": ended, "usage": usage}),
-            event("message_stop", {"type": "message_stop"}),
+            self._event("message_delta", delta=ended, usage=usage),
+            self._event("message_stop"),
         ]
 
     def _stop_reason(self, part: pb.GenerateStreamResponse) -> str:
@@ -154,7 +156,10 @@ class MessageWriter:
         }
 
     def _of_block(self, kind: str, **body: Any) -> bytes:
-        return event(kind, {"type": kind, "index": len(self._content) - 1, **body})
+        return self._event(kind, index=len(self._content) - 1, **body)
+
+    def _event(self, kind: str, **body: Any) -> bytes:
+        return event(kind, {"type": kind, **body}) if self._streams else b""
 
 
 def _parsed(arguments: str) -> dict[str, Any]:

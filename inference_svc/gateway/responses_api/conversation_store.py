@@ -123,7 +123,7 @@ class ConversationStore:
         if found is None:
             kind = "Conversation" if response_id.startswith("conv_") else "Response"
             raise UnknownResponse(
-                f"{kind} with id {response_id[:80]!r} is not kept and not found. It was never stored, or newer ones took "
-                "its place"
+                f"{kind} with id {response_id[:80]!r} is not kept and not found. "
+                "It was never stored, or newer ones took its place"
             )
         return found

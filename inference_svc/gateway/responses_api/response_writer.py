@@ -40,7 +40,7 @@ class ResponseWriter:
         self._calls: dict[int, dict[str, Any]] = {}
         self._open: dict[str, Any] | None = None
         self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
-        self._sent = 0
+        self._sent, self._streams = 0, False
         echoed = request.model_dump(
             include={
                 "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
@@ -83,6 +83,7 @@ class ResponseWriter:
         return await asyncio.to_thread(openai_format.json_bytes, self._body)
 
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
+        self._streams = True
         self._explain(first.part)
         yield await self._of_response("response.created")
         yield await self._of_response("response.in_progress")
@@ -101,7 +102,7 @@ class ResponseWriter:
     # ---- pieces ---------------------------------------------------------------------------------------------
 
     def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
-        """Add a message of the worker; return its events."""
+        """Add a message of the worker; return its events, which are empty for a whole response."""
         self._explain(part)
         events: list[bytes] = []
         self._logprobs += openai_format.chat_logprobs(list(part.logprobs))["content"]
@@ -231,6 +232,8 @@ class ResponseWriter:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.json_bytes, body))
 
     def _event(self, kind: str, **body: Any) -> bytes:
+        if not self._streams:
+            return b""
         data = json.dumps({"type": kind, "sequence_number": self._sent, **body}, ensure_ascii=False)
         self._sent += 1
         return f"event: {kind}\ndata: {data}\n\n".encode()

@@ -149,6 +149,42 @@ def test_the_sampled_token_is_among_its_alternatives(gateway: Gateway) -> None:
     ]
 
 
+def test_the_last_text_of_a_stream_ends_it(gateway: Gateway) -> None:
+    """As with vLLM: no event without a text follows an answer that was cut off, and the first has no token yet."""
+    usage = {"include_usage": True, "continuous_usage_stats": True}
+    options: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "logprobs": 1, "stream_options": usage}
+    *texts, _ = events(gateway, "/v1/completions", prompt="hello", **options)
+    assert [len(event["choices"][0]["logprobs"]["tokens"]) for event in texts] == [1, 1, 1]
+    assert [event["choices"][0]["finish_reason"] for event in texts] == [None, None, "length"]
+    first, *others, _ = events(gateway, "/v1/chat/completions", messages=SAID, **options | {"logprobs": True})
+    assert (first["choices"][0]["delta"]["content"], first["usage"]["completion_tokens"]) == ("", 0)
+    assert [event["usage"]["completion_tokens"] for event in others] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("options", [{"include_usage": True}, {"include_usage": None}, {}])
+def test_options_of_streams_are_for_streams(gateway: Gateway, options: dict[str, Any]) -> None:
+    for path, prompt in (("chat/completions", {"messages": SAID}), ("completions", {"prompt": "a"})):
+        body = {**prompt, "max_tokens": 1, "stream_options": options}
+        answer = httpx.post(f"{gateway.url}/v1/{path}", json=body, timeout=60)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+        assert httpx.post(f"{gateway.url}/v1/{path}", json=body | {"stream": True}, timeout=60).status_code == 200
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_continued_message_is_returned_with_its_continuation(gateway: Gateway, streamed: bool) -> None:
+    told = [*SAID, {"role": "assistant", "content": "Once upon"}]
+    body: dict[str, Any] = {"messages": told, "continue_final_message": True, "add_generation_prompt": False}
+    body |= {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+
+    def text(**options: Any) -> str:
+        if not streamed:
+            return str(post(gateway, "/v1/chat/completions", **body, **options)["choices"][0]["message"]["content"])
+        found = events(gateway, "/v1/chat/completions", **body, **options)
+        return "".join(event["choices"][0]["delta"].get("content", "") for event in found)
+
+    assert text(echo=True) == "Once upon" + text()
+
+
 def test_prompt_logprobs_are_null_and_the_fingerprint_is_stable(gateway: Gateway) -> None:
     chats = [post(gateway, "/v1/chat/completions", messages=SAID, max_tokens=2) for _ in range(2)]
     words = post(gateway, "/v1/completions", prompt="hello", max_tokens=2)

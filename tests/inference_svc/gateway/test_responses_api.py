@@ -258,6 +258,16 @@ def test_every_parameter_of_the_sdk_at_a_neutral_value(gateway: Gateway) -> None
     assert details.cached_tokens + details.cache_write_tokens == found.usage.input_tokens
 
 
+def test_sampling_is_as_in_chats(gateway: Gateway) -> None:
+    options = {"top_k": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1, "seed": 3}
+    asked: Any = {"model": "demo", "input": "hello there", "max_output_tokens": 12}
+    body = {**options, "stop": ["zzz"], "chat_template_kwargs": {"enable_thinking": False}}
+    found = gateway.client.responses.create(**asked, extra_body=body)
+    said: Any = [{"role": "user", "content": "hello there"}]
+    chat = gateway.client.chat.completions.create(model="demo", messages=said, max_tokens=12, extra_body=options)
+    assert found.output_text == (chat.choices[0].message.content or "")
+
+
 def test_log_probabilities_of_a_response(gateway: Gateway) -> None:
     options: Any = {"model": "demo", "input": "hello there", "max_output_tokens": 8, "temperature": 0}
     whole = gateway.client.responses.create(include=["message.output_text.logprobs"], top_logprobs=2, **options)
@@ -328,9 +338,9 @@ def test_a_conversation_grows_by_its_responses(gateway: Gateway) -> None:
             "/responses", body={"input": "x", "conversation": made.id, "previous_response_id": "resp_x"}, cast_to=object
         )
     assert client.delete(made.id).deleted
-    with pytest.raises(openai.NotFoundError, match="the conversation"):
+    with pytest.raises(openai.NotFoundError, match="Conversation with id"):
         client.retrieve(made.id)
-    with pytest.raises(openai.BadRequestError, match="the conversation"):
+    with pytest.raises(openai.BadRequestError, match="Conversation with id"):
         gateway.client.responses.create(model="demo", input="x", conversation=made.id)
 
 
