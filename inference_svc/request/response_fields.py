@@ -1,4 +1,4 @@
-"""Logprobs output: log probabilities and stop reasons as protocol fields."""
+"""Fields of a response: log probabilities and stop reasons as protocol messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.sampling.sampling_params import PromptLogprob, SampledToken
+from inference_svc.sampling.logprobs import PromptLogprob, SampledToken
 from inference_svc.sequence.sequence import FinishReason, Sequence
 
 Decode = Callable[[list[int]], str]

@@ -1,4 +1,4 @@
-"""Pool capacity: the blocks that a request needs, and the longest request that fits."""
+"""Context limits: the longest prompt and answer that model and pool allow."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def exceeds_pool(pool: KVPool, piece: int, tokens: int) -> bool:
 
 
 @dataclass(frozen=True)
-class PoolCapacity:
+class ContextLimits:
     """Limits of prompt and answer together, in tokens.
 
     ``context`` is the model's limit. ``longest`` is lower if both the pool (``pages`` blocks) and its overflow
@@ -41,7 +41,7 @@ class PoolCapacity:
     overflow_pages: int = 0
 
     @classmethod
-    def of(cls, pool: KVPool, piece: int, context: int) -> PoolCapacity:
+    def of(cls, pool: KVPool, piece: int, context: int) -> ContextLimits:
         """Computes the limits of a pool. ``piece``: maximum prompt tokens per step."""
         most = max(pool.pages, pool.overflow_pages) * PAGE_TOKENS
         longest = min(context, most) if exceeds_pool(pool, piece, context) else context

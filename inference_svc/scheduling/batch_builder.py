@@ -1,8 +1,9 @@
-"""Batch planner: builds the next batch, and grows block tables for it.
+"""Batch builder: builds the next batch, and grows block tables for it.
 
-``scheduler`` decides from numbers which sequences get rows and blocks; the planner turns the decision into slices. If
-blocks are missing, it evicts cached prefixes. It returns preemptions and failures; the engine core carries them out,
-between ``decide`` and ``build`` and after ``build``. Only the engine's thread uses this module.
+``scheduler`` decides from numbers which sequences get rows and blocks, and which are preempted; the batch builder turns
+the decision into slices. If blocks are missing, it evicts cached prefixes. It returns preemptions and failures; the
+engine core carries them out, between ``decide`` and ``build`` and after ``build``. Only the engine's thread uses this
+module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import PrefixCache
 from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.scheduling import scheduler
-from inference_svc.scheduling.pool_capacity import LOOKAHEAD_TOKENS
+from inference_svc.scheduling.context_limits import LOOKAHEAD_TOKENS
 from inference_svc.scheduling.preemption_saver import PreemptionSaver
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.window_release import WindowReleaser
@@ -30,8 +31,8 @@ from inference_svc.spec_decode.speculator import Speculator
 
 
 @dataclass(frozen=True)
-class PlannerServices:
-    """Parts of the engine that the planner uses, and batch limits."""
+class BatchServices:
+    """Parts of the engine that the batch builder uses, and batch limits."""
 
     pool: KVPool
     prefix_cache: PrefixCache
@@ -45,7 +46,7 @@ class PlannerServices:
 
 @dataclass(frozen=True)
 class Decision:
-    """Rows of the next step. The caller removes ``preempted`` sequences before ``BatchPlanner.build``."""
+    """Rows of the next step. The caller removes ``preempted`` sequences before ``BatchBuilder.build``."""
 
     sequences: list[Sequence]
     step: scheduler.StepPlan
@@ -58,7 +59,7 @@ class Decision:
 
 
 @dataclass
-class PlannedBatch:
+class BuiltBatch:
     """Slices of the next step.
 
     ``preempted`` and ``failed`` sequences did not get the blocks that the decision planned for them.
@@ -69,10 +70,10 @@ class PlannedBatch:
     failed: list[tuple[Sequence, OverflowFailed]] = field(default_factory=list)
 
 
-class BatchPlanner:
+class BatchBuilder:
     """Builds the slices of each step. Owns the branch tables of the step's draft trees."""
 
-    def __init__(self, services: PlannerServices, count_free_pages: Callable[[], int]) -> None:
+    def __init__(self, services: BatchServices, count_free_pages: Callable[[], int]) -> None:
         """``count_free_pages`` counts the blocks that are free, or referenced only by the prefix cache."""
         self._services, self._pool, self._count_free_pages = services, services.pool, count_free_pages
         self.branch_tables = BranchTables(services.pool, self._grow)
@@ -92,9 +93,9 @@ class BatchPlanner:
             step = self._schedule(sequences, drafts, max_rows)
         return Decision(sequences, step, drafts)
 
-    def build(self, decision: Decision) -> PlannedBatch:
+    def build(self, decision: Decision) -> BuiltBatch:
         """Grows the block tables for a decision and returns its slices."""
-        services, batch = self._services, PlannedBatch()
+        services, batch = self._services, BuiltBatch()
         verified, trees = dict(decision.step.draft_rows), dict[int, Draft]()
         for sequence in decision.sequences:
             sequence.queue.steps_skipped += 1
