@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -34,6 +34,7 @@ from cache_daemon.store import pins, reuse_verdicts
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.event_log import EventLog
@@ -113,6 +114,7 @@ class ChunkStore:
             self.remote = remote.new_coordinator(
                 StoreServices(self.tiers, self.bulk, self._inserter, self._lookup, self._persistence, self._threads)
             )
+        self._deleter = ChunkDeleter(self.bulk, self.find, self.remote)
         self._upkeep = Upkeep(self.sessions, self.bulk, self.counters, self.ttl, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
@@ -272,25 +274,15 @@ class ChunkStore:
         """End one pin. Returns the number of chunks of the prefix. Raises ChunkNotFound."""
         return self._pins.remove(root, prefix_hash)
 
-    async def delete(self, root: bytes, prefix_hash: bytes) -> int:
+    async def delete(self, root: bytes, prefix_hash: bytes, owner: Hashable | None = None) -> int:
         """Delete a chunk with its subtree, a tenant's chunks, or everything.
 
-        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. Returns the number of
-        chunks. Raises ChunkNotFound, StoreUnavailable, and LimitExceeded when too many deletions are pending in the
-        remote tier.
+        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. ``owner`` is the caller
+        whose limits count, None on the private socket. Returns the number of chunks. Raises ChunkNotFound,
+        StoreUnavailable, and LimitExceeded when too many deletions are pending in the remote tier; the chunks are then
+        deleted on this node all the same.
         """
-        found = self.tiers.index.get(prefix_hash)
-        if found is None:  # the chunk may be reserved
-            self._commit.invalidate(root, prefix_hash)
-        async with self.bulk.await_disk_removal():
-            if self.remote is None or (found is not None and found.root != root):
-                return await self.bulk.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
-            there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from now on no fetch reads it
-            here = await self.bulk.delete(root, found) if found is not None or not prefix_hash else 0
-            deleted = max(here, await self.remote.await_deletion(there))
-            if prefix_hash and not deleted:
-                self.find(root, prefix_hash)
-            return deleted
+        return await self._deleter.delete(root, prefix_hash, owner)
 
     def list_chunks(self, root: bytes, page_token: bytes, limit: int) -> Sequence[Chunk]:
         """Return a page of chunks; see ``BulkOps.page``."""
