@@ -118,7 +118,7 @@ class RemoteChunkInserter:
                 lease.add([present])
                 pieces.append(_Payload(entry, [], None))
                 continue
-            slot = self._tiers.allocate(header.payload_bytes, tenant)
+            slot = self._inserter.arena_evictor.allocate(header.payload_bytes, tenant)
             if slot is None:
                 break
             pieces.append(_Payload(entry, parts, slot))

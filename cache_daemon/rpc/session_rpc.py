@@ -1,8 +1,7 @@
-"""Session RPCs: Attach with its heartbeats, and SetVerdict."""
+"""Session RPCs: Attach and SetVerdict."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -13,14 +12,11 @@ from kvsidecar.errors import Context, InvalidRequest, PermissionDenied
 
 from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import abort_call, unary
-from cache_daemon.rpc.request_decoder import decode_request
+from cache_daemon.rpc.heartbeats import Heartbeats, check_totals
 from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.sessions import Session
 
 PROTOCOL_VERSION = 2
-_MISSED_HEARTBEATS = 3
-# Lower bound for short heartbeat intervals: a client that waits for a busy CPU is alive.
-_MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
@@ -35,29 +31,24 @@ class SessionServicer(ServicerBase):
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> AsyncIterator[pb.AttachResponse]:
         session: Session | None = None
-        messages = aiter(request_iterator)
-        patience = max(self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000, _MIN_HEARTBEAT_TIMEOUT_SECONDS)
+        heartbeats = Heartbeats(request_iterator, self.shared.heartbeat_ms)
         try:
-            async with asyncio.timeout(patience):
-                first = await decode_request(await anext(messages, None))
-            session = self._open(first, context)
+            session = self._open(await heartbeats.receive(), context)
             log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
             yield pb.AttachResponse(welcome=self._welcome(session))
             while True:
-                async with asyncio.timeout(patience):
-                    message = await decode_request(await anext(messages, None))
+                message = await heartbeats.receive()
                 if message is None:
                     return
                 if self.principal_of(context) != session.owner:  # a revoked token ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
-                self.store.record_heartbeat(
-                    session, request_validation.check_heartbeat(message.heartbeat, session.heartbeat_totals)
-                )
+                self.store.record_heartbeat(session, check_totals(message.heartbeat, session.heartbeat_totals))
                 verdict = self.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except TimeoutError:
             await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"no heartbeat for {patience:.1f} s; attach again and send them"
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no heartbeat for {heartbeats.timeout_seconds:.1f} s; attach again and send them",
             )
         except Exception as error:
             self.calls.count("Attach", error)

@@ -31,19 +31,22 @@ from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
 from cache_daemon.memory.arena import Arena
 from cache_daemon.store import pins, reuse_verdicts
+from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
+from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.index_restorer import IndexRestorer
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.lookup import FetchHints, Lookup, MatchResult, TokenRanges
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.prefix_index import MatchedChunk, PrefixIndex
-from cache_daemon.store.restore import StoreRestorer
+from cache_daemon.store.promoter import Promoter
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
@@ -98,12 +101,15 @@ class ChunkStore:
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
         if disk_ledger is not None and self._writer is not None:
-            self._persistence = Persistence(self.tiers, disk_ledger, self._writer, config.durable_budget_bytes)
+            evictor = DiskEvictor(self.tiers, disk_ledger, config.durable_budget_bytes)
+            self._persistence = Persistence(self.tiers, evictor, self._writer)
         self.ttl = TtlIndex(self.tiers)
-        self._lookup = Lookup(self.tiers, self.ttl, durable, self._persistence, self._threads)
+        arena_evictor = ArenaEvictor(self.tiers)
+        promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
+        self._lookup = Lookup(self.tiers, self.ttl, promoter)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
-        self._inserter = ChunkInserter(self.tiers, self._persistence, self._pins, self.ttl)
+        self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, self.ttl)
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
@@ -122,7 +128,7 @@ class ChunkStore:
     async def start(self) -> None:
         """Restore the durable tier's chunks and notes, and start upkeep and the remote tier."""
         if self._durable is not None and self._persistence is not None:
-            await StoreRestorer(self._inserter, self._persistence, self._restore_note).restore(
+            await IndexRestorer(self._inserter, self._persistence, self._restore_note).restore(
                 self._durable, self._threads.reading
             )
             self.ttl.finish_restore()
@@ -355,7 +361,7 @@ class ChunkStore:
         """Return the statistics of the whole store."""
         out = StatsResponse()
         self.counters.write_to(out)
-        tiers, writer = self.tiers, self._writer
+        tiers = self.tiers
         out.epoch, out.uptime_seconds = self.epoch, time.monotonic() - self._started
         out.sessions = len(self.sessions)
         out.chunks, out.tokens = len(tiers.index), tiers.index.tokens
@@ -366,13 +372,8 @@ class ChunkStore:
         out.pinned_bytes = self._pins.pinned_bytes
         if self._durable is not None:
             out.durable_file_bytes = self._durable.usage().file_bytes
-        if tiers.disk_ledger is not None and self._persistence is not None and writer is not None:
-            out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.disk_ledger.used_bytes
-            out.durable_chunks, out.pending_writes = (
-                len(tiers.disk_ledger),
-                writer.pending + self._persistence.num_postponed,
-            )
-            out.durable_failing = (self.failing or ("",))[0]  # read once: the outage may end before a second read
+        if self._persistence is not None:
+            self._persistence.write_to(out)
         if self.remote is not None:
             self.remote.write_to(out)
         return out

@@ -21,7 +21,7 @@ log = structlog.get_logger("cache_daemon")
 
 
 @dataclass(frozen=True)
-class StoreRestorer:
+class IndexRestorer:
     """Indexes the chunks that an earlier start made durable.
 
     ``note`` is called with the name and value of every note.
@@ -47,7 +47,7 @@ class StoreRestorer:
                 await asyncio.sleep(0)
         if unfit:
             log.warning("removing stored chunks that do not follow their parents", chunks=unfit)
-        await self.persistence.finish_restore()
+        await self.persistence.evictor.shrink_to_budget()
         tiers.counters.corrupt_chunks += durable.load_report.corrupt + unfit
         for name, value in notes.items():
             self.note(name, value)
