@@ -42,8 +42,8 @@ def value_limits(names: Sequence[str], max_bytes: Sequence[int]) -> Sequence[int
 
 
 def limited(value: bytes | None, max_bytes: int) -> bytes | None:
-    """Return a value as ``get_many`` does: None if empty, OVERSIZE if too long."""
-    return OVERSIZE if value and len(value) > max_bytes else value or None
+    """Return a value as ``get_many`` does: OVERSIZE if it is too long."""
+    return OVERSIZE if value is not None and len(value) > max_bytes else value
 
 
 class RemoteBackend(Protocol):
@@ -62,10 +62,11 @@ class RemoteBackend(Protocol):
         ...
 
     async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
-        """Return values in the order of their names, None for missing and empty ones. Raises RemoteFailed.
+        """Return values in the order of their names, None for missing ones. Raises RemoteFailed.
 
         ``max_bytes`` are the lengths that the values may have, by default ``MAX_VALUE_BYTES``. A longer value is
-        returned as ``OVERSIZE`` and not transferred: another program may have written it.
+        returned as ``OVERSIZE`` and not transferred: another program may have written it. An empty value may count as
+        missing.
         """
         ...
 

@@ -94,12 +94,12 @@ class RedisBackend:
             return []
         reads: Any = (self._glide.ClusterBatch if self._address.cluster else self._glide.Batch)(is_atomic=False)
         for name, limit in zip(names, limits, strict=True):
-            reads.getrange(name, 0, limit)  # MGET would transfer a value of any length
+            reads.getrange(name, 0, limit)  # MGET would transfer a value of any length; a missing one is empty
         with translating_errors(_reason):
             found = await client.exec(reads, raise_on_error=True)
         if not isinstance(found, list) or len(found) != len(names) or not all(isinstance(v, _VALUE) for v in found):
             raise RemoteFailed("its answer is not what was asked for")
-        return [limited(value, limit) for value, limit in zip(found, limits, strict=True)]
+        return [limited(value or None, limit) for value, limit in zip(found, limits, strict=True)]
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         client = self._client(0)

@@ -50,6 +50,7 @@ from cache_daemon.store.promoter import Promoter
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
+from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
@@ -96,7 +97,7 @@ class ChunkStore:
         self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
-            StoreContext(self.events, self.accounts, self.counters, config.clock),
+            StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
