@@ -9,14 +9,13 @@ import structlog
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
 from kvsidecar.errors import Context, InvalidRequest, PermissionDenied
+from kvsidecar.protocol_versions import SPOKEN, ProtocolVersions
 
 from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import abort_call, unary
 from cache_daemon.rpc.heartbeats import Heartbeats, check_totals
 from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.sessions import Session
-
-PROTOCOL_VERSION = 2
 
 log = structlog.get_logger("cache_daemon")
 
@@ -33,16 +32,17 @@ class SessionServicer(ServicerBase):
         session: Session | None = None
         heartbeats = Heartbeats(request_iterator, self.shared.heartbeat_ms)
         try:
-            session = self._open(await heartbeats.receive(), context)
+            session, version = self._open(await heartbeats.receive(), context)
             log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
-            yield pb.AttachResponse(welcome=self._welcome(session))
+            yield pb.AttachResponse(welcome=self._welcome(session, version))
             while True:
                 message = await heartbeats.receive()
                 if message is None:
                     return
                 if self.principal_of(context) != session.owner:  # a revoked token ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
-                self.store.record_heartbeat(session, check_totals(message.heartbeat, session.heartbeat_totals))
+                totals = check_totals(message.heartbeat, session.heartbeat_totals)
+                session.record_heartbeat(totals, self.store.counters)
                 verdict = self.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except TimeoutError:
@@ -60,12 +60,12 @@ class SessionServicer(ServicerBase):
                 self.store.close_session(session)
                 log.info("session closed", client=session.name, leases_freed=held[0], reservations_freed=held[1])
 
-    def _open(self, message: pb.AttachRequest | None, context: Context) -> Session:
+    def _open(self, message: pb.AttachRequest | None, context: Context) -> tuple[Session, int]:
+        """Return the new session and its protocol version."""
         if message is None or message.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Attach must be hello")
         hello = message.hello
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise InvalidRequest(f"protocol_version is {hello.protocol_version}; this daemon speaks {PROTOCOL_VERSION}")
+        version = SPOKEN.common(_versions(hello))
         name = request_validation.check_client_name(hello.client_name)
         request_validation.check_descriptor(hello.descriptor)
         principal, open_now = self.principal_of(context), list(self.sessions)
@@ -81,10 +81,11 @@ class SessionServicer(ServicerBase):
             name, hello.descriptor, hello.namespace, shares_memory=self.private, owner=principal
         )
         self.store.misses.describe(session.namespace, session.descriptor)
-        return session
+        return session, version
 
-    def _welcome(self, session: Session) -> pb.Welcome:
+    def _welcome(self, session: Session, version: int) -> pb.Welcome:
         welcome = pb.Welcome(
+            protocol_version=version,
             epoch=self.store.epoch,
             session_id=session.id,
             heartbeat_interval_ms=self.shared.heartbeat_ms,
@@ -115,3 +116,14 @@ class SessionServicer(ServicerBase):
         await self.verdicts.put(session.namespace, verdict)
         log.info("verdict stored", namespace=session.namespace.hex()[:12], passed=verdict.passed)
         return pb.SetVerdictResponse()
+
+
+def _versions(hello: pb.Hello) -> ProtocolVersions:
+    """Return the versions that a worker speaks. Raises InvalidRequest."""
+    oldest = hello.protocol_version
+    newest = hello.newest_protocol_version or oldest
+    if not 1 <= oldest <= newest:
+        raise InvalidRequest(
+            f"protocol_version is {oldest} and newest_protocol_version {newest}; they must be at least 1, in this order"
+        )
+    return ProtocolVersions(oldest, newest)

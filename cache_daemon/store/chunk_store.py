@@ -23,7 +23,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ArenaFull, ChunkNotFound, FailedPrecondition
+from kvsidecar.errors import ChunkNotFound, FailedPrecondition, LimitExceeded
 
 from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
@@ -33,9 +33,10 @@ from cache_daemon.memory.arena import Arena
 from cache_daemon.store import pins, reuse_verdicts
 from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
-from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.chunk_deleter import ChunkDeleter
+from cache_daemon.store.chunk_list import ChunkList
+from cache_daemon.store.chunk_reader import ChunkReader
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
@@ -108,6 +109,7 @@ class ChunkStore:
         arena_evictor = ArenaEvictor(self.tiers)
         promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
         self._lookup = Lookup(self.tiers, self.ttl, promoter)
+        self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
         self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, self.ttl)
@@ -115,14 +117,14 @@ class ChunkStore:
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
         self.misses = MissExplainer(self.tiers, self._commit.pending_tokens)
-        self.bulk = BulkOps(self.tiers, self.ttl, self._commit.invalidate)
+        self.listing = ChunkList(self.tiers.index)
+        self._deleter = ChunkDeleter(self.tiers, self.ttl, self._commit.invalidate)
         self.remote: RemoteCoordinator | None = None
         if remote is not None:
             self.remote = remote.new_coordinator(
-                StoreServices(self.tiers, self.bulk, self._inserter, self._lookup, self._persistence, self._threads)
+                StoreServices(self.tiers, self._deleter, self._inserter, self._lookup, self._persistence, self._threads)
             )
-        self._deleter = ChunkDeleter(self.bulk, self.find, self.remote)
-        self._upkeep = Upkeep(self.sessions, self.bulk, self.counters, self.ttl, self._persistence)
+        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
 
@@ -187,15 +189,6 @@ class ChunkStore:
         self._commit.abort(session, list(session.reservations))
         session.close_staging()
 
-    def record_heartbeat(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Add a heartbeat's totals, which never fall.
-
-        Totals of sessions without shared memory are not trusted.
-        """
-        if session.shares_memory:
-            self.counters.add_heartbeat(session.heartbeat_totals, totals)
-        session.heartbeat_totals = totals
-
     # ---- chunks ---------------------------------------------------------------------------------------------
 
     def probe(self, root: bytes, ids: bytes) -> list[MatchedChunk]:
@@ -252,20 +245,6 @@ class ChunkStore:
                 released += 1
         return released
 
-    @contextlib.asynccontextmanager
-    async def open_chunk(self, chunk: Chunk) -> AsyncIterator[memoryview]:
-        """Lease a chunk's payload while a block runs. Raises ArenaFull when it cannot be promoted."""
-        lease = await self._lookup.acquire(chunk)
-        if lease is None or chunk.slot is None:
-            raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
-        with lease:
-            yield await self.read_leased(chunk)
-
-    async def read_leased(self, chunk: Chunk) -> memoryview:
-        """Return the payload of a leased chunk; a GPU arena copies it on a thread."""
-        assert chunk.slot is not None, "a chunk that is held has a slot"
-        return await asyncio.get_running_loop().run_in_executor(self._threads.copying, self.arena.read, chunk.slot)
-
     def find(self, root: bytes, prefix_hash: bytes) -> Chunk:
         """Return a tenant's chunk by its prefix hash. Raises ChunkNotFound."""
         chunk = self.tiers.index.get(prefix_hash)
@@ -289,15 +268,32 @@ class ChunkStore:
         StoreUnavailable, and LimitExceeded when too many deletions are pending in the remote tier; the chunks are then
         deleted on this node all the same.
         """
-        return await self._deleter.delete(root, prefix_hash, owner)
+        found = self.tiers.index.get(prefix_hash)
+        if found is None:  # the chunk may be reserved
+            self._commit.invalidate(root, prefix_hash)
+        async with self._deleter.await_disk_removal():
+            if self.remote is None or (found is not None and found.root != root):
+                return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
+            there: asyncio.Future[int] | LimitExceeded
+            try:  # from now on no fetch reads it
+                there = self.remote.delete(root, prefix_hash, is_known=found is not None, owner=owner)
+            except LimitExceeded as error:
+                there = error
+            here = await self._deleter.delete(root, found) if found is not None or not prefix_hash else 0
+            if isinstance(there, LimitExceeded):
+                raise LimitExceeded(f"{here} chunks were deleted on this node, none in the remote tier: {there}")
+            deleted = max(here, await self.remote.await_deletion(there))
+            if prefix_hash and not deleted:
+                self.find(root, prefix_hash)
+            return deleted
 
     def list_chunks(self, root: bytes, page_token: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of chunks; see ``BulkOps.page``."""
-        return self.bulk.page(root, page_token, limit)
+        """Return a page of chunks; see ``ChunkList.page``."""
+        return self.listing.page(root, page_token, limit)
 
     async def push_tenant(self, root: bytes) -> AsyncIterator[TransferProgress]:
         """Write all chunks of a tenant to the remote tier. Raises FailedPrecondition, Unavailable."""
-        transfer, chunks = self._transfer(), [chunk async for chunk in self.bulk.iter_chunks(root)]
+        transfer, chunks = self._transfer(), [chunk async for chunk in self.listing.iter_chunks(root)]
         async with contextlib.aclosing(transfer.push(chunks)) as steps:  # type: ignore[type-var]
             async for progress in steps:
                 yield progress
@@ -381,7 +377,7 @@ class ChunkStore:
 
     async def stats_of(self, root: bytes) -> StatsResponse:
         """Return the statistics of one tenant's chunks in a namespace."""
-        out = await self.bulk.count(root)
+        out = await self.listing.count(root)
         out.epoch = self.epoch
         return out
 

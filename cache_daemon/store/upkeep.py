@@ -7,7 +7,7 @@ import asyncio
 import structlog
 from kvsidecar.process.background_task import BackgroundTask
 
-from cache_daemon.store.bulk_ops import BulkOps
+from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.sessions import SessionTable
@@ -27,13 +27,13 @@ class Upkeep(BackgroundTask):
     def __init__(
         self,
         sessions: SessionTable,
-        bulk: BulkOps,
+        deleter: ChunkDeleter,
         counters: Counters,
         ttl: TtlIndex,
         persistence: Persistence | None,
     ) -> None:
         super().__init__(self._run)
-        self._sessions, self._bulk, self._counters = sessions, bulk, counters
+        self._sessions, self._deleter, self._counters = sessions, deleter, counters
         self._ttl, self._persistence = ttl, persistence
 
     async def _run(self) -> None:
@@ -60,4 +60,4 @@ class Upkeep(BackgroundTask):
 
     async def sweep(self) -> None:
         """Remove expired chunks."""
-        self._counters.expired_chunks += await self._bulk.expire()
+        self._counters.expired_chunks += await self._deleter.expire()

@@ -24,8 +24,8 @@ from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from kvsidecar.kv_transfer.stream_transport import StreamTransport
 from kvsidecar.kv_transfer.trace_context import with_trace_context
 from kvsidecar.net.channel import ServiceAddress
+from kvsidecar.protocol_versions import SPOKEN
 
-PROTOCOL_VERSION = 2
 CONNECT_SECONDS = 2.0
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 2.0
 _CHANNEL_OPTIONS = [
@@ -115,7 +115,8 @@ class DaemonConnection:
         """Run one session from attach to end; return whether it became usable."""
         outgoing: _Outgoing = queue.SimpleQueue()
         hello = pb.Hello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SPOKEN.oldest,
+            newest_protocol_version=SPOKEN.newest,
             client_name=self._name,
             descriptor=self.descriptor,
             namespace=self.namespace,
