@@ -9,7 +9,7 @@ _MAX_TAIL_CHARACTERS = 64
 
 
 class _Place(Enum):
-    """Where in the answer the next character stands."""
+    """Place of the next character in an answer."""
 
     START = auto()
     REASONING = auto()

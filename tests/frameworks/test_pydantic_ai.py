@@ -1,4 +1,4 @@
-"""pydantic-ai over chats, responses and Anthropic's messages: tool loops, typed answers, streams."""
+"""pydantic-ai over chats and responses: tool loops, typed answers, streams."""
 
 from __future__ import annotations
 
@@ -19,17 +19,11 @@ class Weather(pydantic.BaseModel):  # type: ignore[name-defined, misc]
     city: Literal["Oslo", "Rome"]
 
 
-@pytest.fixture(params=["chat", "responses", "messages"])
+@pytest.fixture(params=["chat", "responses"])
 def model(request: pytest.FixtureRequest, server: Server) -> Any:
-    import anthropic
-    from pydantic_ai.models.anthropic import AnthropicModel
     from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
-    from pydantic_ai.providers.anthropic import AnthropicProvider
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    if request.param == "messages":
-        client = anthropic.AsyncAnthropic(base_url=server.url, api_key="none", max_retries=0)
-        return AnthropicModel("claude-test", provider=AnthropicProvider(anthropic_client=client))
     provider = OpenAIProvider(base_url=f"{server.url}/v1", api_key="none")
     kind = OpenAIChatModel if request.param == "chat" else OpenAIResponsesModel
     return kind(server.model, provider=provider)
