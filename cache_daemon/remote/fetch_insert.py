@@ -170,8 +170,9 @@ class RemoteChunkInserter:
                 self._tier.reject(request.root, header.prefix_hash, piece.error)
                 return False
             ids, left = keys.token_bytes(header.token_ids[:]), self._tier.seconds_left(piece.record)
+            deadline = request.retention.deadline_at(header.start_position)
             new_chunk, piece.slot = (
-                NewChunk(header, ids, tenant, piece.slot, request.expires_at, is_invalidated()),
+                NewChunk(header, ids, tenant, piece.slot, deadline, invalidated=is_invalidated()),
                 None,
             )
             outcome = insertion.insert([new_chunk], delay_persist=delay_persist)[0]

@@ -33,10 +33,12 @@ _LIMITS: dict[Descriptor, Mapping[str, int]] = {
         "token_ids": request_validation.MAX_TOKENS,
         "contents": request_validation.MAX_PROBES,
         "cuts": MAX_CUTS,
+        "parts": request_validation.MAX_PARTS,
     },
     pb.ReserveRequest.DESCRIPTOR: {
         "headers": request_validation.MAX_ITEMS,
         "reservation_ids": request_validation.MAX_ITEMS,
+        "parts": request_validation.MAX_PARTS,
     },
     pb.CommitRequest.DESCRIPTOR: {"items": request_validation.MAX_ITEMS},
     pb.FetchRequest.DESCRIPTOR: {"prefix_hashes": request_validation.MAX_ITEMS},

@@ -20,6 +20,7 @@ MAX_PROBES = 4096
 MAX_ITEMS = 1024
 MAX_PAGE = 1000
 MAX_NAME = 64
+MAX_PARTS, MAX_GROUP_BYTES = 64, 128
 MAX_STRING_BYTES = 4096
 # More than a session can reach, and far below the range of the store's counters.
 MAX_TOTAL = 1 << 48
@@ -146,6 +147,22 @@ def check_ttl(seconds: int) -> int:
     """Raise InvalidRequest for a TTL above the maximum."""
     check_max("ttl_seconds", seconds, MAX_TTL_SECONDS)
     return seconds
+
+
+def check_parts(parts: Sequence[pb.PartTtl]) -> list[tuple[int, int]]:
+    """Return the parts of a prompt as ``(end, TTL in seconds)``. Raises InvalidRequest unless their ends rise."""
+    check_max("the number of parts", len(parts), MAX_PARTS)
+    found = [(part.end, check_ttl(part.ttl_seconds)) for part in parts]
+    for before, end in pairwise([0, *(end for end, _ in found)]):
+        if end <= before:
+            raise InvalidRequest(f"a part ends at {end} and the one before it at {before}; ends must rise from 1")
+    return found
+
+
+def check_group(name: str) -> str:
+    """Raise InvalidRequest for a group's name that is too long."""
+    check_max("the length of group in bytes", len(name.encode()), MAX_GROUP_BYTES)
+    return name
 
 
 def check_content_probes(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:

@@ -80,7 +80,7 @@ class Chunk:
 
     Each mutable field has one writer: TierManager (``slot``, the two states, ``indexed``, ``stored_bytes``, ``hits``,
     ``last_used_at``, ``load_future``), LeaseGuard (``leases``), Pins (``pins``), Insertion (``anchors``), TtlIndex
-    (``expires_at``) and Persistence (``write_state``).
+    (``expires_at``), ChunkGroups (``group``) and Persistence (``write_state``).
     """
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
@@ -96,6 +96,7 @@ class Chunk:
     hits: int = 0
     last_used_at: float = 0.0  # seconds, on the store's clock
     expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
+    group: str = ""  # see ChunkGroups
     stored_bytes: int = 0  # in the durable tier
     write_state: WriteState = field(default_factory=WriteState, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING

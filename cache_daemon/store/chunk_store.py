@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 
 import structlog
@@ -33,6 +32,7 @@ from cache_daemon.store import pins, reuse_verdicts
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_groups import ChunkGroups
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.event_log import EventLog
@@ -42,6 +42,7 @@ from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.prefix_index import MatchedChunk, PrefixIndex
 from cache_daemon.store.restore import StoreRestorer
+from cache_daemon.store.retention import NO_EXPIRY, Retention
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
@@ -98,10 +99,11 @@ class ChunkStore:
         if disk_ledger is not None and self._writer is not None:
             self._persistence = Persistence(self.tiers, disk_ledger, self._writer, config.durable_budget_bytes)
         self.ttl = TtlIndex(self.tiers)
-        self._lookup = Lookup(self.tiers, self.ttl, durable, self._persistence, self._threads)
+        self.groups = ChunkGroups(self.tiers)
+        self._lookup = Lookup(self.tiers, self.ttl, durable, self._persistence, self._threads, self.groups)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
-        self._inserter = ChunkInserter(self.tiers, self._persistence, self._pins, self.ttl)
+        self._inserter = ChunkInserter(self.tiers, self._persistence, self._pins, self.ttl, self.groups)
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
@@ -192,7 +194,7 @@ class ChunkStore:
         ids: bytes,
         contents: TokenRanges = (),
         window: int = 0,
-        expires_at: float = inf,
+        retention: Retention = NO_EXPIRY,
         hints: FetchHints | None = None,
     ) -> MatchResult:
         """Match a prompt and lease what is found, see ``Lookup.match``.
@@ -202,8 +204,8 @@ class ChunkStore:
         """
         root, fetched = keys.tenant_root(session.namespace, tenant_salt), None
         if self.remote is not None and hints is not None and hints.chunk_ends:
-            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, hints, expires_at)
-        result = await self._lookup.match(session, root, ids, contents, window, expires_at)
+            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, hints, retention)
+        result = await self._lookup.match(session, root, ids, contents, window, retention)
         if self._persistence is not None:
             self._persistence.retry_used(m.chunk for m in result.matches)
         if self.remote is not None:
@@ -385,7 +387,7 @@ class ChunkStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all slots, bytes and leases add up."""
-        for part in (self.tiers, self.ttl, self._persistence):
+        for part in (self.tiers, self.ttl, self.groups, self._persistence):
             if part is not None:
                 part.check_integrity()
         self.sessions.check_integrity([*self.tiers.index, *self.tiers.zombies])

@@ -36,6 +36,7 @@ from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
+from cache_daemon.store.retention import NO_EXPIRY, Retention
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_accounts import TenantAccount
@@ -85,7 +86,7 @@ class TwoPhaseCommit:
         threads: StoreThreads,
     ) -> None:
         self._tiers, self._inserter = tiers, inserter
-        self._persistence, self._terms = inserter.persistence, inserter.ttl
+        self._persistence, self._ttl, self._groups = inserter.persistence, inserter.ttl, inserter.groups
         self._epoch, self._threads = epoch, threads
         self._open_reservations: dict[bytes, tuple[Session, Reservation]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
@@ -93,18 +94,18 @@ class TwoPhaseCommit:
     # ---- reserve --------------------------------------------------------------------------------------------
 
     def reserve(
-        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], expires_at: float = inf
+        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], retention: Retention = NO_EXPIRY
     ) -> list[ReserveResult]:
         """Reserve staging memory for new chunks, parents before children.
 
-        They will expire at ``expires_at``, on the store's clock; the expiry of chunks already stored is extended.
+        They and chunks already stored are kept for ``retention``.
         Raises InvalidRequest for a malformed header, with nothing reserved.
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
             self._check_header(header, session.geometry)
         account = self._tiers.accounts.account_of(tenant)
-        return [self._reserve_one(session, root, tenant, account, header, expires_at) for header in headers]
+        return [self._reserve_one(session, root, tenant, account, header, retention) for header in headers]
 
     @staticmethod
     def _check_header(header: ChunkHeader, expected: Geometry) -> None:
@@ -126,18 +127,21 @@ class TwoPhaseCommit:
         tenant: bytes,
         account: TenantAccount,
         header: ChunkHeader,
-        expires_at: float,
+        retention: Retention,
     ) -> ReserveResult:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
-        key = keys.prefix_hash(parent, ids)
+        key, group = keys.prefix_hash(parent, ids), retention.group
+        expires_at = retention.deadline_at(header.start_position)
         present = self._tiers.index.get(key)
         if present is not None:
-            self._terms.extend(present, expires_at)
+            self._ttl.extend(present, expires_at)
+            self._groups.record_use_of_path(present, group)
             return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._open_reservations:
             other = self._open_reservations[key][1]
             other.expires_at = max(other.expires_at, expires_at)
+            other.group = group if group == other.group else ""
             return ReserveResult(RESERVE_OUTCOME_IN_PROGRESS, key)
         if not self._parent_is_known(session, root, parent, header.start_position):
             return ReserveResult(RESERVE_OUTCOME_PARENT_MISSING, key)
@@ -154,9 +158,10 @@ class TwoPhaseCommit:
         kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant, parent, key
         kept.content_hash = keys.content_hash(root, ids)
         reservation_id = secrets.token_bytes(ID_BYTES)
-        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, expires_at)
+        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, expires_at, group)
         self._open_reservations[key] = session, made
-        self._terms.extend(self._tiers.index.get(parent), expires_at)
+        self._ttl.extend(self._tiers.index.get(parent), expires_at)
+        self._groups.record_use_of_path(self._tiers.index.get(parent), group)
         return ReserveResult(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
     def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:
@@ -292,6 +297,7 @@ class TwoPhaseCommit:
             reservation.tenant,
             copy.slot,
             reservation.expires_at,
+            reservation.group,
             reservation.invalidated,
         )
         outcome = insertion.insert([new_chunk])[0]
@@ -365,10 +371,10 @@ class TwoPhaseCommit:
 
     @contextlib.contextmanager
     def scoped_reservation(
-        self, session: Session, tenant_salt: bytes, header: ChunkHeader, expires_at: float = inf
+        self, session: Session, tenant_salt: bytes, header: ChunkHeader, retention: Retention = NO_EXPIRY
     ) -> Iterator[ReserveResult]:
         """Reserve one chunk for the length of a block; aborted at its end unless committed."""
-        reserved = self.reserve(session, tenant_salt, [header], expires_at)[0]
+        reserved = self.reserve(session, tenant_salt, [header], retention)[0]
         try:
             yield reserved
         finally:

@@ -16,6 +16,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk_groups import ChunkGroups
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.tenant_accounts import TenantAccount
@@ -45,6 +46,7 @@ class NewChunk:
     tenant: TenantAccount
     slot: Slot
     expires_at: float  # on the store's clock
+    group: str = ""  # see ChunkGroups
     invalidated: bool = False  # a deletion since the reservation concerns it
 
 
@@ -56,6 +58,7 @@ class ChunkInserter:
     persistence: Persistence | None
     pins: Pins
     ttl: TtlIndex
+    groups: ChunkGroups
 
     def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
         """Begin a group of chunks, some of which are children of ``parents``. Use it as a context manager."""
@@ -130,6 +133,7 @@ class Insertion:
             outcome = InsertOutcome.PRESENT
             self._anchor(present)
             self.inserter.ttl.extend(present, new_chunk.expires_at)
+            self.inserter.groups.record_use((present,), new_chunk.group)
         elif not self.inserter.parent_is_live(header.root, header.parent_prefix_hash, header.start_position):
             outcome = InsertOutcome.PARENT_MISSING
         else:
@@ -148,6 +152,7 @@ class Insertion:
             arena_state=Residency.PRESENT,
             last_used_at=tiers.clock(),
             expires_at=new_chunk.expires_at,
+            group=new_chunk.group,
         )
         self._make_visible(chunk, delay_persist)
         self._anchor(chunk)
@@ -164,6 +169,7 @@ class Insertion:
             if not inserter.pins.transfer(old, chunk):
                 continue
             inserter.ttl.extend(chunk, old.expires_at)
+            inserter.groups.record_use((chunk,), old.group)
             if persistence is not None:
                 persistence.supersede(chunk, old)
             else:

@@ -19,8 +19,10 @@ from kvsidecar.errors import UnknownSession
 from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk_groups import ChunkGroups
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.prefix_index import MatchedChunk
+from cache_daemon.store.retention import NO_EXPIRY, Retention
 from cache_daemon.store.sessions import LeaseGuard, Session
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tier_manager import TierManager
@@ -89,8 +91,9 @@ class Lookup:
         durable: DurableTier | None,
         persistence: Persistence | None,
         threads: StoreThreads,
+        groups: ChunkGroups,
     ) -> None:
-        self._tiers, self._ttl, self._durable = tiers, ttl, durable
+        self._tiers, self._ttl, self._durable, self._groups = tiers, ttl, durable, groups
         self._persistence, self._threads = persistence, threads
         self._pending_touches: deque[Chunk] = deque()
 
@@ -105,23 +108,23 @@ class Lookup:
         ids: bytes,
         contents: TokenRanges = (),
         window: int = 0,
-        expires_at: float = inf,
+        retention: Retention = NO_EXPIRY,
     ) -> MatchResult:
         """Lease the longest stored prefix of ``ids`` (uint32 little-endian), promoting it to the arena.
 
         It also leases chunks whose tokens are those of a range ``(start, tokens)`` of ``contents`` that reaches beyond
-        the prefix. With a ``window``, only the part of the prefix that has one of the last ``window`` tokens. The TTL
-        of all that is found is extended to ``expires_at``, on the store's clock.
+        the prefix. With a ``window``, only the part of the prefix that has one of the last ``window`` tokens. What is
+        found is kept for ``retention``.
 
         A chunk that cannot be promoted (corrupt, arena full) ends the prefix; that is never an error. Raises
         UnknownSession when the session ended meanwhile. A caller that is cancelled holds nothing.
         """
         limit: int | None = None  # the prefix ended before its window: try another one, then none
         for _ in range(_MAX_WINDOW_TRIES):
-            result, limit = await self._match(session, root, ids, contents, window, expires_at, limit)
+            result, limit = await self._match(session, root, ids, contents, window, retention, limit)
             if result is not None:
                 return result
-        result, _ = await self._match(session, root, ids, contents, 0, expires_at, 0)
+        result, _ = await self._match(session, root, ids, contents, 0, retention, 0)
         assert result is not None
         return result
 
@@ -132,7 +135,7 @@ class Lookup:
         ids: bytes,
         contents: TokenRanges,
         window: int,
-        expires_at: float,
+        retention: Retention,
         limit: int | None,
     ) -> tuple[MatchResult | None, int]:
         """Match at most ``limit`` tokens. Returns the result and its end.
@@ -175,9 +178,18 @@ class Lookup:
         lease_id = session.add_lease(lease) if lease.chunks else b""
         used = [*(c for c, _ in found[:passed] if c.indexed), *(m.chunk for m in matches)]
         self._record_use(used, [m.chunk for _, m in content_matches])
-        for chunk in (*used[-1:], *(m.chunk for _, m in content_matches)):
-            self._ttl.extend(chunk, expires_at)
+        self._retain(used, [m.chunk for _, m in content_matches], retention)
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
+
+    def _retain(self, path: list[Chunk], contents: list[Chunk], retention: Retention) -> None:
+        """Extend the deadlines of used chunks, and take them out of other groups."""
+        for end, _ in retention.parts:  # a deadline reaches the ancestors, so the last chunk of each part suffices
+            last = next((chunk for chunk in reversed(path) if chunk.start_position < end), None)
+            if last is not None:
+                self._ttl.extend(last, retention.deadline_at(last.start_position))
+        for chunk in (*path[-1:], *contents):
+            self._ttl.extend(chunk, retention.deadline_at(chunk.start_position))
+        self._groups.record_use((*path, *contents), retention.group)
 
     async def acquire(self, chunk: Chunk) -> LeaseGuard | None:
         """Lease one chunk in the arena; None when it cannot be promoted."""
@@ -190,6 +202,7 @@ class Lookup:
             raise
         if _is_readable(chunk):
             self._record_use([chunk], [])
+            self._groups.record_use_of_path(chunk, "")
             return lease
         lease.release()
         return None

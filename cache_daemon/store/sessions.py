@@ -80,6 +80,7 @@ class Reservation:
     tenant: TenantAccount
     staged: Slot
     expires_at: float  # on the store's clock
+    group: str = ""
     reserved_at: float = field(default_factory=time.monotonic)
     invalidated: bool = False  # a deletion since the reservation concerns it
 

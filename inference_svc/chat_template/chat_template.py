@@ -72,6 +72,26 @@ class ChatTemplate:
         # Some templates support no system message.
         return self._written(messages_with_described_tools(chat, in_system=False), [], more)
 
+    def end_of_messages(self, chat: pb.Chat, messages: int, whole: str) -> int:
+        """Return where the first ``messages`` messages end in the rendered ``whole``, in characters.
+
+        0 for templates that refuse the beginning of the conversation by itself.
+        """
+        if messages == len(chat.messages):
+            return len(whole)
+        first = pb.Chat(messages=chat.messages[:messages], tools=chat.tools, template_arguments=chat.template_arguments)
+        for _ in range(2):
+            try:
+                begin = self.render(first, False)
+            except InvalidRequest:  # some templates want a question
+                first.messages.add(role="user", content="")
+                continue
+            if whole.startswith(begin):
+                return len(begin)
+            pairs = enumerate(zip(begin, whole, strict=False))
+            return next((i for i, (a, b) in pairs if a != b), len(whole))
+        return 0
+
     def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
         try:
             text = self._tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False, **more)

@@ -58,6 +58,7 @@ _MAX_YIELD_SECONDS = 1.0
 # Interval at which a lookup that waits for a save checks whether its request was cancelled.
 _POLL_SECONDS = 0.05
 _VERDICT_SECONDS = 3.0
+_RELEASE_SECONDS = 30.0
 
 
 class DaemonConnector:
@@ -183,6 +184,26 @@ class DaemonConnector:
                 log.error(
                     "a chunk was not finite and is deleted", request=sequence.request.id, chunk=prefix_hash.hex()[:16]
                 )
+
+    def prefetch(self, sequence: Sequence) -> int:
+        """Load a prompt's stored chunks into the daemon's memory. Returns their tokens. Blocks."""
+        tokens = 0
+        with self._guard(sequence) as found:
+            if found is not None:
+                tokens = self._loader.prefetch(found[0], sequence)
+        return tokens
+
+    def release_session(self, adapter: bytes, salt: bytes, name: str) -> int:
+        """Remove the chunks that a client's session alone used. Returns how many. Blocks; raises KVSidecarError."""
+        daemon = self._daemons.get(adapter)
+        session = None if daemon is None else daemon.session
+        if daemon is None or session is None:
+            raise Unavailable("the cache daemon is not attached; its chunks stay until it evicts them")
+        request = pb.ReleaseGroupRequest(namespace=daemon.namespace, tenant_salt=salt, group=name)
+        try:
+            return session.stub.ReleaseGroup(request, timeout=_RELEASE_SECONDS).released
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
 
     def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)

@@ -18,6 +18,7 @@ from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
+from inference_svc.request.request_options import PartTtls
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.scheduling.pool_capacity import PoolCapacity
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
@@ -193,6 +194,31 @@ class RequestBuilder:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         return ids, marks
 
+    def parts_in_tokens(
+        self, prompt: pb.Prompt, cache: pb.CacheOptions, tokens: int, generation_prompt: bool = True
+    ) -> PartTtls:
+        """``(end in tokens, TTL in seconds)`` of the parts of a prompt of ``tokens`` tokens. Raises InvalidRequest.
+
+        Where a message ends is seen by rendering the messages up to it. The pieces are tokenized one by one, so an end
+        may be off by a token where one token has text of two messages; chunks are longer than that by far. Parts
+        without a token (text that the template leaves out, or that was truncated) are dropped.
+        """
+        request_options.check_parts(cache, prompt)
+        chat = bool(cache.parts) and prompt.WhichOneof("kind") == "chat"
+        whole = self._chat_template.render(prompt.chat, generation_prompt) if chat else ""
+        parts: list[tuple[int, int]] = []
+        begin = at = 0
+        for part in cache.parts:
+            end = part.tokens
+            if chat:
+                stop = max(begin, self._chat_template.end_of_messages(prompt.chat, part.messages, whole))
+                end, begin = at + len(self._ids(whole[begin:stop], False)), stop
+            end = min(end, tokens)
+            if end > at:
+                parts.append((end, part.ttl_seconds))
+            at = end
+        return tuple(parts)
+
     def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], DocumentMarks]:
         if not separator or separator not in text:
             return self._ids(text, special), DocumentMarks()
@@ -260,7 +286,8 @@ class RequestBuilder:
             request.include_stop,
             request.min_tokens,
         )
-        cache = request_options.cache_use(request.cache, marks)
+        parts = self.parts_in_tokens(request.prompt, request.cache, len(tokens))
+        cache = request_options.cache_use(request.cache, marks, parts)
         parameters = GenerationRequest(
             id=request.request_id or token_hex(12),
             num_prompt_tokens=len(tokens),

@@ -7,13 +7,17 @@ from typing import Literal
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.kv_transfer.cache_hints import CacheHints
 
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
+# Ends of a prompt's parts in tokens, and their TTLs in seconds.
+PartTtls = tuple[tuple[int, int], ...]
 # Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
+_MAX_PARTS, _MAX_SESSION_BYTES = 16, 128
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
@@ -57,22 +61,67 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def cache_use(given: pb.CacheOptions, marks: DocumentMarks) -> CacheParams:
-    """Cache permissions and TTL of a request. Raises InvalidRequest."""
-    if len(given.tenant_salt) > _MAX_SALT_BYTES:
-        raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
-    if given.HasField("ttl_seconds") and not 1 <= given.ttl_seconds <= MAX_TTL_SECONDS:
+def check_parts(cache: pb.CacheOptions, prompt: pb.Prompt) -> None:
+    """Raise InvalidRequest unless the parts of a prompt are few, rise, and lie within it."""
+    if len(cache.parts) > _MAX_PARTS:
         raise InvalidRequest(
-            f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
-            param="cache_ttl_seconds",
+            f"cache_parts has {len(cache.parts)} parts; at most {_MAX_PARTS} are allowed", param="cache_parts"
         )
+    chat = prompt.WhichOneof("kind") == "chat"
+    unit, most = ("messages", len(prompt.chat.messages)) if chat else ("tokens", len(prompt.token_ids.ids))
+    before = 0
+    for part in cache.parts:
+        if part.WhichOneof("end") != unit or prompt.WhichOneof("kind") == "text":
+            raise InvalidRequest(
+                "a part of cache_parts ends at a number of messages in a chat, and of tokens in token_ids; text has "
+                "one part: set cache_ttl_seconds",
+                param="cache_parts",
+            )
+        end = getattr(part, unit)
+        if not before < end <= most:
+            raise InvalidRequest(
+                f"a part of cache_parts ends at {end} {unit}; ends must rise from 1 to at most the prompt's {most}",
+                param="cache_parts",
+            )
+        check_ttl("the ttl_seconds of a part of cache_parts", part.ttl_seconds, "cache_parts")
+        before = end
+
+
+def check_salt(salt: bytes) -> None:
+    """Raise InvalidRequest for a salt that is too long, without showing it: it is a secret."""
+    if len(salt) > _MAX_SALT_BYTES:
+        raise InvalidRequest(f"tenant_salt has {len(salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
+
+
+def check_session(name: str) -> str:
+    """Raise InvalidRequest for the name of a session that is too long."""
+    if len(name.encode()) > _MAX_SESSION_BYTES:
+        raise InvalidRequest(
+            f"cache_session has {len(name.encode())} bytes; at most {_MAX_SESSION_BYTES} are allowed",
+            param="cache_session",
+        )
+    return name
+
+
+def check_ttl(what: str, seconds: int, param: str) -> None:
+    """Raise InvalidRequest for a TTL outside its limits."""
+    if not 1 <= seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(f"{what} is {seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none", param=param)
+
+
+def cache_use(given: pb.CacheOptions, marks: DocumentMarks, parts: PartTtls = ()) -> CacheParams:
+    """Cache permissions and hints of a request. ``parts`` are its own, in tokens. Raises InvalidRequest."""
+    check_salt(given.tenant_salt)
+    if given.HasField("ttl_seconds"):
+        check_ttl("cache_ttl_seconds", given.ttl_seconds, "cache_ttl_seconds")
+    behind = parts[-1][1] if parts and not given.HasField("ttl_seconds") else given.ttl_seconds
     return CacheParams(
         read=not given.skip_read,
         write=not given.skip_write,
         tenant_salt=given.tenant_salt,
         exact_only=given.exact_only,
         marks=marks,
-        ttl_seconds=given.ttl_seconds,
+        hints=CacheHints(behind, parts, check_session(given.session)),
     )
 
 

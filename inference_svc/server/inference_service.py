@@ -28,11 +28,13 @@ from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.process.malloc_tuning import trim_freed_memory
 from kvsidecar.requests import add_calls
 
+from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel
 from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
+from inference_svc.request.request_options import PartTtls, check_salt, check_session
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
@@ -207,10 +209,7 @@ class InferenceService(InferenceServiceServicer):
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
         self._requests.adapter(request.model)  # refused before anything is read
         with self._observer.request("Warm", context) as seen:
-            tokens, marks = await self._tokenize_beside(
-                request,
-                lambda: self._requests.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache),
-            )
+            tokens, marks, parts = await self._tokenize_beside(request, partial(self._warm_prompt, request))
             inner = pb.GenerateRequest(
                 prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)),
                 max_tokens=1,
@@ -218,6 +217,10 @@ class InferenceService(InferenceServiceServicer):
                 model=request.model,
             )
             inner.cache.segment_ends[:] = marks.segment_ends
+            del inner.cache.parts[:]
+            inner.cache.parts.extend(pb.CachePart(tokens=end, ttl_seconds=ttl) for end, ttl in parts)
+            if request.prefetch:
+                return await self._prefetch(inner)
             sequence, outputs = await self._submit(inner, seen)
             output = SequenceOutput()
             try:
@@ -231,6 +234,29 @@ class InferenceService(InferenceServiceServicer):
             return pb.WarmResponse(
                 prompt_tokens=len(tokens), cached_tokens=sequence.usage.num_cached, stored_tokens=output.stored_tokens
             )
+
+    def _warm_prompt(self, request: pb.WarmRequest) -> tuple[list[int], DocumentMarks, PartTtls]:
+        tokens, marks = self._requests.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache)
+        parts = self._requests.parts_in_tokens(request.prompt, request.cache, len(tokens), generation_prompt=False)
+        return tokens, marks, parts
+
+    async def _prefetch(self, request: pb.GenerateRequest) -> pb.WarmResponse:
+        sequence = self._requests.tokenize(request, lambda _: None, time.perf_counter())(None)
+        cache, tokens = self._runtime.cache, sequence.request.num_prompt_tokens
+        found = await asyncio.to_thread(cache.prefetch, sequence) if cache is not None else 0
+        return pb.WarmResponse(prompt_tokens=tokens, cached_tokens=found, stored_tokens=found)
+
+    @unary(INFERENCE_DOMAIN)
+    async def ReleaseSession(self, request: pb.ReleaseSessionRequest, context: Context) -> pb.ReleaseSessionResponse:
+        adapter, cache = self._requests.adapter(request.model), self._runtime.cache
+        if not check_session(request.session):
+            raise InvalidRequest("the session has no name; name the one to release", param="session")
+        check_salt(request.tenant_salt)
+        if cache is None:
+            return pb.ReleaseSessionResponse()
+        fingerprint = b"" if adapter is None else adapter.fingerprint
+        released = await asyncio.to_thread(cache.release_session, fingerprint, request.tenant_salt, request.session)
+        return pb.ReleaseSessionResponse(released_chunks=released)
 
     # ---- tokens ---------------------------------------------------------------------------------------------
 

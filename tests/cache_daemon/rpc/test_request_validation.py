@@ -38,6 +38,15 @@ def cut(peer: Peer, cuts: list[int], tokens: int = 10, price: float = 0.0) -> No
 
 
 Refused = tuple[Callable[[Peer], Any], str]
+
+
+def divide(peer: Peer, *parts: tuple[int, int], group: str = "") -> pb.MatchResponse:
+    """A Match of ten tokens with parts ``(end, TTL)``."""
+    divided = [pb.PartTtl(end=end, ttl_seconds=ttl) for end, ttl in parts]
+    request = pb.MatchRequest(session_id=peer.session, token_ids=range(10), parts=divided, group=group)
+    return peer.stub.Match(request)  # type: ignore[no-any-return]
+
+
 LIMITS: dict[str, Refused] = {
     "tokens": (
         lambda p: p.stub.Match(
@@ -55,6 +64,12 @@ LIMITS: dict[str, Refused] = {
     "cuts that fall": (lambda p: cut(p, [3, 3]), "a cut at 3 follows 3"),
     "cuts beyond the prompt": (lambda p: cut(p, [3, 11]), "a cut at 11 follows 3"),
     "a cut too far": (lambda p: cut(p, [5000], 5000), "tokens between two cuts"),
+    "parts": (lambda p: divide(p, *[(n, 1) for n in range(1, 66)]), "the number of parts"),
+    "parts that fall": (lambda p: divide(p, (3, 9), (3, 9)), "a part ends at 3 and the one before it at 3"),
+    "an empty part": (lambda p: divide(p, (0, 9)), "a part ends at 0"),
+    "the TTL of a part": (lambda p: divide(p, (3, 2_592_001)), "ttl_seconds"),
+    "group": (lambda p: divide(p, group="g" * 129), "the length of group in bytes is 129"),
+    "no group": (lambda p: p.stub.ReleaseGroup(pb.ReleaseGroupRequest(namespace=p.namespace)), "group is empty"),
     "price": (lambda p: cut(p, [3], price=float("nan")), "seconds_per_token"),
     "headers": (lambda p: p.reserve(*[p.header([1])] * (request_validation.MAX_ITEMS + 1)), "the number of headers"),
     "items": (

@@ -16,6 +16,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.kv_transfer.transport import Fill, transfer_timeout
 
@@ -130,14 +131,14 @@ class _BlockSource:
 class StoreTarget:
     """A session, and the tenant whose chunks it stores.
 
-    ``timeout`` is in seconds, for a call that transfers no payload; ``ttl_seconds`` 0 asks for no expiry.
+    ``timeout`` is in seconds, for a call that transfers no payload.
     """
 
     session: Session
     root: bytes
     salt: bytes
     timeout: float
-    ttl_seconds: int = 0
+    hints: CacheHints = NO_HINTS
 
 
 class ChunkSource(Protocol):
@@ -189,7 +190,7 @@ def _store_after(target: StoreTarget, source: ChunkSource, prefix: StoredPrefix)
     for group, hashes in linked_groups(target.session, source.headers(prefix.tokens), prefix.prefix_hash, target.root):
         source.before_group()
         fill = partial(_fill, source, group)
-        result = write(target.session, target.salt, group, fill, target.timeout, target.ttl_seconds)
+        result = write(target.session, target.salt, group, fill, target.timeout, target.hints)
         if first and result.parent_missing and prefix.tokens:
             return None
         first = False
@@ -221,14 +222,15 @@ class WriteResult:
 
 
 def write(
-    session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float, ttl_seconds: int = 0
+    session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float, hints: CacheHints = NO_HINTS
 ) -> WriteResult:
     """Reserve, fill and commit one group of chunks (see ``group_length``).
 
-    ``timeout`` (seconds) is for a call that transfers no payload. ``ttl_seconds`` is the chunks' TTL; 0 is none.
+    ``timeout`` (seconds) is for a call that transfers no payload.
     Raises what ``fill`` raises, grpc.RpcError and ValueError, after it has aborted the reservations.
     """
-    request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers, ttl_seconds=ttl_seconds)
+    request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers)
+    hints.add_to(request)
     reserved = session.reserve(request, timeout * 4)
     granted = [(i, reservation) for i, reservation in enumerate(reserved) if reservation.reservation_id]
     try:

@@ -652,6 +652,8 @@ class MatchRequest(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome. Without it (a probe), nothing is leased and no offsets are returned."""
     tenant_salt: _builtins.bytes
@@ -673,6 +675,10 @@ class MatchRequest(_message.Message):
     """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. Empty, or in
     use: the daemon names it.
     """
+    group: _builtins.str
+    """Name of the group that the request belongs to, such as an agent's session; at most 128 bytes. Chunks of another
+    group that the request uses leave that group. Empty: none. Ignored in probes without a session.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; at most 2^20 tokens."""
@@ -689,6 +695,13 @@ class MatchRequest(_message.Message):
         asked for the hashes of these chunks. It is not asked without cuts, and in probes without a session.
         """
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartTtl]:
+        """TTLs of parts of the prompt, which replace ttl_seconds for chunks that begin before the end of the last part; at
+        most 64, with rising ends. A chunk's TTL is that of the first part that it begins in, or a longer one of a chunk
+        that continues it. Ignored in probes without a session.
+        """
+
     def __init__(
         self,
         *,
@@ -702,14 +715,42 @@ class MatchRequest(_message.Message):
         window: _builtins.int = ...,
         ttl_seconds: _builtins.int = ...,
         lease_id: _builtins.bytes = ...,
+        parts: _abc.Iterable[Global___PartTtl] | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "lease_id", b"lease_id", "namespace", b"namespace", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "group", b"group", "lease_id", b"lease_id", "namespace", b"namespace", "parts", b"parts", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
+
+@_typing.final
+class PartTtl(_message.Message):
+    """TTL of a part of a prompt, which begins where the part before it ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    """End of the part, in tokens from the prompt's start; at least 1."""
+    ttl_seconds: _builtins.int
+    """TTL in seconds; at most 2,592,000 (30 days). 0: no expiry."""
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PartTtl: _TypeAlias = PartTtl  # noqa: Y015
 
 @_typing.final
 class ContentProbe(_message.Message):
@@ -1000,12 +1041,16 @@ class ReserveRequest(_message.Message):
     HEADERS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     RESERVATION_IDS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     ttl_seconds: _builtins.int
     """As in MatchRequest; applies to these chunks and their ancestors."""
+    group: _builtins.str
+    """As in MatchRequest. The new chunks belong to this group until a request of another one, or of none, uses them."""
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkHeader]:
         """The chunks to write, parents before children. parent_prefix_hash (empty for the first chunk),
@@ -1019,6 +1064,10 @@ class ReserveRequest(_message.Message):
         response is lost. Empty, or in use: the daemon names them.
         """
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartTtl]:
+        """As in MatchRequest, by the start_position of a header."""
+
     def __init__(
         self,
         *,
@@ -1027,10 +1076,12 @@ class ReserveRequest(_message.Message):
         headers: _abc.Iterable[_chunk_pb2.ChunkHeader] | None = ...,
         ttl_seconds: _builtins.int = ...,
         reservation_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        parts: _abc.Iterable[Global___PartTtl] | None = ...,
+        group: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["headers", b"headers", "reservation_ids", b"reservation_ids", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "headers", b"headers", "parts", b"parts", "reservation_ids", b"reservation_ids", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1627,6 +1678,60 @@ class DeleteResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseGroupRequest(_message.Message):
+    """Releases a group of chunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Namespace, 32 bytes."""
+    tenant_salt: _builtins.bytes
+    """As in MatchRequest."""
+    group: _builtins.str
+    """Name of the group; 1 to 128 bytes."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tenant_salt: _builtins.bytes = ...,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "namespace", b"namespace", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseGroupRequest: _TypeAlias = ReleaseGroupRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseGroupResponse(_message.Message):
+    """Confirms ReleaseGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    released: _builtins.int
+    """Removed chunks. Pinned chunks, and those that others use or continue, stay; so do copies in the remote tier. 0 for
+    an unknown group, and after a restart of the daemon, which forgets groups and keeps chunks.
+    """
+    def __init__(
+        self,
+        *,
+        released: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseGroupResponse: _TypeAlias = ReleaseGroupResponse  # noqa: Y015
 
 @_typing.final
 class CarryRequest(_message.Message):

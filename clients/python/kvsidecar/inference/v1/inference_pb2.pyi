@@ -806,6 +806,8 @@ class CacheOptions(_message.Message):
     DOCUMENT_SEPARATOR_FIELD_NUMBER: _builtins.int
     SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     skip_read: _builtins.bool
     """Do not look the prompt up."""
     skip_write: _builtins.bool
@@ -823,9 +825,21 @@ class CacheOptions(_message.Message):
     """TTL of the chunks that the request uses and stores, in seconds; a longer one of another request wins, the tenant's
     limit applies: 1 to 2,592,000 (30 days). Absent: no expiry.
     """
+    session: _builtins.str
+    """Name of the session (agent, conversation) that the request belongs to; at most 128 bytes. Empty: none. The chunks
+    that it stores belong to the session until a request of another one, or of none, uses them; ReleaseSession removes
+    them.
+    """
     @_builtins.property
     def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ends of documents in token_ids, as ascending token counts from the prompt's start. For such prompts only."""
+
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachePart]:
+        """TTLs of parts of the prompt, in order; at most 16. Behind the last part ttl_seconds applies, or without it the last
+        part's TTL. A longer TTL of a later part applies to the earlier ones, too: a chunk is kept as long as its
+        continuations. Every use renews the TTLs of the parts that it names.
+        """
 
     def __init__(
         self,
@@ -837,10 +851,12 @@ class CacheOptions(_message.Message):
         document_separator: _builtins.str | None = ...,
         segment_ends: _abc.Iterable[_builtins.int] | None = ...,
         ttl_seconds: _builtins.int | None = ...,
+        parts: _abc.Iterable[Global___CachePart] | None = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "parts", b"parts", "segment_ends", b"segment_ends", "session", b"session", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document_separator: _TypeAlias = _typing.Literal["document_separator"]  # noqa: Y015
     _WhichOneofArgType__document_separator: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator"]  # noqa: Y015
@@ -852,6 +868,38 @@ class CacheOptions(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_seconds) -> _WhichOneofReturnType__ttl_seconds | None: ...
 
 Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
+
+@_typing.final
+class CachePart(_message.Message):
+    """A part of the prompt, from the end of the part before it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    messages: _builtins.int
+    """Number of the chat's leading messages. Tools count as part of the first message."""
+    tokens: _builtins.int
+    """Number of leading tokens; for prompts of token ids."""
+    ttl_seconds: _builtins.int
+    """TTL in seconds, as in CacheOptions."""
+    def __init__(
+        self,
+        *,
+        messages: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        ttl_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "tokens", b"tokens", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["messages", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
+
+Global___CachePart: _TypeAlias = CachePart  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -1252,8 +1300,13 @@ class WarmRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """As in GenerateRequest: what an adapter has read is of use to that adapter alone."""
+    prefetch: _builtins.bool
+    """Prefetch only: load stored chunks of the prompt from the disk and the remote tier into the daemon's memory, and
+    compute nothing.
+    """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """What to read. A chat is rendered without generation prompt, so that any next message continues it."""
@@ -1268,10 +1321,11 @@ class WarmRequest(_message.Message):
         prompt: Global___Prompt | None = ...,
         cache: Global___CacheOptions | None = ...,
         model: _builtins.str = ...,
+        prefetch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prefetch", b"prefetch", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1306,6 +1360,58 @@ class WarmResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseSessionRequest(_message.Message):
+    """Ends a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Name of the session, as in CacheOptions."""
+    tenant_salt: _builtins.bytes
+    """As in CacheOptions."""
+    model: _builtins.str
+    """As in GenerateRequest."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        tenant_salt: _builtins.bytes = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "session", b"session", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSessionRequest: _TypeAlias = ReleaseSessionRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseSessionResponse(_message.Message):
+    """The session's own chunks are gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_CHUNKS_FIELD_NUMBER: _builtins.int
+    released_chunks: _builtins.int
+    """Removed chunks. Those that others use stay; 0 for an unknown session."""
+    def __init__(
+        self,
+        *,
+        released_chunks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released_chunks", b"released_chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSessionResponse: _TypeAlias = ReleaseSessionResponse  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):
