@@ -12,9 +12,9 @@ from pydantic import Field
 
 from inference_svc.gateway import openai_format
 from inference_svc.gateway.body_model import BodyModel
+from inference_svc.gateway.cache_fields import CacheParts, CacheSession, CacheTtl, parts_to_grpc
 from inference_svc.gateway.chat_messages import Messages
 from inference_svc.gateway.openai_tools import Tools, to_chat
-from inference_svc.gateway.request_schema import CacheTtl
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 SERVING_PATH, CACHED_PREFIX_PATH, WARM_PATH = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
@@ -31,6 +31,10 @@ class WarmBody(BodyModel):
     tools: Tools | None = None
     cache_salt: str = ""
     cache_ttl_seconds: CacheTtl = None
+    cache_parts: CacheParts = Field(default_factory=list)
+    cache_session: CacheSession = ""
+    prefetch: bool = False
+    """Load stored chunks into memory, and compute nothing."""
     within_seconds: float = Field(default=600.0, gt=0, le=MAX_WARM_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
@@ -42,8 +46,13 @@ class WarmBody(BodyModel):
         else:
             chat = to_chat(self.messages or [], self.tools, None, pb.ANSWER_START_UNSPECIFIED)
             prompt = pb.Prompt(chat=chat)
-        cache = pb.CacheOptions(tenant_salt=self.cache_salt.encode(), ttl_seconds=self.cache_ttl_seconds)
-        return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache)
+        cache = pb.CacheOptions(
+            tenant_salt=self.cache_salt.encode(),
+            ttl_seconds=self.cache_ttl_seconds,
+            parts=parts_to_grpc(self.cache_parts),
+            session=self.cache_session,
+        )
+        return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache, prefetch=self.prefetch)
 
 
 def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:

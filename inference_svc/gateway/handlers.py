@@ -30,6 +30,7 @@ from inference_svc.gateway import openai_format
 from inference_svc.gateway.answer_writer import AnswerWriter
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.cache_fields import ReleaseBody, release_session
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet_api import WarmBody, cached_prefix, num_requests, serving_status, warm_prompt
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -57,7 +58,7 @@ from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | WarmBody)
+Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | WarmBody | ReleaseBody)
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,15 @@ class GatewayHandlers:
         return JSONResponse(
             await cancel_on_disconnect(request, warm_prompt(min(able, key=lambda w: w.in_flight), asked, seconds))
         )
+
+    async def release_session(self, request: Request) -> Response:
+        def parse_request(raw: bytes, body: Any) -> pb.ReleaseSessionRequest:
+            parsed = self._salted(ReleaseBody, request, raw, body)
+            self._check_model(parsed.model)
+            return parsed.to_grpc()
+
+        asked = await self.bodies.read(request, parse_request)
+        return JSONResponse(await release_session(self._worker(asked.model), asked))
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(

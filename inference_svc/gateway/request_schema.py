@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
 from pydantic import BeforeValidator, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.cache_fields import CacheParts, CacheSession, CacheTtl, parts_to_grpc
 from inference_svc.gateway.chat_messages import Messages, answer_start
 from inference_svc.gateway.openai_tools import NamedTool, Tools, to_chat, tool_use
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
@@ -26,7 +26,6 @@ _Ints = Annotated[list[int], FIRST_ERROR]
 DEFAULT_LENGTH = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 TokenIds = Annotated[list[TokenId], FIRST_ERROR]
-CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
 
 def _few(biased: Any) -> Any:
@@ -83,6 +82,10 @@ class GenerationOptions(BodyModel):
     """Separates tenants: requests with different salts never share cached text."""
     cache_ttl_seconds: CacheTtl = None
     """TTL of the chunks that the request uses and stores; without it they do not expire."""
+    cache_parts: CacheParts = Field(default_factory=list)
+    """TTLs of parts of the prompt, such as a system message or documents; cache_ttl_seconds applies behind them."""
+    cache_session: CacheSession = ""
+    """Session (agent, conversation) of the request; POST /kvsidecar/v1/release removes what it alone used."""
     document_separator: str | None = Field(default=None, max_length=64)
     """Text that precedes each document of the prompt; a document is reused at any position."""
     segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
@@ -173,6 +176,8 @@ class GenerationOptions(BodyModel):
                 segment_ends=self.segment_ends,
                 exact_only=self.exact_only,
                 ttl_seconds=self.cache_ttl_seconds,
+                parts=parts_to_grpc(self.cache_parts),
+                session=self.cache_session,
             ),
             request_id=request_id,
             grammar=self.grammar[1],

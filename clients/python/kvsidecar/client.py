@@ -182,11 +182,31 @@ class Client:
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
         cache_ttl_seconds: int | None = None,
+        cache_parts: Sequence[Mapping[str, int]] = (),
+        cache_session: str = "",
+        prefetch: bool = False,
     ) -> pb.WarmResponse:
-        """Prefill a prompt into the cache, for an adapter if ``model`` names one."""
-        request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
+        """Prefill a prompt into the cache, for an adapter if ``model`` names one.
+
+        With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
+        """
+        request = to_warm_request(
+            prompt,
+            tools,
+            tenant_salt,
+            model,
+            cache_ttl_seconds,
+            cache_parts=cache_parts,
+            cache_session=cache_session,
+            prefetch=prefetch,
+        )
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
+
+    def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
+        """Remove the chunks that a session stored and alone used. Returns how many."""
+        request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
+        return int(self._call(self.stub.ReleaseSession, request, 60).released_chunks)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt."""
@@ -278,11 +298,31 @@ class AsyncClient:
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
         cache_ttl_seconds: int | None = None,
+        cache_parts: Sequence[Mapping[str, int]] = (),
+        cache_session: str = "",
+        prefetch: bool = False,
     ) -> pb.WarmResponse:
-        """Prefill a prompt into the cache, for an adapter if ``model`` names one."""
-        request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
+        """Prefill a prompt into the cache, for an adapter if ``model`` names one.
+
+        With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
+        """
+        request = to_warm_request(
+            prompt,
+            tools,
+            tenant_salt,
+            model,
+            cache_ttl_seconds,
+            cache_parts=cache_parts,
+            cache_session=cache_session,
+            prefetch=prefetch,
+        )
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
+
+    async def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
+        """Remove the chunks that a session stored and alone used. Returns how many."""
+        request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
+        return int((await self._call(self.stub.ReleaseSession, request, 60)).released_chunks)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt."""

@@ -55,12 +55,22 @@ def to_warm_request(
     tenant_salt: bytes,
     model: str = "",
     cache_ttl_seconds: int | None = None,
+    *,
+    cache_parts: Sequence[Mapping[str, int]] = (),
+    cache_session: str = "",
+    prefetch: bool = False,
 ) -> pb.WarmRequest:
     """Build a WarmRequest: prompt, tenant, and the adapter if ``model`` names one."""
     _check_text("model", model)
     _check_number("cache_ttl_seconds", cache_ttl_seconds)
-    cache = pb.CacheOptions(tenant_salt=tenant_salt, ttl_seconds=cache_ttl_seconds)
-    return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=cache, model=model)
+    _check_text("cache_session", cache_session)
+    cache = pb.CacheOptions(
+        tenant_salt=tenant_salt,
+        ttl_seconds=cache_ttl_seconds,
+        parts=_cache_parts(cache_parts),
+        session=cache_session,
+    )
+    return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=cache, model=model, prefetch=prefetch)
 
 
 class Options(TypedDict, total=False):
@@ -91,6 +101,8 @@ class Options(TypedDict, total=False):
     skip_cache: bool
     tenant_salt: bytes
     cache_ttl_seconds: int | None
+    cache_parts: Sequence[Mapping[str, int]]
+    cache_session: str
     exact_only: bool
     document_separator: str | None
     segment_ends: Sequence[int]
@@ -145,6 +157,8 @@ def to_request(
     skip_cache: bool = False,
     tenant_salt: bytes = b"",
     cache_ttl_seconds: int | None = None,
+    cache_parts: Sequence[Mapping[str, int]] = (),
+    cache_session: str = "",
     exact_only: bool = False,
     document_separator: str | None = None,
     segment_ends: Sequence[int] = (),
@@ -167,7 +181,9 @@ def to_request(
     auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is
     the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: where a prompt
     that is too long loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is the
-    TTL of the chunks that the request uses and stores; without it they do not expire.
+    TTL of the chunks that the request uses and stores; without it they do not expire. ``cache_parts`` are parts of the
+    prompt with TTLs of their own, such as ``{"messages": 1, "ttl_seconds": 3600}``, or with ``tokens`` for token ids.
+    ``cache_session`` names the agent or conversation, whose own chunks ``release_session`` removes.
     """
     for name, number in (
         ("max_tokens", max_tokens),
@@ -187,6 +203,7 @@ def to_request(
     _check_text("document_separator", document_separator or "")
     _check_text("request_id", request_id)
     _check_text("model", model)
+    _check_text("cache_session", cache_session)
     for text in stop:
         _check_text("stop", text)
     cache = pb.CacheOptions(
@@ -197,6 +214,8 @@ def to_request(
         document_separator=document_separator,
         segment_ends=segment_ends,
         ttl_seconds=cache_ttl_seconds,
+        parts=_cache_parts(cache_parts),
+        session=cache_session,
     )
     return pb.GenerateRequest(
         prompt=to_prompt(prompt, tools),
@@ -304,6 +323,19 @@ def _tool(tool: Mapping[str, Any]) -> pb.Tool:
         parameters=_json("tools", parameters) if parameters else "",
         strict=bool(function.get("strict")),
     )
+
+
+def _cache_parts(parts: Sequence[Mapping[str, int]]) -> list[pb.CachePart]:
+    for part in parts:
+        if "ttl_seconds" not in part or len(part) != 2 or not part.keys() <= {"messages", "tokens", "ttl_seconds"}:
+            raise InvalidRequest(
+                f"a part of cache_parts has {', '.join(map(str, part)) or 'nothing'}; it needs ttl_seconds, and "
+                "messages or tokens",
+                param="cache_parts",
+            )
+        for name, value in part.items():
+            _check_number(f"{name} of cache_parts", value)
+    return [pb.CachePart(**part) for part in parts]
 
 
 def _json(name: str, value: Any) -> str:

@@ -8,8 +8,9 @@ from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.cache_fields import CacheSession, CacheTtl
 from inference_svc.gateway.chat_messages import TextAlone
-from inference_svc.gateway.request_schema import DEFAULT_LENGTH, CacheTtl, ChatRequest
+from inference_svc.gateway.request_schema import DEFAULT_LENGTH, ChatRequest
 from inference_svc.gateway.response_format import JsonSchema
 
 # OpenAI's default, which has no effect.
@@ -127,6 +128,7 @@ class ResponsesRequest(BodyModel):
     user: str | None = None
     cache_salt: str = ""
     cache_ttl_seconds: CacheTtl = None
+    cache_session: CacheSession = ""
     explain: bool = False
     """Report which parts of the prompt were cached."""
 
@@ -172,6 +174,7 @@ class ResponsesRequest(BodyModel):
                 "response_format": self._format(),
                 "cache_salt": self.cache_salt,
                 "cache_ttl_seconds": self.cache_ttl_seconds,
+                "cache_session": self.cache_session,
                 "explain": self.explain,
             }
         )

@@ -9,7 +9,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 @dataclass(frozen=True)
 class CacheHints:
-    """How long the daemon keeps a prompt's chunks, and the session that they belong to (empty: none).
+    """TTLs of a prompt's chunks, and the session that they belong to (empty: none).
 
     ``parts`` are ``(end in tokens, TTL in seconds)`` with rising ends; ``ttl_seconds`` applies behind the last of them.
     A TTL of 0 is no expiry.
