@@ -1,7 +1,8 @@
 """Build steps beyond pyproject.toml: the wheel contains kernel sources and compiled libraries.
 
-CPU kernels are compiled now, by the machine's compiler or ziglang's; without one torch's kernels serve. CUDA kernels
-are not: without ``make kernels`` NVRTC compiles them at first use on a GPU.
+CPU kernels are compiled during the build, by the machine's compiler or ziglang's; without a compiler, torch's kernels
+are used. CUDA kernels are not compiled during the build: without ``make kernels``, NVRTC compiles them at first use on
+a GPU.
 """
 
 import runpy

@@ -65,7 +65,10 @@ class ReadHistory:
         self._block, self._sequences = block, list[list[int]]()
 
     def add(self, prompt: list[int], answer: list[int]) -> None:
-        """Record a prompt and its answer, without the last token, whose keys were never computed."""
+        """Record a prompt and its answer.
+
+        Omits the last token, whose keys were never computed.
+        """
         self._sequences.append(prompt + answer[:-1])
 
     def ideal(self, prompt: list[int]) -> int:

@@ -1,8 +1,8 @@
 """Discrete-time simulation of a fleet: nodes with a cache each, a remote tier, routing.
 
 A node computes one prompt after another. Time is spent queueing, loading cached tokens, fetching from the remote tier
-if that is faster than computing, and computing the rest. Writes run concurrently and cost bytes only. Answers are not
-simulated: they are decoded in batches beside the prompts.
+if that is faster than computing, and computing the rest. Writes run concurrently and cost bytes only. Decoding is not
+simulated: it runs in batches beside the prompts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ RemoteWrite = Literal["second-use", "all", "never"]
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """Measured costs. Computing a token takes ``token_seconds``, plus ``pair_seconds`` for each token before it."""
+    """Measured costs.
+
+    Computing a token takes ``token_seconds``, plus ``pair_seconds`` for each token before it.
+    """
 
     token_seconds: float
     pair_seconds: float
@@ -88,9 +91,9 @@ class SimulationResult:
     busy_seconds: float = 0.0
     ends: float = 0.0
     copies: float = 1.0
-    """Blocks in all nodes, over different blocks."""
+    """Blocks in all nodes, divided by different blocks."""
     asked: int = 0
-    """Nodes that were asked what they have."""
+    """Nodes that were queried for their cached prefix."""
 
 
 class Fleet:
@@ -173,7 +176,10 @@ class Fleet:
 
 
 def _beginnings(request: Request) -> PromptPrefixHashes:
-    """Return prefix hashes as the gateway computes them: at doubling lengths; the second block identifies a chat."""
+    """Return prefix hashes as the gateway computes them.
+
+    At doubling lengths; the second block identifies a chat.
+    """
     path = request.path
     doubling = [path[i].key for i in (2**n - 1 for n in range(len(path).bit_length())) if i < len(path)]
     return PromptPrefixHashes(tuple(doubling), path[min(1, len(path) - 1)].key, request.tokens)

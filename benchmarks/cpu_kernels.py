@@ -104,7 +104,7 @@ def _attention(out: KernelComparison, model: str, op: str, rows: int, keys: int)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, positions: NDArray[np.int64]) -> dict[str, Implementation]:
-    """Return torch's ways to compute causal attention at the rows' positions."""
+    """Return torch's implementations of causal attention at the rows' positions."""
     (rows, heads, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
     hidden = torch.arange(keys) > torch.from_numpy(positions)[:, None]
     mask = torch.zeros(rows, keys, dtype=q.dtype).masked_fill_(hidden, float("-inf"))

@@ -1,7 +1,8 @@
 """Demo: a text is computed once, and survives the death of a worker and of the daemon.
 
 Two workers share one cache daemon. The first worker is killed during the conversation, later the daemon. Every question
-is also asked without the cache: the answers are equal, and with it no text is computed twice.
+is also asked without the cache: the answers are equal, and with it no text is computed twice. At the end, SmolLM2 gets
+documents in another order, with reuse anywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.table import Table
 
-from benchmarks import demo_document, report
+from benchmarks import demo_document, demo_retrieval, report
 from benchmarks.node import Node
 from benchmarks.replay import History, Turn, ask
 from benchmarks.workload import turn_tokens
@@ -145,9 +146,10 @@ def real_model() -> bool:
 def with_real_model() -> bool:
     """Let SmolLM2 answer questions about a document."""
     with console.status("starting a cache daemon and two workers with SmolLM2"):
-        node = Node(DEFAULT, workers=2, storage_bits=16).__enter__()
+        node = Node(DEFAULT, workers=2, storage_bits=16, worker_flags={"reuse_anywhere": True}).__enter__()
     try:
-        return demo_document.verdict(demo_document.play(node))
+        equal = demo_document.verdict(demo_document.play(node))
+        return demo_retrieval.play(node) and equal
     finally:
         node.__exit__()
 

@@ -86,7 +86,8 @@ def play(node: Node, questions: tuple[str, ...] = QUESTIONS, answer_tokens: int 
         messages = [{"role": "user", "content": _BEFORE + text + _BEHIND + question}]
         client = node.client(worker)
         asked.plain.append(client.generate(messages, max_tokens=answer_tokens, temperature=0, skip_cache=True))
-        asked.warm.append(client.generate(messages, max_tokens=answer_tokens, temperature=0))
+        exact = client.generate(messages, max_tokens=answer_tokens, temperature=0, reuse_anywhere=False)
+        asked.warm.append(exact)
         _show(question, asked.plain[-1], asked.warm[-1], worker)
         node.settle()
     return asked

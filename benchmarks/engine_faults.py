@@ -34,7 +34,7 @@ _SETTLED_SECONDS, _DOWN_SECONDS = 30.0, 0.2
 
 
 class Load:
-    """Clients that ask either engine, one thread each."""
+    """Clients that send requests to either engine, one thread each."""
 
     def __init__(
         self, engines: list[Engine], expected: dict[int, list[int]], prompts: list[list[int]], hang_seconds: float

@@ -160,7 +160,7 @@ def ttft(
 def example(
     pair: EnginePair, documents: dict[Any, list[int]], draw: TokenSource, times: ArmTimes, step: Any
 ) -> dict[str, Any]:
-    """Measure vLLM's example connector, which writes a document's files while the request waits.
+    """Measure vLLM's example connector, which writes files while the request waits.
 
     It alternates with vLLM's own cache, as our arms do, because the machine's speed drifts over hours.
     """
@@ -226,7 +226,7 @@ def together(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list
 
 def answers(pair: EnginePair, options: argparse.Namespace, draw: TokenSource, step: Any) -> dict[str, Any]:
     """Compare our answers with plain's: cold, and after a restart."""
-    # Whole blocks and a token: only that token is computed of a cached prompt.
+    # Whole blocks and a token: of a cached prompt only that token is computed.
     shared = draw(_CHECKED_TOKENS // 2)
     prompts = [shared + draw(_CHECKED_TOKENS // 2 + 1) for _ in range(options.answers)]
     size = pair.recipe.sequences

@@ -32,7 +32,7 @@ class _Held:
 
 
 class Ranked(ABC):
-    """Base of policies by rank; equal ranks evict the least recently used entry."""
+    """Base of policies that evict the lowest rank, and among equals the least recently used."""
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}

@@ -108,7 +108,10 @@ def replay(
 
 
 def belady(requests: Sequence[Request], capacity_blocks: int, served: Callable[[], None] = lambda: None) -> float:
-    """Return the token hit ratio of evicting the leaf whose next use is farthest, the newcomer included."""
+    """Return the token hit ratio of Belady's policy.
+
+    It evicts the leaf whose next use is farthest, the newcomer included.
+    """
     following: list[list[int]] = []
     seen: dict[Block, int] = {}
     for i in reversed(range(len(requests))):

@@ -97,7 +97,7 @@ class _TextIds:
 
 
 def _chats(texts: _TextIds, rate: float, begin: float, end: float) -> Iterator[Iterator[Sent]]:
-    """Generate conversations: the next turn comes after reading and thinking time, if at all."""
+    """Generate conversations; the next turn, if any, follows after reading and thinking time."""
     rng = texts.rng
     systems = [texts.text(900) for _ in range(4)]
     at = begin

@@ -81,7 +81,7 @@ class Fleet:
             raise ConfigurationError(f"--context-tokens has {context}; the model's context has {longest}")
 
     def share(self, document: list[int]) -> int:
-        """Let A read a document; return its bytes in the tier."""
+        """Let A compute a document; return its bytes in the tier."""
         before = self.a.cache_stats().remote_written_bytes
         self.a.client().generate(document, max_tokens=1, deadline=600)
         self.a.settle()

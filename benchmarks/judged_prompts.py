@@ -81,7 +81,7 @@ class PromptSampler:
         return JudgedPrompt(self._ids("<|bos|>"), documents, tail, at, gold)
 
     def text(self, rng: random.Random, chunk: int = 64, chunks: int = 6, tail: int = 64) -> JudgedPrompt:
-        """Draw held-out text cut into chunks; the text after them is judged."""
+        """Draw a held-out text: its first part becomes chunks, and the tokens after them are judged."""
         while True:
             ids = self._ids(rng.choice(self.texts))
             need = chunk * chunks + tail

@@ -241,9 +241,9 @@ class Node:
             time.sleep(0.01)
 
     def settle_stores(self, seconds: float = 60.0) -> float:
-        """Wait until the daemon receives no new chunks for a while, for engines that do not report pending stores.
+        """Wait until the daemon receives no new chunks for a while.
 
-        Returns the time of the last new chunk (``time.perf_counter``).
+        For engines that do not report pending stores. Returns the time of the last new chunk (``time.perf_counter``).
         """
         deadline, before, changed = time.monotonic() + seconds, (-1, -1), time.perf_counter()
         while True:
@@ -287,7 +287,10 @@ class Node:
 
 
 def _wait_gone(handle: int, seconds: float) -> None:
-    """Wait until a process, which need not be a child, has ended with all of its threads; close its pidfd."""
+    """Wait until a process has ended with all of its threads; close its pidfd.
+
+    It need not be a child.
+    """
     try:
         waiting = select.poll()
         waiting.register(handle, select.POLLIN)

@@ -1,6 +1,6 @@
 """Generator of docs/peers.md from results of ``peers``, ``agents``, ``engines``, ``engine_faults``.
 
-``python -m benchmarks.peers_page`` reads ``benchmarks/results``. Rows in which ours is behind come first.
+``python -m benchmarks.peers_page`` reads ``benchmarks/results``. Rows in which ours is slower come first.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from benchmarks.peers import METRICS
 
 ROOT = Path(__file__).parent.parent
 MEANINGS = {
-    "ttft_nocache_ms": "first token, unread",
-    "ttft_warm_ms": "first token, read before",
-    "ttft_after_restart_ms": "first token, after its restart",
-    "decode_ms": "a token after it",
+    "ttft_nocache_ms": "TTFT, new document",
+    "ttft_warm_ms": "TTFT, cached document",
+    "ttft_after_restart_ms": "TTFT, cached document, after a restart",
+    "decode_ms": "time per output token",
 }
 PLOTTED = ("peers", "agents")
 _AGENTS = ("ttft_ms_p50", "reused_ratio", "ideal_reused_ratio", "tokens_per_s")
@@ -30,9 +30,10 @@ def page(results: dict[str, Result]) -> str:
     """Return the page for the available results, by file name."""
     parts = [
         "# Side by side with other engines",
-        "Written by `python -m benchmarks.peers_page` from one run of each benchmark (`benchmarks/results`). "
-        "Milliseconds of a shared machine: only ratios within a table mean anything. `peers.py`, `agents.py` "
-        "and `engines.py` in `benchmarks` say how each is set up, and `make bench-peers` installs them.",
+        "`python -m benchmarks.peers_page` writes this page from one run of each benchmark (`benchmarks/results`). "
+        "Times are in milliseconds on a shared machine, so only ratios within a table are meaningful. The docstrings "
+        "of `peers.py`, `agents.py` and `engines.py` in `benchmarks` describe the set-up of each system, and "
+        "`make bench-peers` installs the systems.",
     ]
     for name, result in results.items():
         kind = result["benchmark"]
@@ -49,11 +50,12 @@ def _peers(result: Result) -> list[str]:
         own = ours.get(r["context_tokens"], {})
         for metric in METRICS if not r["system"].startswith("ours") and own else ():
             if r[metric] < own[metric]:
-                share = f"{r['system']} takes {r[metric] / own[metric]:.2f} of our time"
+                share = f"{r['system']} needs {r[metric] / own[metric]:.2f} of our time"
                 lost.append(f"- {MEANINGS[metric]}, {r['context_tokens']:,} tokens: {share}")
     head = ["system", "tokens", *MEANINGS.values()]
     table = _table(head, [[r["system"], r["context_tokens"], *(r[m] for m in METRICS)] for r in rows])
-    return ["**Lost:**", "\n".join(lost) or "- nothing in this run", table, *_missing(result["summary"])]
+    faster = "\n".join(lost) or "- nothing in this run"
+    return ["**Other systems are faster at:**", faster, table, *_missing(result["summary"])]
 
 
 def _agents(result: Result) -> list[str]:

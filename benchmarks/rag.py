@@ -59,10 +59,13 @@ class Library:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    arms = {"nocache": {"approximate": "off"}, "prefix_only": {"approximate": "off"}}
-    arms |= {f"{c}_guided": {"chunking": c, "repair": "guided", "approximate": "always"} for c in CHUNKINGS}
+    arms = {"nocache": {}, "prefix_only": {}}
     arms |= {
-        f"document_{r}": {"chunking": "document", "repair": r, "approximate": "always"}
+        f"{c}_guided": {"chunking": c, "repair": "guided", "reuse_anywhere": True, "unverified_reuse": True}
+        for c in CHUNKINGS
+    }
+    arms |= {
+        f"document_{r}": {"chunking": "document", "repair": r, "reuse_anywhere": True, "unverified_reuse": True}
         for r in REPAIRS
         if r != "guided"
     }

@@ -47,9 +47,10 @@ Job = tuple[str, int]
 
 @dataclass(frozen=True)
 class PromptResult:
-    """One prompt under one arm beside its full prefill: nats and equality per judged token.
+    """Result of one prompt under one arm, compared with full prefill.
 
-    Also whether the answer equals full prefill's, and whether it is right (None: unknown).
+    ``kl`` (nats) and ``same`` are per judged token. ``unchanged``: the answer equals that of full prefill. ``right``:
+    the answer is right (None: unknown).
     """
 
     kl: list[float]

@@ -26,7 +26,7 @@ class RandomTokens:
 
 
 class FirstK:
-    """The same share of every stretch, from its start."""
+    """Strategy that recomputes the same share of every approximate segment, from its start."""
 
     name, depth, needs_deviation, attention_depth = "first_k", 0, False, 0.0
 

@@ -1,8 +1,8 @@
 """Soak test: mixed load with eviction churn; memory, store size and p99 of Match over time.
 
-Nothing is killed. Flat means that from the end of the first sixth on (ten minutes of an hour) a straight line through
-the samples rises by at most ``--rise-mb`` until the end; stable, that p99 of Match in the last sixth is at most 1.25
-times that of the second one.
+No process is killed. A measure is flat if a straight line through its samples, from the end of the first sixth (ten
+minutes of an hour) to the end, rises by at most ``--rise-mb``. Match is stable if its p99 in the last sixth is at most
+1.25 times that in the second sixth.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LAST = ("at_s", "chunks", "arena_evictions", "durable_evictions")
 
 
 class Worker:
-    """Thread that runs one client after another, since sessions come and go."""
+    """Thread that runs one client after another, because real sessions start and end."""
 
     def __init__(self, node: Node, seed: int, prompts: int) -> None:
         self._node, self._rng, self._prompts = node, random.Random(seed), prompts

@@ -1,11 +1,11 @@
 """Decode speed with and without speculation, by kind of text: edits, agents' traces, chat, random text.
 
-``suffix`` proposes the tokens that followed the same suffix before, ``trees`` several branches of those, ``draft`` asks
-``--draft-model``, ``self`` a copy of the model at 4 bits. ``expected_tokens_per_s`` follows from acceptance and the
-measured costs of steps: tokens over the cost of steps with as many rows and of proposing. All arms answer the same
-prompts, interleaved in every repeat with rotating order, and each prompt has a tenant of its own, so that no arm looks
-up another arm's answer. Answers end where the model ends them: continued text would be of another kind. Every answer is
-compared with the plain one's, greedy or by its seed.
+``suffix`` proposes the tokens that followed the same suffix before; ``trees`` proposes several branches of those;
+``draft`` uses ``--draft-model``; ``self`` uses a copy of the model at 4 bits. ``expected_tokens_per_s`` is computed
+from acceptance and measured costs: tokens over the cost of steps with as many rows and of proposing. All arms answer
+the same prompts, interleaved in every repeat with rotating order. Each prompt has its own tenant, so that no arm looks
+up another arm's answer. Answers end where the model ends them, because continued text would be of another kind. Every
+answer is compared with that of the plain arm, greedy or with the same seed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def edits(rng: random.Random) -> SampledPrompt:
 
 
 def agents(rng: random.Random) -> SampledPrompt:
-    """Build a prompt whose tool result is to be passed on in another tool's format, after two such turns."""
+    """Build a prompt that asks to convert a tool result to another tool's format.
+
+    Two such turns precede it.
+    """
     messages = [{"role": "system", "content": "You pass orders on. Answer with the order's JSON, changing its status."}]
     for turn in range(3):
         order = {

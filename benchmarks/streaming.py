@@ -7,9 +7,10 @@ page cache (four reads at a time) or through it with its pages dropped, whicheve
 mode's answers. ``identical`` compares greedy answers, of one sequence and of several at once, with those of all layers
 resident, without a limit.
 
-With ``speculation`` the same is asked twice more, so that a past answer provides the draft tokens (``ngram``),
-``--draft-tokens`` per step. Acceptance on other text is not the question here, but whether a step that verifies several
-tokens takes as long as one that does not: the bound is that of one token, times ``accepted_per_pass``.
+With ``speculation`` the same prompts are sent twice more, so that a past answer provides the draft tokens (``ngram``),
+``--draft-tokens`` per step. This measures whether a step that verifies several tokens takes as long as a step that
+computes one; it does not measure acceptance on other text. The bound is that of one token, times
+``accepted_per_pass``.
 """
 
 from __future__ import annotations

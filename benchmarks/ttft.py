@@ -91,7 +91,12 @@ class ArmNodes:
             flags = {"resident_sequences": 0, "chunking": "document"}
             if name in SHUFFLED:
                 repair = name.removeprefix("shuffled_")
-                flags |= {"approximate": "always", "repair": repair, "repair_ratio": options.ratio}
+                flags |= {
+                    "reuse_anywhere": True,
+                    "unverified_reuse": True,
+                    "repair": repair,
+                    "repair_ratio": options.ratio,
+                }
             self._nodes[name] = partner or stack.enter_context(
                 Node(
                     options.model,
@@ -110,7 +115,7 @@ class ArmNodes:
             node.settle()
 
     def ask(self, name: str, pieces: list[list[int]], question: list[int]) -> tuple[float, Completion | None]:
-        """Return TTFT in milliseconds, and the answer unless it is the bound."""
+        """Return TTFT in milliseconds and the answer; for the arm ``bound``, None instead of an answer."""
         if name in SHUFFLED:
             pieces = pieces[::-1]
         document, ends = _joined(pieces)

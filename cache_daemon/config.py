@@ -55,26 +55,26 @@ class DaemonConfig(BaseSettings):
     remote: str = Field(default="", repr=False)
     """A tier that nodes share: redis://[USER@]HOST[:PORT][/DB], rediss:// over TLS, valkey-cluster://HOST,HOST for a
     cluster, s3://[KEY_ID@]BUCKET/PREFIX?endpoint=URL&region=R or az://ACCOUNT@CONTAINER/PREFIX.
-    Valkey takes ?prefix=P. No password in it: everybody can read command lines. What fails or is slow there is
-    computed. Needs kvsidecar[valkey], [s3] or [azure]."""
+    Valkey takes ?prefix=P. It must contain no password, because all users can read command lines. Workers compute
+    chunks whose fetch fails or is slow. Needs kvsidecar[valkey], [s3] or [azure]."""
     remote_secret: SecretStr = Field(default=SecretStr(""), exclude=True)
-    """Password or secret key (S3, Azure) of the remote tier. For the environment: command lines are public."""
+    """Password or secret key (S3, Azure) of the remote tier. Set it in the environment: command lines are public."""
     remote_secret_file: Path | None = Field(default=None, validate_default=True)
     """File with the remote tier's password or secret key, for its owner alone; or set KVSIDECAR_CACHE_REMOTE_SECRET.
     S3 and Azure without either use the AWS or AZURE variables and services."""
     remote_ca: Path | None = Field(default=None, validate_default=True)
     """PEM file of the authority that the remote tier's certificate is signed by, where the system does not know it."""
     remote_write: Literal["second-use", "all", "never"] = "second-use"
-    """What is written to the remote tier: what was found once, so that what nobody asks for again is not sent; all;
-    or nothing, for nodes that only read."""
+    """Chunks that are written to the remote tier: second-use writes a chunk when a prompt matches it, so that unused
+    chunks are not sent; all writes every chunk; never is for nodes that only read."""
     remote_ttl: str = "7d"
-    """How long the remote tier keeps what is written, at most: 45s, 30m, 12h, 7d; none for as long as it likes."""
+    """Maximal TTL of chunks in the remote tier: 45s, 30m, 12h, 7d; none lets its own policy evict them."""
     arena_bytes: int = 1 << 30
     """Size of the host arena."""
     staging_bytes: int = 256 << 20
-    """Staging memory of each session, which the daemon copies from at commit."""
+    """Staging memory of each session, from which the daemon copies at commit."""
     eviction: Literal["gittins", "lru"] = "gittins"
-    """Policy that chooses what goes when room is needed; gittins learns when text is read again."""
+    """Eviction policy; gittins learns when chunks are used again."""
     gpu_arena: int = 0
     """Size of an arena in GPU memory that replaces the host arena; 0 for none. Needs cuda-bindings."""
     gpu_device: int = Field(default=0, ge=0)

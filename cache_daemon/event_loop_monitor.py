@@ -1,4 +1,4 @@
-"""Event loop monitor: measures stalls and logs what caused long ones."""
+"""Event loop monitor: measures stalls and logs the cause of long ones."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ log = structlog.get_logger("cache_daemon")
 
 
 class EventLoopMonitor:
-    """Measures stalls of the running event loop while its block lasts.
+    """Measures stalls of the running event loop while the ``with`` block runs.
 
     A separate thread samples the loop. For a long stall it logs the loop's stack (functions and lines, never values),
-    the CPU time of the loop's thread, the time that thread waited for a processor, and the CPU time of the whole
-    process. CPU time of other threads means that the loop waited for the interpreter lock. ``major_faults`` counts
-    pages read from disk, including the program's own.
+    the CPU time of the loop's thread, the time that this thread waited for a processor, and the CPU time of the whole
+    process. If other threads used CPU time, the loop waited for the interpreter lock. ``major_faults`` counts pages
+    read from disk, including the program's own.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class EventLoopMonitor:
                 self._stalls.append((began, late_ms))
 
     def _sample(self, loop_thread: int, task: int) -> None:
-        """On a thread of its own."""
+        """Sample the loop; runs on its own thread."""
         beat, spent = self._beat, _Usage.of(loop_thread, task)
         while not self._ended.wait(_LOG_SECONDS / 2):
             late = time.monotonic() - self._beat
@@ -105,13 +105,13 @@ class _Usage(NamedTuple):
         )
 
     def until(self, later: _Usage) -> dict[str, int]:
-        """Return what was spent since, as log fields; times in milliseconds."""
+        """Return the difference to a later sample as log fields, times in milliseconds."""
         times = {f"{name}_ms": round((getattr(later, name) - getattr(self, name)) * 1e3) for name in self._fields[:-1]}
         return {**times, "major_faults": later.major_faults - self.major_faults}
 
 
 def _run_queue_seconds(task: int) -> float:
-    """Return the seconds that a runnable thread had no processor; 0 where the system does not say."""
+    """Return the seconds that a runnable thread waited for a processor; 0 if unknown."""
     try:
         return int(Path(f"/proc/self/task/{task}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):

@@ -1,7 +1,7 @@
 """Periodic ``gc.freeze``: keeps garbage collection from stalling the event loop.
 
-A full collection visits every object, which takes too long with 100,000 chunks. Freezing moves objects that survived
-out of the collector's reach, so that a collection visits only new ones.
+A full collection visits every object, which takes too long with 100,000 chunks. Freezing excludes the surviving objects
+from later collections, which then visit only new objects.
 """
 
 from __future__ import annotations

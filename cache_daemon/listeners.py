@@ -1,4 +1,4 @@
-"""Listeners of the daemon by its settings: private socket, shared socket, TCP."""
+"""Listeners of the daemon from its settings: private socket, shared socket, TCP."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from cache_daemon.auth.tls import TlsFiles, server_credentials
 from cache_daemon.config import DaemonConfig
 
 AddServicer = Callable[[grpc.aio.Server, PrincipalResolver, Path | None], None]
-"""Adds a servicer that asks the resolver who calls at a Unix socket, or at TCP (None)."""
+"""Adds a servicer to a server.
+
+The other arguments are the listener's principal resolver and the path of its Unix socket (None: TCP).
+"""
 
 MAX_EXTERNAL_MESSAGE_BYTES = 6 << 20
 """Longest message on external listeners: 2^20 tokens take at most 5 MiB."""
 _MAX_EXTERNAL_STREAMS = 128
-_HEARTBEATS = 4  # more than a session may miss, so that the session ends first, with its own message
+_HEARTBEATS = 4  # more than a session may miss, so that the session ends first and its own message reaches the client
 
 
 def build_listeners(config: DaemonConfig, tenants: Callable[[], TenantsTable], add: AddServicer) -> list[Listener]:
-    """Return the listeners that the settings ask for, the private socket first.
+    """Return the listeners that the settings configure, the private socket first.
 
     Raises ConfigurationError for unusable files.
     """

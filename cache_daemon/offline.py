@@ -1,7 +1,7 @@
 """Offline commands on a store: verify, export and import (``python -m cache_daemon.offline``).
 
-They take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. There is
-deliberately no way through a running daemon: an archive holds chunks of tenants whose salts the caller may not know,
+The commands take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. A
+running daemon deliberately offers no such call: an archive holds chunks of tenants whose salts the caller may not know,
 and a daemon accepts chunks only from callers that name their salt.
 """
 

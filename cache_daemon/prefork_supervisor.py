@@ -1,6 +1,6 @@
 """Prefork supervisor: a parent process that restarts the daemon when it dies.
 
-A daemon that the kernel kills for memory, or that a defect in native code ends, must be back before its users notice.
+If the kernel kills the daemon for memory, or a defect in native code ends it, it must be back before its users notice.
 Importing its modules takes a second of CPU; forking a process that has imported them takes a few milliseconds. So the
 process started by ``kvsidecar daemon`` only waits, and its child serves. The child dies with the parent.
 """
@@ -27,7 +27,7 @@ _AWAITED_SIGNALS = _FORWARDED_SIGNALS | {signal.SIGCHLD}
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.05, 2.0, 5.0
 # Give up on a daemon that keeps dying before it serves: restarting does not help.
 _MAX_FAILED_STARTS = 5
-# Shared with the child, which sets it when it serves.
+# Shared with the child, which sets it when it starts to serve.
 _served = mmap.mmap(-1, 1)
 
 log = structlog.get_logger("cache_daemon")
@@ -51,7 +51,7 @@ def run_supervised(run: Callable[[], int]) -> int:
     must have no threads, no event loop and no open files that the child should not inherit.
     """
     gc.collect()
-    gc.freeze()  # keeps pages that are shared with the children shared
+    gc.freeze()  # keeps pages that parent and children share from being copied
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED_SIGNALS)
     try:
         failed_starts, backoff = 0, 0.0
@@ -129,7 +129,10 @@ def _stop_requested(seconds: float) -> bool:
 
 
 def _wait_for_child(child: int) -> _ExitStatus:
-    """Forward signals until the child ends. Reaps other processes too: in a container this is process 1."""
+    """Forward signals until the child ends, and return its exit status.
+
+    Reaps other processes too: in a container this is process 1.
+    """
     requested = False
     while True:
         got = signal.sigwait(_AWAITED_SIGNALS)

@@ -118,7 +118,7 @@ async def _store(
             lambda account: tenants().limits_of(account), lambda tenant: tenants().account_of(tenant)
         ),
         remote=_remote(config),
-        # Without a summary workers look up every prompt, which a trace needs.
+        # A trace must contain every prompt; without the Bloom filter workers look up all of them.
         bloom_filter=CountingBloomFilter(summary.memory) if config.trace is None else None,
     )
     try:
@@ -220,7 +220,7 @@ async def _serve(
         serve_listeners(
             SERVICE,
             build_listeners(config, tenants, add),
-            # Attach streams stay open: waiting for them would be in vain.
+            # Attach streams stay open, so the server would wait for them in vain.
             lambda: 0.2 if len(store.sessions) else GRACE_SECONDS,
             ListenerLimits(message_bytes=_MAX_MESSAGE_BYTES),
             health,

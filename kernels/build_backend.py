@@ -1,8 +1,8 @@
-"""Build backend: setuptools with a compiler requirement and a path file for editable installs.
+"""Build backend: setuptools with a compiler requirement and a path file.
 
 It requires the ziglang wheel if the machine has no compiler. The path file makes an editable install importable from
-every folder: setuptools' finder comes after the current folder, where a clone named ``kvsidecar`` looks like a package
-of that name; a package on the path wins over such a folder.
+every folder. setuptools' finder searches after the current folder, where a clone named ``kvsidecar`` looks like a
+package of that name; a package on the path has precedence over such a folder.
 """
 
 import base64

@@ -54,7 +54,10 @@ def is_held_out(text: str) -> bool:
 def encode(
     tokenizer: Tokenizer, dialogue_files: list[Path], document_files: list[Path], cache: Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``(training, held_out)`` uint16 token streams, built once and cached under ``cache``."""
+    """Return ``(training, held_out)`` uint16 token streams.
+
+    They are built once and cached under ``cache``.
+    """
     files = cache / "train.npy", cache / "held_out.npy"
     if not all(f.exists() for f in files):
         streams: tuple[list[int], list[int]] = ([], [])

@@ -16,11 +16,14 @@ from training.training_rows import RowGenerator
 if TYPE_CHECKING:
     from training.train import TrainingRun
 
-JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the stated accuracies
+JUDGED_FACTS, JUDGED_FILLER = 4, 12  # of the samples for the published accuracies
 
 
 def evaluate(run: TrainingRun, samples: int) -> dict[str, float]:
-    """Return held-out loss (nats per token) and exact-match accuracy per task with 4 facts, fresh samples."""
+    """Return held-out loss (nats per token) and exact-match accuracy per task.
+
+    Samples are fresh, with 4 facts each.
+    """
     model = run.model.eval().float()
     source = RowGenerator(run.tokenizer, run.held_out, seed=10**9)
     report: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""Training on relocated documents: read in another order than their positions, without repair.
+"""Training on relocated documents: read in another order than their positions.
 
-This is what a cache without repair provides. A control must be answerable from it: what documents say about each other
-may be stale, their positions are not. Each document's keys are computed in the reading order and get a RoPE shift to
-their positions; the questions then attend to them.
+A cache without repair provides such keys and values. A control task must be answerable from them: the facts that
+documents state about each other may be stale, but their positions are right. Each document's keys are computed in the
+reading order and get a RoPE shift to their positions; the questions then attend to them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _PADDING = 0
 
 @dataclass(frozen=True)
 class DocumentRow:
-    """Row in parts: ``documents`` in positional order, whose first one stays first, and the tail.
+    """A row in parts: ``documents`` in positional order, and the tail.
 
-    ``learned`` are the indices of the tail's tokens that are predicted.
+    The first document stays first. ``learned`` are the indices of the tail's tokens that the model learns to predict.
     """
 
     documents: list[list[int]]

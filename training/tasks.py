@@ -1,11 +1,11 @@
 """Synthetic look-up tasks whose answers cross document boundaries.
 
-Each sample is a list of documents, a list of questions and one answer word per question. Names, places and
-objects are drawn afresh for every sample, so nothing can be learned by heart. A fact is written with its
-value right after its key ("home Anna Paris"), in the statement as in the question.
+Each sample is a list of documents, a list of questions and one answer word per question. Names, places and objects are
+sampled anew for every sample, so the model cannot memorize answers. A fact is written with its value right after its
+key ("home Anna Paris"), in the statement as in the question.
 
 ==========  ===========================================================================
-task        what an answer needs
+task        knowledge that an answer needs
 ==========  ===========================================================================
 alias       a document names a person, a later one says where "she" lives
 two_hop     object -> place in one document, person -> object in a later one
@@ -47,7 +47,10 @@ FILLERS = (
 
 @dataclass(frozen=True)
 class Document:
-    """Fact of a few words among filler. ``implied`` is the word that follows from it and earlier documents."""
+    """A fact of a few words among filler.
+
+    ``implied`` is the word that follows from it and earlier documents.
+    """
 
     before: str
     fact: str

@@ -1,11 +1,11 @@
-"""Training of the demo model: copying, then look-up tasks, then language, growing from 6 to 12 layers.
+"""Training of the demo model: copying, then look-up tasks, then language.
 
-A small transformer trained on look-up tasks directly stays at chance for millions of tokens. Trained first to copy (a
-random span repeated later in the row, loss on the repeat only), induction heads appear after a few hundred steps, and
-the tasks are learned in as many more. The first stages run with half of the layers; the rest are then added as
-identities (zero output projections), so that nothing learned is lost.
+The model grows from 6 to 12 layers. A small transformer that is trained on look-up tasks directly stays at chance for
+millions of tokens. If it first learns to copy (a random span repeated later in the row, loss on the repeat only),
+induction heads appear after a few hundred steps, and it learns the tasks in as many more. The first stages run with
+half of the layers; the rest are then added as identities (zero output projections), so that nothing learned is lost.
 
-Resumes from ``--work``; ``--minutes`` bounds one run. Everything is seeded by the step.
+Resumes from ``--work``; ``--minutes`` bounds one run. All randomness is seeded by the step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class Progress:
 
 
 def new_model(vocabulary: int, layers: int, width: int) -> Qwen2ForCausalLM:
-    """Create a Qwen2 model. Its query and key biases, unlike Llama, allow attention at a fixed distance (induction)."""
+    """Create a Qwen2 model.
+
+    Its query and key biases, unlike Llama's design, allow attention at a fixed distance (induction).
+    """
     return Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=vocabulary,
@@ -77,15 +80,16 @@ def grow(small: Qwen2ForCausalLM, layers: int, width: int) -> Qwen2ForCausalLM:
 
 
 def rows_for(progress: Progress, source: RowGenerator, size: int) -> list[TrainingRow]:
-    """Return the mix of a stage; look-up tasks get more facts and longer documents as they are mastered."""
+    """Return the mix of a stage; mastered look-up tasks get more facts and longer documents."""
     rng = source.rng
     if progress.stage == "copy":
         return [source.copy(24) for _ in range(size)]
     names = list(tasks.TASKS)
     weights = [1.1 - progress.accuracy.get(n, 0.0) for n in names]
     if progress.stage == "tasks":
-        # With few facts, naming any place of the context is right often enough to get stuck there; and without copying
-        # beside them, the tasks unlearn it before they use it. Implied words teach the inner step of the other tasks.
+        # With few facts, naming any place of the context is right often enough that training gets stuck; and without
+        # copying beside them, the model unlearns copying before the tasks use it. Implied words teach the inner step of
+        # the other tasks.
         learned = progress.accuracy.get("passkey", 0.0) > 0.8
         rows = [source.copy(24) for _ in range(size // (8 if learned else 3))]
         for name in rng.choices(names, weights if learned else [1, 1, 1, 2, 2], k=size - len(rows)):

@@ -17,7 +17,10 @@ FACTS, FILLER = 6, 24  # full tasks: at most 12 documents, filler words in each
 
 @dataclass
 class TrainingRow:
-    """Token ids, kind, and targets {index: token to predict}; without targets, the token ids themselves."""
+    """Token ids, kind, and targets {index: token to predict}.
+
+    Without targets, the token ids themselves are the targets.
+    """
 
     tokens: list[int]
     kind: str
@@ -31,7 +34,7 @@ class RowGenerator:
         self.tokenizer, self.stream, self.rng = tokenizer, stream, random.Random(seed)
         self.task_share = task_share
         self.ids = {w: tokenizer.token_to_id(w) for w in bpe.SPECIAL_TOKENS}
-        # Copying is learned on few tokens: with the whole vocabulary each embedding is seen too rarely.
+        # Copying is learned on few tokens: with the whole vocabulary each embedding occurs too rarely.
         words = tasks.NAMES + tasks.PLACES + tasks.OBJECTS + tasks.FILLERS
         self.alphabet = sorted({tokenizer.encode(" " + word).ids[0] for word in words})
 
@@ -53,10 +56,10 @@ class RowGenerator:
     def task(self, name: str, facts: int, filler: int, implied: bool = False) -> TrainingRow:
         """Return a look-up sample.
 
-        With ``implied``, the word that a document implies is learned as well, at the place where it is known; the word
-        itself is not in the row. A control must be answered by the question alone. Few statements can be compared while
-        they are read; so half of the rows of ``latest`` have many about one or two names, and only their positions
-        decide which is the last.
+        With ``implied``, the model also learns the word that a document implies, at the position where it is known; the
+        word itself is not in the row. The question alone must decide the answer of a control. A model can compare few
+        statements while it reads them, so half of the rows of ``latest`` have many statements about one or two names,
+        and only their positions decide which is the last.
         """
         sample = tasks.TASKS[name](self.rng, facts, filler)
         if implied and name == "latest" and self.rng.random() < 0.5:

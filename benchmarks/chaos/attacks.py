@@ -75,8 +75,8 @@ class FaultScenario:
     def lost(self, durable: set[bytes]) -> int:
         """Count chunks that were reported durable and cannot be found.
 
-        A longer chunk may have replaced one. Not applicable to a store that evicts: it may have evicted between its
-        last report and its death, or since.
+        A longer chunk may have replaced one. Not applicable to a store that evicts: it may have evicted chunks between
+        its last report and its death, or later.
         """
         if self.evicts:
             return 0

@@ -32,7 +32,10 @@ _WEIGHTS = {"Match": 6, "Reserve": 5, "Commit": 4, "Attach": 3, "Store": 3, "Del
 
 
 class Fuzzer:
-    """One fuzzing thread. ``statuses`` counts ``method status``; ``wrong`` holds answers that must never occur."""
+    """One fuzzing thread.
+
+    ``statuses`` counts ``method status``; ``wrong`` contains answers that must never occur.
+    """
 
     def __init__(self, socket: Path, seed: int) -> None:
         self.rng = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Load by workers without a model: they store chunks, and read and check every byte."""
+"""Load by workers without a model: they store chunks, and verify every byte they read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def prompt(n: int) -> list[int]:
 
 @dataclass
 class Downtime:
-    """Intervals in which the daemon was down on purpose; requests that overlap one may fail."""
+    """Intervals in which the daemon was down on purpose.
+
+    Requests that overlap an interval may fail.
+    """
 
     times: list[tuple[float, float]] = field(default_factory=list)
     since: float | None = None

@@ -26,9 +26,9 @@ def _nothing() -> None:
 class EngineArm:
     """One engine configuration.
 
-    ``ask`` returns a greedy answer, ``restart`` is SIGKILL and a new process (no operation for engines without a
-    cache), ``settle`` waits until nothing is being stored, ``save`` persists the cache if an engine does so on request;
-    reuse is in whole blocks of ``block`` tokens.
+    ``ask`` returns a greedy answer. ``restart`` sends SIGKILL and starts a new process (no operation for engines
+    without a cache). ``settle`` waits until nothing is being stored. ``save`` persists the cache if an engine does so
+    on request. Reuse is in whole blocks of ``block`` tokens.
     """
 
     name: str

@@ -60,9 +60,10 @@ def folder_of(model: str, scratch: Path) -> Path:
 
 
 def lengths_of(folder: Path, wanted: Sequence[int] | None, answer: int) -> list[int]:
-    """Return prompt lengths that fit the model's context with an answer.
+    """Return the prompt lengths that fit the model's context together with an answer.
 
-    The wanted ones, else 1,024 and 4,096 as far as they fit. Ends the program with a message if one does not fit.
+    Without ``wanted``, those of the default lengths that fit. If a wanted length does not fit, ends the program with a
+    message.
     """
     room = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"] - answer
     if wanted is None:

@@ -180,7 +180,7 @@ class Engine:
         return future
 
     def _read(self, link: socket.socket, told: Any) -> None:
-        """Read until the engine hangs up; then fail all waiting requests."""
+        """Read until the engine closes the connection; then fail all waiting requests."""
         try:
             for text in told:
                 found = json.loads(text)

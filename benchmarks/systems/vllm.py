@@ -49,7 +49,7 @@ class ServingLoop:
         self._came.put(None)
 
     def run(self) -> None:
-        """Serve until the parent hangs up."""
+        """Serve until the parent closes the connection."""
         while True:
             # After the last answer the scheduler still has to process finished stores.
             busy, missing = self._core.scheduler.has_requests(), 0

@@ -40,7 +40,10 @@ def line(message: dict[str, Any]) -> bytes:
 
 
 def serve(link: socket.socket, about: dict[str, Any], engine: SequentialEngine) -> None:
-    """Serve until the parent hangs up. Time to first token runs from the request's line to the token."""
+    """Serve until the parent closes the connection.
+
+    Time to first token runs from the request's line to the token.
+    """
     link.sendall(line({"ready": about}))
     with link.makefile("rb") as asked:
         for text in asked:

@@ -15,7 +15,7 @@ from cache_daemon.auth.principal import Principal
 from cache_daemon.auth.tenants_table import TenantsTable
 
 PrincipalResolver = Callable[[Context], Principal]
-"""Finds the principal of a call; raises Unauthenticated. Each door has its own."""
+"""Finds the principal of a call; raises Unauthenticated. Each listener has its own."""
 
 _SCHEME = "bearer "
 
@@ -25,9 +25,9 @@ log = structlog.get_logger("cache_daemon")
 class Authenticator:
     """Principal resolver of a TLS listener.
 
-    A token decides when one is sent; a wrong token is refused whatever certificate comes with it. Without a token the
-    certificate decides, by its common name and its DNS and URI alternative names. ``guests`` makes the owner of an
-    unknown certificate a guest, for a listener without a tenants file.
+    If the caller sends a token, the token alone decides: a wrong token is refused even with a valid certificate.
+    Without a token the certificate decides, by its common name and its DNS and URI alternative names. With ``guests``,
+    the owner of an unknown certificate becomes a guest; this is for a listener without a tenants file.
     """
 
     def __init__(self, tenants: Callable[[], TenantsTable], *, guests: bool) -> None:
@@ -36,7 +36,7 @@ class Authenticator:
     def principal_of(self, context: Context) -> Principal:
         """Resolve the caller from the current tenants table.
 
-        Called again during a long call, it notices revoked tokens and certificates. Raises Unauthenticated.
+        A repeated call during a long RPC notices revoked tokens and certificates. Raises Unauthenticated.
         """
         sent = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
         return self._by_token(sent) if sent else self._by_certificate(context)
@@ -74,7 +74,7 @@ def certificate_names(context: Context) -> list[str]:
 class RefusalLog:
     """Rate-limited log of refused callers.
 
-    Logs at most once a second, with the number of refusals since; never credentials.
+    Logs at most one line per second, with the number of refusals since the last line. Never logs credentials.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -107,7 +107,7 @@ class PeerCredentials:
 def peer_credentials(connection: socket.socket) -> PeerCredentials:
     """Read SO_PEERCRED of a connected Unix socket (unix(7)).
 
-    It names the process that connected; another process may hold the descriptor since.
+    SO_PEERCRED names the process that connected; another process may have inherited or received the descriptor since.
     """
     return PeerCredentials(*_UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)))
 

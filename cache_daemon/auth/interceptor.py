@@ -25,9 +25,9 @@ from cache_daemon.auth.authenticator import PrincipalResolver, RefusalLog
 from cache_daemon.auth.principal import Principal
 
 UNAUTHENTICATED_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
-"""Answered without a name: they say SERVING or NOT_SERVING and nothing else, and probes carry no tokens."""
+"""Methods that need no authentication: they answer only SERVING or NOT_SERVING, and probes carry no tokens."""
 MAX_UNAUTHENTICATED_BYTES = 4 << 10
-"""Of a question that needs no name."""
+"""Maximal request size of an unauthenticated method."""
 
 _END: Any = object()
 _UNNAMED = Principal("unnamed")
@@ -38,21 +38,21 @@ class InterceptorTimeouts:
     """Timeouts and limits for slow clients, in seconds."""
 
     call_seconds: float = 60.0
-    """For a whole call of one question and one answer."""
+    """Limit of a whole unary call."""
     stall_seconds: float = 60.0
-    """For the next message of a stream from the client, and for the client to take one. Above three heartbeats."""
+    """Limit for the client to send the next message of a stream, or to take one. Longer than three heartbeats."""
     request_seconds: float = 10.0
-    """For the one question of a call to arrive, once its turn has come."""
+    """Limit for the request message of a unary call to arrive, once the interceptor awaits it."""
     overload_seconds: float = 0.05
-    """The same while as many others of its caller are awaited as may be."""
+    """The same limit while ``max_pending`` other requests of this caller are already arriving."""
     max_pending: int = 16
-    """Questions of one caller that are awaited at one time: each may take memory as long as a message may be."""
+    """Maximal number of requests of one caller that may be arriving at once. Each may need a full message's memory."""
 
 
 class _PendingRequests:
     """Requests of one caller that are still arriving.
 
-    gRPC takes memory for a request only while it is awaited, so their number is limited.
+    gRPC allocates memory for a request only while the interceptor awaits it, so a limit on their number limits memory.
     """
 
     def __init__(self, timeouts: InterceptorTimeouts) -> None:
@@ -85,8 +85,8 @@ class _PendingRequests:
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Authenticates every method of a server except ``UNAUTHENTICATED_METHODS``.
 
-    Health and reflection are included. It registers every method as request-streaming: gRPC then receives no message
-    before the caller is known.
+    This includes health and reflection. All methods are registered as request-streaming, because gRPC then receives no
+    message before the caller is authenticated.
     """
 
     def __init__(self, principal_of: PrincipalResolver, timeouts: InterceptorTimeouts = InterceptorTimeouts()) -> None:
@@ -152,7 +152,7 @@ class _AuthenticatedMethod:
         try:
             answers = self._behaviour(await self._admit(messages, context), context)
             if hasattr(answers, "__aiter__"):
-                async with aclosing(answers):  # releases what the method holds now, not at garbage collection
+                async with aclosing(answers):  # releases the method's resources now, not at garbage collection
                     async for answer in answers:
                         await self._write(context, answer)
             else:

@@ -15,11 +15,14 @@ class Principal:
     """
 
     name: str
-    """For logs and messages; never a secret."""
+    """Name for logs and messages; never a secret."""
     operator: bool = False
-    """May see and do everything, whosever it is."""
+    """Operators may read and change the data of all tenants."""
     tenants: frozenset[bytes] | None = field(default=frozenset(), repr=False)
-    """The salts that it may use; None: any that it can name, the salt itself being the capability."""
+    """Salts that the principal may use.
+
+    None: any salt that it can name, since knowing a salt is the permission to use it.
+    """
 
     def check_salt(self, salt: bytes) -> None:
         """Raise PermissionDenied unless the caller may use the salt.
@@ -43,6 +46,6 @@ class Principal:
 
 
 OPERATOR = Principal("operator", operator=True, tenants=None)
-"""Whoever reaches the private socket: the daemon's own user, who could read its memory anyhow."""
+"""Caller on the private socket: the daemon's own user, who could read the daemon's memory anyway."""
 GUEST = Principal("guest", tenants=None)
-"""Whoever reaches a door that asks for no name: it knows only what its salts open."""
+"""Caller on a listener without authentication: it may use every salt that it knows."""

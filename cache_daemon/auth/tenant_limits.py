@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 
 class Priority(enum.IntEnum):
-    """Eviction priority: lower ones are evicted first and cannot displace higher ones."""
+    """Eviction priority: a chunk never displaces one of higher priority.
+
+    Chunks of lower priority are evicted first.
+    """
 
     LOW = 0
     NORMAL = 1
@@ -21,7 +24,8 @@ class Priority(enum.IntEnum):
 class TenantLimits:
     """Limits of one tenant; None is unlimited.
 
-    A tenant with a quota of a tier has a partition of its own: no other tenant evicts from it, and it never uses more.
+    A tenant with a quota in a tier has its own partition there: no other tenant evicts its chunks, and it never uses
+    more than the quota.
     """
 
     arena_bytes: int | None = None

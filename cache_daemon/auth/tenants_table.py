@@ -48,10 +48,10 @@ class TenantsTable:
         return self._by_id.get(tenant_id, self.default)
 
     def account_of(self, tenant_id: bytes) -> bytes:
-        """Return the account that a tenant's usage counts on.
+        """Return the account to which a tenant's usage is charged.
 
-        Tenants of the file have their own id; all others share ``b""``. A caller that may choose any salt would
-        otherwise get a new quota with every salt.
+        Tenants of the file have their own id; all other tenants share ``b""``. Otherwise a caller that may choose any
+        salt would get a new quota with every salt.
         """
         return tenant_id if tenant_id in self._by_id else b""
 
@@ -98,10 +98,7 @@ class ReloadableTenantsTable:
         return self._now
 
     def reload(self) -> bool:
-        """Read the file again. Returns False, with a log line, when it is unusable.
-
-        The previous table then stays in use.
-        """
+        """Read the file again. If it is unusable, keep the previous table, log a line and return False."""
         if self._path is None:
             return True
         try:

@@ -30,8 +30,8 @@ class TlsFiles:
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Return credentials that check the files at every handshake.
 
-    gRPC speaks TLS 1.2 and 1.3 only. Changed files that cannot be used yet are logged and ignored. Raises
-    ConfigurationError, with one sentence that names the file, when they cannot be used now.
+    gRPC speaks TLS 1.2 and 1.3 only. If changed files are unusable, the log says so and the previous ones stay in use.
+    Raises ConfigurationError, with one sentence that names the file, when the files are unusable at the start.
     """
     reading = _Reading(files)
     return grpc.dynamic_ssl_server_credentials(
@@ -60,7 +60,7 @@ class _Reading:
         except ConfigurationError as error:
             log.error("the TLS files changed and cannot be used, those before hold", why=str(error))
             return None
-        if self._signature() != now:  # changed while they were read: the next handshake looks again
+        if self._signature() != now:  # the files changed while they were read: the next handshake reads them again
             return None
         self._seen = now
         log.info("the TLS files were read again")

@@ -4,15 +4,15 @@
 
     "KVSIDECAR-ARCHIVE" 0x00 uint16 2
     per chunk, parents first:
-        "C" uint32 header length, uint64 payload length, uint64 end of its time (Unix milliseconds; 0: none)
-        uint64 XXH3-64 of that end, header and payload
+        "C" uint32 header length, uint64 payload length, uint64 expiry (Unix milliseconds; 0: none)
+        uint64 XXH3-64 of expiry, header and payload
         ChunkHeader, payload
     "E" uint64 number of chunks, uint64 XXH3-64 of everything before this field
 
-Integers are little-endian. Payloads are raw, whatever the store they came from does with them. What is read is
-believed only when it is checked: lengths before memory is taken for them, hashes of tokens, payload checksums, and
-that every parent came before its child, ends where that begins and has its layout, which is that of all chunks of the
-root, those of the store included. A chunk whose time is over neither goes out nor comes in.
+Integers are little-endian. Payloads are raw, even if the store compresses or encrypts them. An import checks lengths
+before it allocates memory for them, the hashes of tokens, and payload checksums. It also checks that every parent
+precedes its child, ends where the child begins and has the same layout, which all chunks of the root share, including
+those already in the store. Expired chunks are neither exported nor imported.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Progress = Callable[[int, int], None]
 class ArchiveSummary:
     """Result of an export or import.
 
-    ``skipped`` counts chunks that were corrupt, expired, or without their parent.
+    ``skipped`` counts chunks that were corrupt, expired, or had no parent.
     """
 
     chunks: int
@@ -133,9 +133,9 @@ def import_archive(
 ) -> ArchiveSummary:
     """Store an archive's chunks.
 
-    Chunks stored before an error is found stay: each chunk is checked on its own. ``progress`` gets bytes read and the
-    file's length, ``clock`` returns Unix seconds. Raises InvalidRequest when the file is no archive, is corrupt or
-    holds chunks that may not be stored; OSError, OutOfSpace, TierFailed.
+    After an error the chunks that were stored before it stay, since each chunk is checked on its own. ``progress`` gets
+    the bytes read and the file's length; ``clock`` returns Unix seconds. Raises InvalidRequest when the file is no
+    archive, is corrupt or contains chunks that may not be stored; OSError, OutOfSpace, TierFailed.
     """
     total = source.stat().st_size
     stored = size = skipped = 0
@@ -286,9 +286,9 @@ def _checked_header(raw: bytes, payload: bytes, position: int) -> ChunkHeader:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes its name when it is complete and on disk.
+    """Yield a file that gets its name when it is complete and on disk.
 
-    Its temporary name is random: exporters in two containers have the same process ids.
+    The temporary name is random, because exporters in two containers may have the same process id.
     """
     _remove_leftovers(path)
     temporary, file = _create_temporary(path)
@@ -312,7 +312,7 @@ def _create_temporary(path: Path) -> tuple[Path, BinaryIO]:
         file = os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if temporary.exists():  # not removed as a leftover before it was locked
+        if temporary.exists():  # removed as a leftover before it was locked: try again
             return temporary, file
         file.close()
 

@@ -1,10 +1,10 @@
 """Payload compression: decides whether it pays off on this machine, and applies it.
 
-``auto`` compresses where that makes cold hits no slower. That depends on disk and processor, so it is calibrated once
-in a process's life, on the writer's thread, when the store holds enough to read: the disk with O_DIRECT, decompression
-on chunks that are being written. Reading r of the bytes and decompressing must not take longer than reading all of
-them. Until then payloads are stored raw; every payload records how it was stored. ``auto`` also uses only idle cores:
-while an engine uses all of them, payloads are stored raw.
+``auto`` compresses where that makes cold hits no slower: reading the compressed bytes and decompressing them must not
+take longer than reading the raw bytes. This depends on disk and processor, so the writer's thread measures both once
+per process, when the store holds enough data: the disk with O_DIRECT, decompression on chunks that are being written.
+Until then payloads are stored raw; every payload records how it was stored. ``auto`` uses only idle cores: while an
+engine uses all cores, payloads are stored raw.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class PayloadCompressor:
         )
 
     def _measure(self, data: Path, entries: Collection[StoredEntry], puts: Sequence[Put]) -> Calibration | None:
-        """Measure speeds and ratio; None when nothing of the sample is compressible.
+        """Measure speeds and ratio; None when no payload of the sample is compressible.
 
         Such a sample says nothing about other models.
         """
@@ -106,7 +106,7 @@ class PayloadCompressor:
             return None
         targets = [bytearray(size) for _, size in parts]
         took = []
-        for _ in range(_TRIALS):  # the fastest trial is the one that nothing else disturbed
+        for _ in range(_TRIALS):  # other load disturbed the fastest trial least
             began = time.perf_counter()
             list(self._pool.map(_unpacked, [small for small, _ in parts], targets))
             took.append(time.perf_counter() - began)
@@ -127,7 +127,7 @@ def _unpacked(small: bytes, target: bytearray) -> None:
 def _disk_speed(data: Path, entries: Collection[StoredEntry]) -> float:
     """Read payloads past the page cache; return bytes per second. Raises OSError.
 
-    It reads as many at once as the payload reader does.
+    It runs as many reads in parallel as the payload reader.
     """
     handle = os.open(data, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
@@ -183,7 +183,8 @@ class IdleCoreCounter:
     def count(self) -> float:
         """Return the number of cores that are idle or used by this process.
 
-        All cores where the kernel does not say. Takes up to 50 ms after more than a second without a call.
+        Returns the number of all cores where the kernel does not tell. Takes up to 50 ms after more than a second
+        without a call.
         """
         try:
             return self._count()

@@ -18,7 +18,7 @@ DISK_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 _MIN_FILE_BYTES = 1 << 20
 _MIN_RESERVE_BYTES = 32 * PAGE_BYTES
 _DISK_RESERVE_BYTES = 64 * PAGE_BYTES  # enough for some removals one by one, which free more than they take
-PROBE_BYTES = 64 * PAGE_BYTES  # a disk that refuses this much in addition to a group is full
+PROBE_BYTES = 64 * PAGE_BYTES  # if the disk refuses this much in addition to a group, it counts as full
 _TREE_PAGES = 16  # tree pages of a group; more than its path to the root
 
 
@@ -34,14 +34,15 @@ class DiskSpace:
         self.reserve_bytes = max(_MIN_RESERVE_BYTES, self.max_bytes // 64 // PAGE_BYTES * PAGE_BYTES)
 
     def map_bytes(self, needed_bytes: int) -> int:
-        """Return the map size for chunks. A file that is already too large stays so until compaction."""
+        """Return the map size for chunks. A file that is already larger keeps its size until compaction."""
         return max(self.max_bytes - self.reserve_bytes, needed_bytes)
 
     def reserve(self, data: Path, file: PageFile, meta: MetaPage, size_bytes: int, map_bytes: int) -> None:
         """Allocate disk space for a group of chunks and for removals after it.
 
-        The file is made longer than LMDB has filled it: allocated space cannot be refused later. On a full disk a group
-        may still use pages that are free in the file, if enough are left. Raises OutOfSpace, OSError.
+        Extends the file beyond the part that LMDB has filled, because the file system cannot refuse allocated space
+        later. On a full disk a group may still use free pages of the file, if enough are left. Raises OutOfSpace,
+        OSError.
         """
         reserve = min(self.reserve_bytes, _DISK_RESERVE_BYTES)
         wanted = min(meta.needed_bytes + size_bytes + _TREE_PAGES * PAGE_BYTES + reserve, map_bytes)

@@ -1,8 +1,8 @@
 """Durable tier interface: values, errors, and the guarantees of every implementation.
 
-- Nothing wrong is ever read: a payload is OK only when its length and its XXH3-64 are those of the chunk.
-- A store is closed under parents after every ``apply``: a stored chunk's whole prefix is stored.
-- ``apply`` happens as a whole or not at all, whatever dies in between.
+- A read never returns wrong bytes: a payload is OK only when its length and its XXH3-64 are those of the chunk.
+- The store is closed under parents after every ``apply``: it contains the whole prefix of every stored chunk.
+- ``apply`` is atomic, even if the process or the machine dies during it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Put:
 class WriteGroup:
     """One transaction: removals, then chunks in order, then notes, then recency.
 
-    A removed chunk takes its descendants along, unless the same group stores a parent for them again. ``notes`` are
-    small values by name; None deletes. ``used`` are ticks of last use by prefix hash; those of missing chunks are
+    Removing a chunk removes its descendants, unless the same group stores a parent for them again. ``notes`` are small
+    values by name; None deletes. ``used`` maps prefix hashes to ticks of last use; entries of missing chunks are
     ignored.
     """
 
@@ -70,7 +70,7 @@ class PutOutcome(Enum):
 class PutResult:
     """Outcome of a put, with its cost.
 
-    ``stored_bytes`` is what the chunk costs of the budget; 0 unless it was stored.
+    ``stored_bytes`` is the part of the budget that the chunk uses; 0 unless it was stored.
     """
 
     outcome: PutOutcome
@@ -78,7 +78,7 @@ class PutResult:
 
 
 class Loaded(NamedTuple):
-    """A chunk found at start. ``last_use`` is its last tick of ``used``, or 0."""
+    """A chunk found at start. ``last_use`` is the last tick that ``used`` recorded, or 0."""
 
     header: ChunkHeader
     last_use: int
@@ -101,7 +101,7 @@ class ReadResult(Enum):
     MISSING = "missing"
     CORRUPT = "corrupt"
     FAILED = "failed"
-    """The disk did not answer; the entry may be sound."""
+    """The disk did not answer; the entry may be intact."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class DurableTier(Protocol):
     def load(self) -> Iterable[Loaded]:
         """Return all chunks with an intact header and all ancestors.
 
-        Parents come before children, otherwise the longest unused first. The rest is removed from the store and counted
-        in ``load_report``.
+        Parents come before children, otherwise the longest unused first. All other entries are removed from the store
+        and counted in ``load_report``.
         """
         ...
 

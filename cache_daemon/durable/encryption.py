@@ -1,8 +1,8 @@
 """Encryption at rest: AES-256-GCM over headers, notes and payloads (NIST SP 800-38D).
 
-Every value has its own random nonce of 96 bits, and names its database and key as associated data, so that values
-cannot be exchanged for each other. The keys of the databases stay as they are: hashes, which say nothing about tokens
-to those who cannot guess them. After compression, since what is encrypted cannot be compressed.
+Every value has its own random nonce of 96 bits. Its associated data names its database and key, so an attacker cannot
+exchange two values. Database keys are not encrypted: they are hashes, and reveal nothing to a reader who cannot guess
+the tokens. Encryption follows compression, because encrypted bytes do not compress.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NONCE_BYTES, _TAG_BYTES, _SALT_BYTES = 12, 16, 16
 
 
 class DecryptError(Exception):
-    """The value was not encrypted with this key for this place."""
+    """The value was not encrypted with this key for this database and key."""
 
 
 class Cipher(Protocol):
@@ -48,7 +48,7 @@ class Cipher(Protocol):
 
 
 class NullCipher:
-    """No encryption: values stay as they are."""
+    """No encryption: values are stored unchanged."""
 
     overhead = 0
 
@@ -119,7 +119,8 @@ def cipher_for(key: bytes | None) -> Cipher:
 def parse_key(text: bytes, source: str) -> bytes:
     """Parse 32 raw bytes, or 64 hexadecimal digits. Raises ConfigurationError.
 
-    32 printable characters are no raw key: they are half of the digits, or a password, with fewer than 256 random bits.
+    32 printable characters are refused as a raw key: they are half of the digits, or a password with fewer than 256
+    random bits.
     """
     if len(text) == KEY_BYTES and not all(byte in _PRINTABLE for byte in text):
         return text

@@ -1,10 +1,10 @@
 """Group commit writer: the thread that writes many chunks per transaction.
 
-Order is kept: a later call wins. Removals and notes are retried until they succeed, with growing backoff, before
-anything newer. Chunks are not: their owner gets the outcome and decides.
+Calls keep their order: a later call wins. The writer retries removals and notes with growing backoff until they
+succeed, before it writes anything newer. It does not retry chunks: their owner gets the outcome and decides.
 
-A removal is in the next transaction, before queued chunks, none of which has its name. Notes never reach the disk
-before a removal that was requested earlier.
+A removal enters the next transaction, before all queued chunks; a queued chunk of the same name was cancelled. Notes
+never reach the disk before a removal that was requested earlier.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _PendingMetadata:
 class GroupCommitWriter:
     """Writes to a durable tier on its own thread.
 
-    All methods and every ``done`` run on the event loop. A failure of the tier is an outcome, and ``failing``.
+    All methods and every ``done`` run on the event loop. ``failing`` and the outcomes report a failure of the tier.
     """
 
     def __init__(self, tier: DurableTier, loop: asyncio.AbstractEventLoop) -> None:
@@ -85,7 +85,7 @@ class GroupCommitWriter:
         self._stop_at: float | None = None
         self._failing: tuple[str, float] | None = None
         self._began: float | None = None  # start of the running transaction
-        self.transactions = 0  # successful ones
+        self.transactions = 0  # successful transactions
         self._backoff_seconds = 0.0
         self._outcomes: list[tuple[Done, PutResult]] = []
         self._thread = threading.Thread(target=self._run, name="durable-writer", daemon=True)
@@ -97,10 +97,10 @@ class GroupCommitWriter:
         self, header: ChunkHeader, payload: Callable[[], memoryview], replaces: Iterable[bytes],
         last_use: Callable[[], int], done: Done,
     ) -> None:  # fmt: skip
-        """Store a chunk with its last use and remove what it replaces, in one transaction.
+        """Store a chunk and its last use, and remove the chunks that it replaces.
 
-        ``payload`` and ``last_use`` are called on the writer's thread, which releases the view. Its bytes must not
-        change until ``done``. After CANCELLED, the chunks that it was to replace are still stored.
+        This is one transaction. The writer's thread calls ``payload`` and ``last_use``, and releases the view, whose
+        bytes must not change until ``done``. After CANCELLED, the chunks to be replaced are still stored.
         """
         item = _Put(header, payload, tuple(replaces), last_use, done)
         with self._wake:
@@ -151,7 +151,7 @@ class GroupCommitWriter:
             return sum(map(len, self._puts.values())) + len(self._unanswered)
 
     def fail_queued(self) -> int:
-        """Fail all queued chunks, but none that is being written. Returns their number."""
+        """Fail all queued chunks, except those that are being written. Returns their number."""
         with self._wake:
             items = [item for item in self._queue if not item.cancelled]
             self._queue.clear()
@@ -176,7 +176,7 @@ class GroupCommitWriter:
         return began is not None and time.monotonic() - began > HUNG_SECONDS
 
     def stop(self, timeout: float) -> bool:
-        """Write what is queued, then end the thread; False on timeout. Blocks."""
+        """Write all queued changes, then end the thread; False on timeout. Blocks."""
         with self._wake:
             self._stop_at = time.monotonic() + timeout
             self._wake.notify()
@@ -195,7 +195,7 @@ class GroupCommitWriter:
                 self._note_failure(error)
                 self._after_metadata_failed()
                 self._answer(list(self._unanswered), _FAILED)
-            del items  # a payload must not be held while waiting for the next
+            del items  # the payload must not stay referenced while the thread waits for the next group
             self._deliver()
 
     def _take(self) -> list[_Put] | None:
@@ -270,7 +270,7 @@ class GroupCommitWriter:
         return ready
 
     def _write_ready(self, ready: list[tuple[_Put, Put]]) -> None:
-        """Write the group; if that fails, metadata first and then ever smaller groups."""
+        """Write the group; if that fails, write metadata first and then ever smaller groups."""
         try:
             self._apply(ready)
         except Exception as error:
@@ -320,8 +320,8 @@ class GroupCommitWriter:
     def _write_parts(self, ready: list[tuple[_Put, Put]], error: Exception) -> None:
         """Write chunks that failed together in halves, to isolate a bad one.
 
-        A tier that failed gets one more try with the whole group, since it may have reopened its file. Stops at the
-        first chunk without space: the next would be written out of order, and its owner has to free space first.
+        A failed tier gets one more try with the whole group, since it may have reopened its file. Stops at the first
+        chunk without space: the next chunk would be written out of order, and its owner must free space first.
         """
         waiting = [ready] if isinstance(error, TierFailed) else _halves(ready)
         while waiting:

@@ -1,7 +1,7 @@
 """LMDB environment of the durable tier, for writing only.
 
-Reads bypass it (``payload_reader``), so there are no LMDB readers, no reader table and no lock file: one process has
-the folder, one thread at a time a transaction. The map is touched where keys are looked up for writing, never for
+Reads bypass LMDB (``payload_reader``), so there are no LMDB readers, no reader table and no lock file: one process owns
+the folder, and one thread at a time has a transaction. LMDB reads the map only to look up keys for writing, never for
 payloads.
 """
 
@@ -90,7 +90,7 @@ class LmdbEnvironment:
             txn.put(META, b"key", checked(META, b"key", cipher.new_key_check()))
 
     def resize(self, map_bytes: int) -> None:
-        """Resize the map, never below what is used. There must be no transaction."""
+        """Resize the map, never below its used size. No transaction may be open."""
         with translate_errors():
             self._env.set_mapsize(map_bytes)
         self.map_bytes = map_bytes

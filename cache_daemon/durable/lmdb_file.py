@@ -1,9 +1,9 @@
 """LMDB file reader by ``pread``: corrupt pages raise here, where LMDB would crash.
 
-LMDB trusts its file. A flipped page number is an invalid address to it, and a truncated file a SIGBUS. So all pages are
-checked (``page_walk``) before LMDB opens a store. Data format 1 (LMDB 0.9.x, 64 bit, little endian, pages of 4 KiB), as
-described by ``mdb.c``: a page has its number, flags and bounds in 16 bytes, then offsets of nodes; a large value lies
-in consecutive overflow pages behind one such header.
+LMDB trusts its file: it follows a flipped page number to an invalid address, and a truncated file causes SIGBUS. So
+``page_walk`` checks all pages before LMDB opens a store. The reader supports data format 1 (LMDB 0.9.x, 64 bit, little
+endian, pages of 4 KiB), which ``mdb.c`` describes: a page begins with 16 bytes for its number, flags and bounds, then
+has offsets of nodes; a large value occupies consecutive overflow pages after one such header.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Database:
     def parse(cls, record: bytes) -> Database:
         """Parse a record. Raises LmdbCorruption."""
         pad, *values = _DATABASE.unpack(record)
-        if pad not in (0, PAGE_BYTES):  # the free list has the page size here
+        if pad not in (0, PAGE_BYTES):  # the free list stores the page size in this field
             raise LmdbCorruption("a database's record has impossible values")
         return cls(*values)
 
@@ -77,7 +77,7 @@ class MetaPage:
 class Node(NamedTuple):
     """One key of a leaf.
 
-    A value within the page is in ``value``; a large one lies at ``offset`` of the file.
+    A value within the page is in ``value``; a large one starts at ``offset`` of the file.
     """
 
     key: bytes
@@ -95,7 +95,7 @@ class Node(NamedTuple):
 class PageFile:
     """A data file open for reading.
 
-    Closed with its last reference: a reader may outlive the file's replacement.
+    The last reference closes it: a reader may outlive the file's replacement.
     """
 
     def __init__(self, path: Path) -> None:
@@ -108,7 +108,7 @@ class PageFile:
         return os.fstat(self.handle).st_size
 
     def read_into(self, target: memoryview, offset: int) -> bool:
-        """Fill ``target`` without the GIL; False when the file ends before. Raises OSError."""
+        """Fill ``target`` without the GIL; False when the file is too short. Raises OSError."""
         done = 0
         while done < len(target):
             got = os.preadv(self.handle, [target[done:]], offset + done)
@@ -118,7 +118,7 @@ class PageFile:
         return True
 
     def read(self, offset: int, size_bytes: int) -> bytes:
-        """Read bytes. Raises LmdbCorruption when the file ends before, OSError."""
+        """Read bytes. Raises LmdbCorruption when the file is too short, OSError."""
         found = os.pread(self.handle, size_bytes, offset)
         if len(found) == size_bytes:
             return found
@@ -135,7 +135,7 @@ class PageFile:
         os.posix_fadvise(self.handle, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def metas(self) -> list[MetaPage]:
-        """Return the intact meta pages, newest first. Raises LmdbCorruption for none, OSError."""
+        """Return the intact meta pages, newest first. Raises OSError, and LmdbCorruption if none is intact."""
         found: list[MetaPage] = []
         reason = "there is no meta page"
         for number in (0, 1):
@@ -211,8 +211,8 @@ def leaf_nodes(page: bytes, number: int) -> list[Node]:
 def readable_leaf_nodes(page: bytes, number: int) -> list[Node]:
     """Return the readable entries of a corrupt leaf page, which the caller must check.
 
-    One of number and kind must be right. Where the end of the list of nodes is lost, it continues as long as it leads
-    to nodes in use: removed ones lie behind their beginning.
+    The page's number or its kind must be right. If the end of the node list is lost, the list continues as long as its
+    offsets lead to nodes in use: removed nodes lie before the first of those.
     """
     named, _, flags, lower, upper = _HEADER.unpack_from(page)
     if named != number and flags & ~_DIRTY != LEAF:
@@ -292,7 +292,7 @@ class KeyLookup:
             return None
         for _ in range(min(tree.depth, MAX_DEPTH) - 1):
             page, places = self._page(number, BRANCH)
-            # The last child whose least key is not above; the least key of the first child is not stored.
+            # The last child whose least key is not above the key. LMDB does not store the least key of the first child.
             child = max(1, bisect_right(places, key, lo=1, key=lambda place: _key_at(page, place)))
             low, high, top, _ = _NODE.unpack_from(page, places[child - 1])
             number = low | high << 16 | top << 32

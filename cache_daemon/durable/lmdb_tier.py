@@ -1,11 +1,11 @@
 """LMDB tier: the durable tier on disk, with recovery of corrupt files.
 
-LMDB writes; reads bypass it. A file is checked before LMDB opens it, and repaired if necessary. Per chunk, memory holds
-a ``payload_reader.StoredEntry``: offset, length, checksum and parent. Headers are read once, at ``load``.
+LMDB writes; reads bypass it. Before LMDB opens a file, the tier checks it and repairs it if necessary. Memory holds one
+``payload_reader.StoredEntry`` per chunk: offset, length, checksum and parent. Headers are read once, at ``load``.
 
-The budget is the caller's: the sum of ``stored_bytes`` is to stay below it. The file stays within one and a half times
-the budget (at least 1 MiB): random insertions and removals leave it a quarter larger than its live data, and the rest
-is for removals, which must be possible when nothing else is.
+The caller enforces the budget: the sum of ``stored_bytes`` must stay below it. The file stays within one and a half
+times the budget (at least 1 MiB): random insertions and removals leave it a quarter larger than its live data, and the
+rest is reserved for removals, which must be possible when the disk is full.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ log = structlog.get_logger("cache_daemon")
 
 
 class LmdbTier:
-    """A ``DurableTier``. Raises StoreUnavailable when the store cannot be opened, ConfigurationError for a bad key.
+    """The durable tier on LMDB.
 
-    ``strict`` flushes every transaction with its meta page; otherwise a power cut may undo the last one, never more.
-    ``key`` encrypts the store with AES-256-GCM; a store remembers whether it has one, and which.
+    Raises StoreUnavailable when the store cannot be opened, ConfigurationError for a bad key. ``strict`` flushes every
+    transaction with its meta page; otherwise a power cut may undo the last transaction, never more. ``key`` encrypts
+    the store with AES-256-GCM; the store remembers whether it has a key, and which.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class LmdbTier:
             raise TierFailed(f"the store cannot be opened again: {error}") from error
 
     def _fail(self, rewrite: bool = False) -> None:
-        """Refuse writes until the store is reopened; ``rewrite`` rebuilds the file then."""
+        """Refuse writes until the store is reopened; ``rewrite`` makes the reopening rebuild the file."""
         if not self._failed:
             self._env.close()
         self._failed, self._rewrite = True, self._rewrite or rewrite
@@ -257,7 +258,7 @@ class LmdbTier:
     def _use_reserve(self, group: WriteGroup, changes: WriteBatch) -> None:
         """Apply a group with the part of the map that is reserved for removals.
 
-        Chunks get the space that the last transaction has freed: LMDB uses it only when another one lies between.
+        Chunks get the pages that the last transaction freed: LMDB reuses pages only after one more transaction.
         """
         before = self._env.map_bytes
         self._env.resize(before + self._disk_space.reserve_bytes)
@@ -292,7 +293,7 @@ class LmdbTier:
             apply_batch(txn, self._cipher, group, changes)
 
     def _update_memory(self, group: WriteGroup, changes: WriteBatch) -> None:
-        """Update the entries in memory to what is on disk."""
+        """Update the entries in memory to the state on disk."""
         for key in (*changes.removed, *changes.stored):
             entry = self._entries.pop(key, None)
             if entry is not None:

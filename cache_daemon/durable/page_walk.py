@@ -1,7 +1,7 @@
 """Page walk: verifies all trees of a data file.
 
-Every reachable page is visited once, no page is both used and free, keys ascend and lie where branch pages lead, and
-counts are those of the database records.
+It checks that every reachable page is visited once, that no page is both used and free, that keys ascend and are in the
+range of their branch pages, and that counts equal those of the database records.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PageWalk:
         self.problems.append(str(corruption))
 
     def take(self, number: int, count: int = 1) -> None:
-        """Mark pages as used. Raises LmdbCorruption when they already are, or are outside the file."""
+        """Mark pages as used. Raises LmdbCorruption for pages already used or outside the file."""
         if not 2 <= number <= number + count <= len(self.used):
             raise LmdbCorruption(f"page {number} is not in the file")
         if self.used.find(1, number, number + count) >= 0:
@@ -125,7 +125,7 @@ class PageWalk:
             return readable_leaf_nodes(page, number)
 
     def _with_values(self, nodes: list[Node], counts: list[int]) -> list[Node]:
-        """Return the nodes whose value is in this page, or in pages that nothing else uses."""
+        """Return the nodes whose value is in this page, or in pages that no other node uses."""
         kept = []
         for node in nodes:
             if node.value is None:
@@ -168,7 +168,7 @@ class PageWalk:
         return free
 
     def check_free(self) -> bytearray:
-        """Return the free pages after all trees were walked. Raises LmdbCorruption if one is used."""
+        """Return the free pages after all trees were walked. Raises LmdbCorruption if a used page is free."""
         free = self.free_pages()
         if int.from_bytes(free, "little") & int.from_bytes(self.used, "little"):
             raise LmdbCorruption("a page is free and used")

@@ -1,12 +1,12 @@
-"""Lossless payload codec: byte planes of the elements, zstd on those that are not noise.
+"""Lossless payload codec: compresses byte planes that are not noise with zstd.
 
-Of a trained model's keys and values, sign and mantissa are noise and exponents hold about three bits. So the bytes of
-all elements are split into planes (little-endian: the last plane holds the exponents), and a plane is compressed when
-that saves at least a twentieth of it. Matches shorter than seven bytes are chance in such data: leaving them out makes
-zstd both smaller and faster. Blocks of 256 KiB keep the planes in the processor's cache.
+In a trained model's keys and values, sign and mantissa are noise and exponents have about three bits of entropy. So the
+codec splits the bytes of all elements into planes (little-endian: the last plane holds the exponents), and compresses a
+plane if that saves at least a twentieth of it. Matches shorter than seven bytes are chance in such data: without them
+zstd is faster and its output smaller. Blocks of 256 KiB keep the planes in the processor's cache.
 
 Format: ``uint8 element bytes, 7 zero bytes``, then per block ``uint32 length`` of each plane (little-endian; a plane as
-long as the block's elements is stored raw) and the planes. The last block may be shorter; bytes behind its last whole
+long as the block's elements is stored raw) and the planes. The last block may be shorter; bytes after its last whole
 element follow raw. All heavy parts run without the GIL.
 """
 
@@ -26,8 +26,8 @@ _BLOCK_BYTES = 256 << 10
 _HEADER_BYTES = 8
 _MAX_RATIO = 0.95
 _SAMPLE_BYTES = 64 << 10
-# Sampling for noisy planes takes as long as compressing a small payload. Noise is a property of the model, so one
-# payload of this many is sampled.
+# Sampling for noisy planes takes as long as compressing a small payload. Noise is a property of the model, so one of
+# this many payloads is sampled.
 _SAMPLE_EVERY = 16
 _MAX_ROOTS = 256
 _local = threading.local()
@@ -91,7 +91,7 @@ class PlaneCompressor:
 def compress(payload: memoryview, element: int, planes: frozenset[int] | None = None) -> bytes | None:
     """Return the compressed payload, or None when compression does not pay off.
 
-    ``planes`` are those to compress; None samples the payload for them.
+    ``planes`` are the planes to compress; None chooses them by a sample of the payload.
     """
     raw = np.frombuffer(payload, np.uint8)
     planes = compressible_planes(payload, element) if planes is None else planes

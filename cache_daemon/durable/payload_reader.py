@@ -1,9 +1,11 @@
-"""Payload reader: reads and verifies payloads in parallel, without LMDB, the map or the GIL.
+"""Payload reader: reads and verifies payloads in parallel, without LMDB or the GIL.
 
-Not through the map: a fault reads one page at a time (51 MB/s), or with readahead too much, and a truncated file is a
-SIGBUS; here it is a short read. Without a read transaction: a reader keeps only its entry. Pages of an entry are used
-again only after its removal, so bytes that are not the entry's mean corruption, or that the entry has gone; a second
-lookup tells which. Until then the checksum has rejected them.
+It uses ``pread`` instead of LMDB's map: a page fault reads one page at a time (51 MB/s), or too much with readahead,
+and a truncated file would raise SIGBUS instead of a short read.
+
+It opens no read transaction and keeps only the chunk's entry. LMDB reuses the pages of an entry only after the entry
+was removed. So if the checksum rejects the bytes, either the file is corrupt or the entry was removed meanwhile; a
+second lookup of the entry tells which.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ _local = threading.local()
 
 
 class StoredEntry(NamedTuple):
-    """A stored chunk: location of its payload, and what the tier must know of it.
+    """A stored chunk: the location of its payload, and the metadata that the tier needs.
 
-    ``file`` is the file that holds it.
+    ``file`` is the file that contains the payload.
     """
 
     file: PageFile
@@ -46,7 +48,7 @@ class StoredEntry(NamedTuple):
 class PayloadReader:
     """Reads payloads with a thread pool.
 
-    ``find`` returns the current entry of a prefix hash; it is called on any thread.
+    ``find`` returns the current entry of a prefix hash; any thread may call it.
     """
 
     def __init__(self, find: Callable[[bytes], StoredEntry | None], cipher: Cipher) -> None:

@@ -3,8 +3,8 @@
 - ``meta``: ``format``, ``key`` (check value of the encryption key) and ``commit`` (number of the last transaction).
 - ``headers``: prefix hash -> ``uint8 2, uint8 codec, uint16 0, uint32 0, uint64 order, uint64 stored length,
   uint64 XXH3-64 of the stored payload``, the ChunkHeader (encrypted), and the checksum.
-- ``payloads``: prefix hash -> the stored payload (compressed, then encrypted), with zeros up to 2,048 bytes. So every
-  payload has pages of its own, which stay where they are as long as the entry lives.
+- ``payloads``: prefix hash -> the stored payload (compressed, then encrypted), padded with zeros to at least 2,048
+  bytes. So every payload has its own pages, which do not move during the life of the entry.
 - ``notes``: name -> value (encrypted), and the checksum. The note of an expiry is Unix milliseconds as ``uint64``.
 - ``recency``: prefix hash -> ``uint64`` tick of last use, and the checksum.
 
@@ -36,12 +36,12 @@ _PREFIX = struct.Struct("<BBHIQQQ")
 _VERSION = 2
 _CHECKSUM_BYTES = 8
 _LARGEST_NODE_BYTES = 2038
-# Leaf nodes of a payload's location and of its last use: 130 bytes in leaves that are two thirds full.
+# Leaf nodes of a payload's location and of its last use: 130 bytes, in leaves that are two thirds full.
 _INDEX_BYTES = 195
 
 
 class CorruptRecord(Exception):
-    """A record whose bytes are not those that were written."""
+    """A record whose bytes differ from the written ones."""
 
 
 class Record(NamedTuple):

@@ -1,8 +1,8 @@
 """Recovery: opens a store's data file, and rebuilds it when it is corrupt.
 
-Repair and compaction copy the intact records into a new file, which takes the old one's name in one step when it is
-complete and on disk; a crash at any point loses nothing. Only ``pread`` touches the old file, so corruption in it
-cannot end the process. LMDB opens a file only afterwards.
+Repair and compaction copy the intact records into a new file. When that file is complete and on disk, one rename gives
+it the old one's name; a crash at any point loses nothing. Only ``pread`` reads the old file, so corruption in it cannot
+end the process. LMDB opens a file only afterwards.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def create(folder: StoreDir, cipher: Cipher) -> None:
 def _repair(folder: StoreDir, file: PageFile, cipher: Cipher, reason: str) -> StoreScan:
     """Rebuild a corrupt file.
 
-    Without space to do so, the corrupt file is set aside whole, and the store is empty.
+    Without enough disk space, set the whole corrupt file aside and start with an empty store.
     """
     scan = lenient_scan(file)
     if not scan.format and not scan.records and not _looks_like_ours(file):

@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]
 class ScrubReport:
     """Result of a scrub.
 
-    ``problems`` are corrupt pages; ``repaired`` says that everything corrupt was removed.
+    ``problems`` are corrupt pages; ``repaired`` is True when everything corrupt was removed.
     """
 
     sound: int

@@ -1,7 +1,7 @@
 """Store folder: its lock, its data file, and the replacement of the data file.
 
-``data.mdb`` is the store, ``daemon.lock`` is locked by the daemon that has it, ``rebuild/`` holds an incomplete new
-data file, ``data.mdb.damaged-N`` is the last file that had to be replaced.
+``data.mdb`` is the store. The daemon that uses it locks ``daemon.lock``. ``rebuild/`` holds an incomplete new data
+file, and ``data.mdb.damaged-N`` is the last file that had to be replaced.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StoreDir:
         return kept
 
     def _damaged(self) -> tuple[list[Path], Path]:
-        """Return the damaged files that were kept, and a name for the next."""
+        """Return the damaged files that were kept, and a name for the next one."""
         earlier = sorted(self.path.glob(f"{_DAMAGED}*"), key=_number)
         return earlier, self.path / f"{_DAMAGED}{_number(earlier[-1]) + 1 if earlier else 1}"
 
@@ -102,7 +102,7 @@ class StoreDir:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copy a file on a file system without hard links. Raises OSError and leaves nothing behind."""
+    """Copy a file on a file system without hard links. Raises OSError and leaves no partial file."""
     try:
         shutil.copyfile(source, target)
         target.chmod(0o600)

@@ -1,9 +1,9 @@
 """Store scan: finds all records of a data file by walking its pages.
 
-The strict scan runs before LMDB may open the file and raises LmdbCorruption at the first thing that LMDB did not write.
-The lenient one saves the rest: it skips corrupt pages, takes an older transaction when the newest cannot be read, and
-finds leaves and payloads that nothing leads to any more. The list of free pages tells those from stale copies; where it
-is corrupt too, they are left out, so that no deleted record comes back.
+The strict scan runs before LMDB may open the file. It raises LmdbCorruption at the first page that LMDB cannot have
+written. The lenient scan saves the rest: it skips corrupt pages, uses an older transaction when the newest is
+unreadable, and finds leaves and payloads that no page refers to any more. The list of free pages tells those from stale
+copies. If that list is corrupt too, the scan leaves them out, so that no deleted record returns.
 """
 
 from __future__ import annotations
@@ -204,8 +204,8 @@ class LostPageSearch:
     """Search of unreachable pages, after a lenient walk.
 
     Finds leaves and payloads below a corrupt page. Checksums identify a leaf's records; a header's record identifies
-    its payload by length and checksum. Freed pages are left out, so that no deleted record comes back; where the list
-    of free pages is corrupt, nothing is searched.
+    its payload by length and checksum. The search leaves out freed pages, so that no deleted record returns; where the
+    list of free pages is corrupt, it searches nothing.
     """
 
     def __init__(self, scan: StoreScan, scanner: StoreScanner) -> None:
@@ -242,7 +242,7 @@ class LostPageSearch:
         return 1
 
     def _take(self, node: Node) -> None:
-        """Add a node to the database that its checksum names. ``_match`` finds large values."""
+        """Add a node to the database that its checksum identifies. ``_match`` finds large values."""
         scan = self._scan
         if node.value is None and node.size_bytes > len(self._used) * PAGE_BYTES:
             return
@@ -270,7 +270,7 @@ class LostPageSearch:
             for length in by_pages.get(overflow_pages(self._file, number), ()):
                 offset, stored = number * PAGE_BYTES + 16, bytearray(length)
                 if not self._file.read_into(memoryview(stored), offset):
-                    continue  # the file was cut off within it
+                    continue  # the file was truncated within this value
                 found = wanted.get((length, keys.checksum(stored)))
                 if found is not None:
                     scan.places[found] = (offset, max(length, MINIMUM_VALUE_BYTES))

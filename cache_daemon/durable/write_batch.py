@@ -1,4 +1,4 @@
-"""Write batch: the net changes of a write group, so that every chunk keeps its prefix."""
+"""Write batch: the net changes of a write group; every chunk keeps its prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction policy interface between a tier and its policy."""
+"""Eviction policy: the interface between a tier and its policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Entry(Hashable, Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the tier gains by evicting the entry."""
+        """Bytes that eviction of the entry frees in the tier."""
         ...
 
     @property
@@ -36,23 +36,23 @@ class Entry(Hashable, Protocol):
 class EvictionPolicy(Protocol):
     """Orders the entries of one tier by their worth.
 
-    Not thread-safe and deterministic: it has no clock and no random numbers. Every call but ``victims`` costs amortized
-    O(log n) in entries held. Calls that do not fit (inserting twice, touching a missing entry) raise KeyError.
+    Not thread-safe. Deterministic: it has no clock and no random numbers. Every call except ``victims`` costs amortized
+    O(log n) in the number of entries. Invalid calls (inserting twice, touching a missing entry) raise KeyError.
     """
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
-        """Return True when a new entry is worth more than the victims it would displace.
+        """Return True when a new entry is worth more than its victims.
 
-        Ask for a full tier only, before ``insert``. An entry with a missing parent is refused; ask nevertheless, since
-        the policy remembers that it was seen.
+        Call it for a full tier only, before ``insert``. An entry with a missing parent is refused; call it
+        nevertheless, since the policy remembers that it saw the entry.
         """
         ...
 
     def insert(self, entry: Entry, parent: Entry | None = None, uses: int = 0) -> None:
         """Add an entry; parents come before their children.
 
-        ``parent`` is the chunk that it continues, None at the start of a prompt; it stays evictable. ``uses`` is the
-        number of earlier uses, where known.
+        ``parent`` is the chunk that the entry continues, None at the start of a prompt; it stays evictable. ``uses`` is
+        the number of earlier uses, where known.
         """
         ...
 
@@ -61,7 +61,10 @@ class EvictionPolicy(Protocol):
         ...
 
     def make_unevictable(self, entry: Entry) -> None:
-        """Excludes an entry with children, or a pinned one, from ``victims``. Once only, until ``make_evictable``."""
+        """Exclude an entry with children, or a pinned one, from ``victims``.
+
+        Call it only once until ``make_evictable``.
+        """
         ...
 
     def make_evictable(self, entry: Entry) -> None:
@@ -75,7 +78,8 @@ class EvictionPolicy(Protocol):
     def victims(self) -> Iterator[Entry]:
         """Yield all evictable entries, each once, worst first.
 
-        Nothing may change meanwhile; the first ones cost O(log n) each, however many are unevictable.
+        The caller must not change the policy meanwhile. The first entries cost O(log n) each, even if many are
+        unevictable.
         """
         ...
 

@@ -15,8 +15,8 @@ MAX_NOTE = _NOTES
 class GhostList:
     """Evicted keys with the tick of their last use and a note.
 
-    Ticks are from 1 and below 2^38, notes up to ``MAX_NOTE``. Of four keys that share a bucket, the oldest is dropped
-    first. One lookup in 16,000 finds another key's entry, which statistics can bear.
+    Ticks are from 1 to below 2^38, notes up to ``MAX_NOTE``. Four keys share a bucket, which drops the oldest first.
+    One lookup in 16,000 finds the entry of another key; the statistics tolerate that.
     """
 
     def __init__(self, entries: int) -> None:
@@ -26,7 +26,7 @@ class GhostList:
         self._slots = array("Q", bytes(8 * _WAYS * self._buckets))
 
     def put(self, key: bytes, tick: int, note: int) -> tuple[int, int] | None:
-        """Add a key; twice, if it is present. Returns ``(tick, note)`` of the dropped one."""
+        """Add a key, a second time if it is present. Returns ``(tick, note)`` of the dropped one."""
         start, tag = self._place(key)
         bucket = self._slots[start : start + _WAYS]
         at = bucket.index(min(bucket))

@@ -1,4 +1,8 @@
-"""Gittins policy, the default: evicts what promises least saved prefill per byte and time."""
+"""Gittins policy, the default: evicts the lowest expected savings first.
+
+It ranks entries by their Gittins index: the expected prefill time that an entry saves per byte and unit of time in the
+tier, learnt from observed reuse.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +18,14 @@ from cache_daemon.eviction.ghost_list import GhostList
 from cache_daemon.eviction.prefill_cost import PrefillCost
 from cache_daemon.eviction.reuse_stats import AGES, ReuseStats
 
-# History length: an entry is followed after its last use, in the tier or as a ghost, for at least this many times the
-# tier's entries in ticks, or until the ghost list overflows (8 bytes each).
+# History length: the policy observes an entry after its last use, in the tier or as a ghost, for at least this many
+# times the tier's number of entries, in ticks, unless the ghost list overflows (8 bytes per ghost).
 _HISTORY_FACTOR = 8
 _MAX_GHOSTS = 1 << 20
 _SLICES_PER_FIT = 8
-# Keeps the work per slice small per use, also in a small tier.
+# Limits the number of slices per use, also in a small tier.
 _MIN_SLICE_TICKS = 64
-# Higher counts are not distinguished.
+# Counts above these are treated as equal to them.
 _MAX_SEGMENTS, _MAX_USES = 4, 63
 _SEGMENT_KINDS, _USE_KINDS = _MAX_SEGMENTS + 1, _MAX_USES.bit_length() + 1
 _BUCKETS_PER_OCTAVE = 2
@@ -32,10 +36,10 @@ _Rank = tuple[float, int, int, int]
 
 @dataclass(slots=True)
 class _History:
-    """Features by which entries of one reuse history are told apart.
+    """Reuse history of an entry: the features that determine its kind.
 
-    ``reused_segments`` counts segments of the prompt before it that other requests used; ``inner``: a chunk continues
-    it; ``kind`` is the three in one number.
+    ``reused_segments`` counts the segments of the prompt before the entry that other requests used; ``inner`` says that
+    a chunk continues the entry; ``kind`` encodes the three features in one number.
     """
 
     reused_segments: int
@@ -47,7 +51,7 @@ class _History:
         self.kind = (self.inner * _SEGMENT_KINDS + self.reused_segments) * _USE_KINDS + self.uses.bit_length()
 
     def use(self, uses: int = 0) -> None:
-        """Count one more use, of at least ``uses``."""
+        """Count one more use; the result is at least ``uses``."""
         if self.uses < _MAX_USES:
             self.uses = min(max(self.uses + 1, uses), _MAX_USES)
             self.__post_init__()
@@ -67,7 +71,7 @@ class _History:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """Entries of equal rank: of one kind and cost, last used in one slice of time."""
+    """Entries of equal rank: same kind and cost, last used in the same slice of time."""
 
     kind: int
     cost_bucket: int
@@ -96,7 +100,7 @@ def _reuse_times() -> ReuseStats:
 class Gittins:
     """Gittins index policy (docs/eviction.md).
 
-    Time is counted in ticks: an insertion, a refusal and a use are one each.
+    Time is counted in ticks: each insertion, refusal and use is one tick.
     """
 
     def __init__(self) -> None:
@@ -110,7 +114,8 @@ class Gittins:
         self._groups: dict[tuple[int, int, int], _Group] = {}
         self._ranked: SortedDict[_Rank, _Group] | None = None  # computed when a victim is needed
         self._ghosts = GhostList(_MIN_SLICE_TICKS * AGES)  # same size as after _double_slice
-        # The entry inserted or refused last, and whether ``inner`` is only presumed: its child may come next.
+        # The entry inserted or refused last, and whether ``inner`` is only presumed: its child may be the next
+        # insertion.
         self._newest: tuple[Entry, _Held] | None = None
         self._presumed_inner = False
 
@@ -205,7 +210,7 @@ class Gittins:
         return held
 
     def _settle_newest(self) -> None:
-        """Mark the newest entry as the last of its prompt: no child came."""
+        """Mark the newest entry as the last of its prompt: no child followed."""
         if self._newest is not None and self._presumed_inner:
             self._set_inner(self._newest[0], False)
         self._newest = None
@@ -292,9 +297,9 @@ class Gittins:
         return self._slice - slice_ >= AGES - 1
 
     def _ranked_groups(self) -> SortedDict[_Rank, _Group]:
-        """Return the groups by rank. A tier with free space never asks, so it never pays."""
+        """Return the groups by rank. A tier with free space never calls it, so it never pays the cost."""
         if self._ranked is None:
-            if self._prefill_cost.median:  # bounds claims by those of others
+            if self._prefill_cost.median:  # bounds a writer's claim by the claims of others
                 self._max_cost_bucket = [
                     round(_BUCKETS_PER_OCTAVE * math.log2(self._prefill_cost.clamp(math.inf, used)))
                     for used in (False, True)

@@ -1,4 +1,4 @@
-"""LRU: the yardstick beside the default policy."""
+"""LRU policy: the baseline for comparisons with the default policy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Held:
 
 
 class LeastRecentlyUsed:
-    """Evicts the entry that was unused for longest. Time is counted in calls."""
+    """Evicts the least recently used entry. Time is counted in calls."""
 
     def __init__(self) -> None:
         self._held: dict[Entry, _Held] = {}

@@ -1,4 +1,4 @@
-"""Prefill cost: seconds of prefill that a byte in a tier saves."""
+"""Prefill cost: the seconds of prefill that a byte in a tier saves."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from statistics import median_low
 
 from cache_daemon.eviction.eviction_policy import Entry
 
-# Upper bound of a credible claim: no model computes a token slower.
+# Upper bound of a credible claim: no model takes longer for a token.
 _MAX_TOKEN_SECONDS = 10.0
-# Bounds of a claim in medians of the latest entries. Lower for unused entries, which would otherwise never be evicted.
+# Upper bounds of a claim, as multiples of the median of the latest entries. The bound for unused entries is lower, or
+# an entry with a high claim would never be evicted.
 _MAX_RATIO_UNUSED, _MAX_RATIO_USED = 1.0, 8.0
 _WINDOW = 256
 _MEDIAN_EVERY = 32
@@ -19,8 +20,9 @@ _MEDIAN_EVERY = 32
 class PrefillCost:
     """Seconds of prefill per byte of an entry.
 
-    An unknown time is estimated from the tokens and the mean of the entries seen; while all are unknown, a token counts
-    one second. A writer's claim is bounded by the claims of others, or one writer could keep a tier for ever.
+    An unknown time is estimated from the number of tokens and the mean of the entries seen; while all times are
+    unknown, a token counts as one second. The claims of other writers bound a writer's claim, or one writer could
+    occupy a tier for ever.
     """
 
     def __init__(self) -> None:

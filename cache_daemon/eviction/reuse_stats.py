@@ -8,25 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 AGES = 64
-_HALF_LIFE = 2 * AGES  # slices until an observation counts half
-_PRIOR_USES = 16.0  # weight of a pool's rate against a kind's own, in uses
+_HALF_LIFE = 2 * AGES  # slices after which an observation counts half
+_PRIOR_USES = 16.0  # weight of the pool's rate against a kind's own
 
 _Floats = NDArray[np.float64]
 
 
 class ReuseStats:
-    """Follows entries from use to use.
+    """Observes entries from use to use.
 
     Ages are counted in slices of time; the last age is open-ended. The rate of uses at an age is ``uses / time at
-    risk``, as in a life table, so that censored entries (young ones, and those dropped) count for as long as they were
-    observed. Old observations decay. A kind with few observations is assumed to be like the kinds it is ``pooled``
-    with.
+    risk``, as in a life table, so that censored entries (young ones, and dropped ones) count for as long as they were
+    observed. Old observations decay. A kind with few observations is assumed to resemble the kinds in its pool.
     """
 
     def __init__(self, pooled: Sequence[Sequence[int]], prior: _Floats) -> None:
-        """``pooled``: from coarse to fine, the pool of each kind. ``prior``: uses per slice.
+        """Create the statistics; ``pooled`` gives the pool of each kind, from coarse to fine.
 
-        ``prior`` has shape ``[kinds, AGES]`` and is above 0.
+        ``prior`` is the assumed number of uses per slice, ``[kinds, AGES]`` and above 0.
         """
         shape = prior.shape
         self._pools = [np.eye(max(level) + 1)[:, list(level)] for level in pooled]  # [pools, kinds]
@@ -42,11 +41,11 @@ class ReuseStats:
         self._one_waiting[kind, age] += 1
 
     def drop_wait(self, kind: int, age: int) -> None:
-        """Stop waiting for such an entry."""
+        """Stop waiting for an entry of this kind and age."""
         self._one_waiting[kind, age] -= 1
 
     def record_reuse(self, kind: int, age: int) -> None:
-        """Record a use of such an entry; call ``start_wait`` for its next one."""
+        """Record a use of an entry of this kind and age; call ``start_wait`` for its next use."""
         self._one_waiting[kind, age] -= 1
         self._one_recent[kind, age] += 1
 
@@ -71,11 +70,11 @@ class ReuseStats:
     def gittins_index(self) -> _Floats:
         """Return the Gittins index ``[kinds, AGES]``.
 
-        It is the maximal rate of uses per slice in the tier for an entry that is kept from this age on and evicted at
-        the best later one.
+        For each age it is the maximal rate of uses per slice in the tier, over all policies that keep the entry from
+        this age and evict it at one later age.
         """
         rates = self._rates()
-        chance = np.minimum(1.0, rates / (1 + rates / 2))  # of a use at this age
+        chance = np.minimum(1.0, rates / (1 + rates / 2))  # probability of a use at this age
         alive = np.cumprod(1 - chance, axis=1)
         before = np.concatenate([np.ones((len(alive), 1)), alive[:, :-1]], axis=1)
         uses = np.cumsum(before * chance, axis=1)

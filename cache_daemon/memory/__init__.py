@@ -1,4 +1,4 @@
-"""Memory of the daemon: arena, staging, shared memory, and the socket that hands out descriptors.
+"""Memory of the daemon: arena, staging, shared memory, and the socket for their descriptors.
 
 Imports ``kvsidecar`` and nothing else of the daemon.
 """

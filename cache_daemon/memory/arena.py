@@ -57,7 +57,7 @@ class Arena(Protocol):
         ...
 
     def describe(self) -> ArenaDescriptor:
-        """Return what a worker needs to map the arena."""
+        """Return the descriptor by which a worker maps the arena."""
         ...
 
     def check_integrity(self) -> None: ...
@@ -113,7 +113,7 @@ class MemoryArena(SlotAllocator):
 class HostArena(MemoryArena):
     """Arena in shared host memory: other processes can read it, none can write.
 
-    The kernel adds pages as they are used. Raises ConfigurationError when the system refuses.
+    The kernel adds pages on first use. Raises ConfigurationError when the system refuses the memory.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -142,7 +142,7 @@ class HostArena(MemoryArena):
         self._shared.close()
 
     def _populate_ahead(self, used: int) -> None:
-        """Create pages beyond ``used``: the allocator hands out low offsets first."""
+        """Create pages beyond ``used``: the allocator grants low offsets first."""
         if self._populated >= self.size_bytes or used + _POPULATE_AHEAD_BYTES // 2 < self._populated:
             return
         if self._populating is not None and self._populating.is_alive():

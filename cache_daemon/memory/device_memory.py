@@ -1,8 +1,8 @@
 """Device memory that the daemon allocates and workers import.
 
-Exported as a file descriptor where the device can: the driver frees such memory with the last process that holds it. So
-a dead worker never pins it, and the memory of a dead daemon is freed when the last worker releases it. Older devices
-and drivers have legacy handles; their memory goes with the daemon.
+The daemon exports it as a file descriptor where the device supports that: the driver frees such memory with the last
+process that holds the descriptor. So a dead worker never pins it, and the memory of a dead daemon is freed when the
+last worker releases it. Older devices and drivers use legacy handles; that memory is freed with the daemon.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HostMemory:
 class CudaMemory:
     """GPU memory, shared by descriptor if the device can, else by legacy handle.
 
-    Raises ConfigurationError without cuda-bindings, without such a device, or when its memory does not suffice.
+    Raises ConfigurationError without cuda-bindings, without such a device, or if the device has too little memory.
     """
 
     def __init__(self, size_bytes: int, device: int = 0) -> None:

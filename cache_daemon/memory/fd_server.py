@@ -26,7 +26,7 @@ log = structlog.get_logger("cache_daemon")
 class FdProvider(Protocol):
     """Memories of a session. Each method sends a descriptor to the peer.
 
-    They raise OSError, or KeyError when there is no such session.
+    The methods raise OSError, or KeyError when there is no such session.
     """
 
     def arena(self, session_id: bytes, peer: socket.socket) -> None: ...
@@ -91,12 +91,12 @@ def _log_failure(task: asyncio.Task[None]) -> None:
 
 async def _accept(provider: FdProvider, listener: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:
     free = asyncio.Semaphore(_MAX_CONNECTIONS)
-    async with asyncio.TaskGroup() as answers:  # a silent peer must not block others
+    async with asyncio.TaskGroup() as answers:  # a silent peer must not block other peers
         while True:
             await free.acquire()
             try:
                 peer, _ = await asyncio.get_running_loop().sock_accept(listener)
-            except OSError as error:  # possibly out of descriptors: others will be closed
+            except OSError as error:  # possibly out of descriptors: other connections will be closed
                 free.release()
                 log.warning("the memory socket could not accept, trying again", error=str(error))
                 await asyncio.sleep(_RETRY_SECONDS)

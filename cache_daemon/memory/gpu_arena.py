@@ -12,7 +12,7 @@ from cache_daemon.memory.device_memory import DeviceMemory
 class GpuArena(SlotAllocator):
     """Arena in device memory, which it owns.
 
-    Chunks come from the sessions' staging in host memory and are read back for verification.
+    The daemon copies chunks from the sessions' staging in host memory, and reads them back for verification.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:

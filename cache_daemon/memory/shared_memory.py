@@ -1,7 +1,7 @@
-"""Shared memory behind a sealed file descriptor (memfd).
+"""Shared memory with a sealed file descriptor (memfd).
 
-It has no name in any file system and goes with the last process that holds it: a killed daemon leaves nothing behind,
-and no other process can find it.
+It has no name in any file system, and the kernel frees it with the last process that holds it: a killed daemon leaves
+nothing behind, and no other process can find it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 
 from kvsidecar.errors import ConfigurationError
 
@@ -22,15 +23,17 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 class SharedMemory:
     """Zeroed memory of ``size_bytes``; the kernel adds pages on first touch.
 
-    The size is sealed, so no holder can make another one's access fail (SIGBUS). With ``writable_by_others`` False no
-    process that gets the descriptor can write, or map it for writing; this process's own mapping is older than that
-    seal. Raises ConfigurationError when the system refuses.
+    The size is sealed, so no holder can cause a SIGBUS in another one. With ``writable_by_others`` False, a process
+    that receives the descriptor can neither write nor map it for writing; the seal does not affect this process's own,
+    earlier mapping. Raises ConfigurationError when the system refuses.
     """
 
     def __init__(self, name: str, size_bytes: int, *, writable_by_others: bool) -> None:
         self.size_bytes = size_bytes
         try:
             self.descriptor = os.memfd_create(f"kvsidecar-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            # The descriptor is closed with the object, also when the mapping fails or no owner calls ``close``.
+            self._close_descriptor = weakref.finalize(self, os.close, self.descriptor)
             os.ftruncate(self.descriptor, size_bytes)
             self._map = mmap.mmap(self.descriptor, size_bytes)
         except (OSError, ValueError) as error:
@@ -41,7 +44,7 @@ class SharedMemory:
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def populate(self, offset: int, size_bytes: int) -> None:
-        """Create pages ahead of use, without the GIL. Pages that the kernel refuses come later."""
+        """Create pages ahead of use, without the GIL. If the kernel refuses, pages appear on first touch."""
         _libc.madvise(ctypes.c_void_p(self._address + offset), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
 
     def release_pages(self, offset: int, size_bytes: int) -> None:
@@ -50,8 +53,8 @@ class SharedMemory:
         _libc.fallocate(self.descriptor, mode, ctypes.c_int64(offset), ctypes.c_int64(size_bytes))
 
     def close(self) -> None:
-        """Close the memory. Views that are still in use keep it until they are gone."""
-        os.close(self.descriptor)
+        """Close the memory. Views that are still in use keep the mapping until they are released."""
+        self._close_descriptor()
         self.memory.release()
         try:
             self._map.close()

@@ -1,6 +1,6 @@
-"""Staging: memory that one session writes new chunks into.
+"""Staging: memory into which one session writes new chunks.
 
-It is shared by the worker and the daemon alone, or not shared where the daemon receives the bytes. Later writes of the
+Only the worker and the daemon share it; where the daemon receives the bytes itself, it is private. Later writes of the
 worker are harmless: the daemon copies at Commit and verifies its copy.
 """
 
@@ -25,8 +25,8 @@ class StagingBudget:
 class Staging:
     """Staging memory of one session, allocated with its first reservation.
 
-    ``budget`` None limits it by its size alone. With a budget, free memory returns to the system at once: idle memory
-    of many sessions would exceed what their caller may have.
+    If ``budget`` is None, only its own size limits it. With a budget, free memory returns to the system at once,
+    because the idle memory of many sessions would exceed the caller's limit.
     """
 
     def __init__(self, size_bytes: int, budget: StagingBudget | None = None) -> None:
@@ -39,7 +39,7 @@ class Staging:
 
     @property
     def descriptor(self) -> int:
-        """The file descriptor. Raises ConfigurationError when the system refuses the memory."""
+        """File descriptor of the memory. Raises ConfigurationError when the system refuses the memory."""
         return self._memory().descriptor
 
     @property
@@ -69,7 +69,7 @@ class Staging:
     def trim(self) -> None:
         """Release a piece of idle memory; call it periodically on the event loop.
 
-        Nothing can be reserved meanwhile; a piece takes a millisecond or two.
+        Nothing can be reserved during the call, which takes a millisecond or two.
         """
         if self._trim_from is None or self.used_bytes or self._shared is None:
             return

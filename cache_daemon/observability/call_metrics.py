@@ -1,6 +1,6 @@
 """Call metrics: durations and outcomes of RPCs by method.
 
-One instance per daemon; used on the event loop. ``CallMetrics.failing`` feeds the health of the daemon as a whole.
+One instance per daemon; used on the event loop. ``CallMetrics.failing`` decides the health of the whole daemon.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cache_daemon.observability.spans import CallSpan
 
 _WINDOW_SECONDS = 60.0
 _MAX_SAMPLES = 2048
-# Number and share of a minute's calls that must fail inside the daemon for it to count as failing.
+# If at least this number and share of a minute's calls fail inside the daemon, it counts as failing.
 _MIN_INTERNAL, _INTERNAL_SHARE = 10, 0.5
 _INTERNAL = grpc.StatusCode.INTERNAL.name
 
@@ -26,7 +26,7 @@ class CallMetrics:
     """Durations and failures by method: totals since start, samples of the last minute."""
 
     def __init__(self, span: CallSpan | None = None) -> None:
-        """``span`` surrounds each unary call."""
+        """Create empty metrics; ``span`` surrounds each unary call."""
         self.span = span
         self.totals: Counter[tuple[str, str]] = Counter()  # (method, status name) -> calls
         self.seconds: Counter[str] = Counter()  # method -> sum of durations
@@ -43,7 +43,7 @@ class CallMetrics:
         )
 
     def count(self, method: str, error: BaseException | None) -> None:
-        """Record a finished call whose duration means nothing, such as a stream."""
+        """Record a finished call without a meaningful duration, such as a stream."""
         status = _status_of(error)
         self.totals[method, status] += 1
         self.refused += isinstance(error, (LimitExceeded, QuotaExceeded))
@@ -94,7 +94,10 @@ class FailureWindow:
 
     @property
     def failing(self) -> tuple[str, float] | None:
-        """The method with half of its calls failed, and since when; None if there is none."""
+        """Return a sentence about the failing method, and the start of the failure; None if no method fails.
+
+        A method fails if at least half of its calls in the last minute (and at least 10) ended INTERNAL.
+        """
         oldest = self._clock() - _WINDOW_SECONDS
         while self._seconds and self._seconds[0][0] < oldest:
             self._seconds.popleft()
@@ -113,10 +116,21 @@ class FailureWindow:
         return f"{failed[worst]} of {calls[worst]} calls of {worst} in the last minute ended INTERNAL", self._since
 
 
+def is_internal(error: BaseException | None) -> bool:
+    """Return True if an error is a defect of the daemon.
+
+    gRPC raises its own ``InternalError`` when a handler writes to a call that the client has just cancelled.
+    """
+    expected = (KVSidecarError, grpc.aio.AbortError, grpc.aio.InternalError)
+    return isinstance(error, Exception) and not isinstance(error, expected)
+
+
 def _status_of(error: BaseException | None) -> str:
     """Return the status name that a call is counted under."""
     if error is None:
         return "OK"
-    if isinstance(error, Exception) and not isinstance(error, (KVSidecarError, grpc.aio.AbortError)):
+    if is_internal(error):
         return _INTERNAL
+    if isinstance(error, grpc.aio.InternalError):
+        return "CANCELLED"
     return str(getattr(error, "reason", type(error).__name__.upper()))

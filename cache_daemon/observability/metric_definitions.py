@@ -1,4 +1,4 @@
-"""Metric names and help texts: fields of StatsResponse.
+"""Metric names and help texts for the fields of StatsResponse.
 
 docs/operations/monitoring.md says when to act.
 """

@@ -26,16 +26,16 @@ class _Silent(WSGIRequestHandler):
 class MetricsServer(ThreadingMixIn, WSGIServer):
     """Threaded WSGI server that closes the oldest connection at the limit.
 
-    Idle connections therefore cannot keep a scrape out.
+    Idle connections therefore cannot block a scrape.
     """
 
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily, application: Callable[..., Any]) -> None:
-        """Raises OSError when the address cannot be used."""
+        """Open the socket. Raises OSError when the address cannot be used."""
         self.address_family = family
-        self._open: dict[socket.socket, float] = {}  # since when, oldest first
+        self._open: dict[socket.socket, float] = {}  # opening time of each connection, oldest first
         self._lock = threading.Lock()
         super().__init__(address, _Silent)
         self.set_app(application)
@@ -58,4 +58,4 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore it: a connection that ends early is no error of the daemon."""
+        """Ignore the error: a connection that ends early is no error of the daemon."""

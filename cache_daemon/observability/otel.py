@@ -1,4 +1,4 @@
-"""OpenTelemetry export over OTLP: spans of calls and of their slow parts, and metrics.
+"""OpenTelemetry export over OTLP: metrics, and spans of calls and their slow parts.
 
 Active only when an endpoint is set. A call is the child of the span that its client names (W3C Trace Context).
 Attributes hold sizes and outcomes, never tokens, salts or hashes.
@@ -30,7 +30,7 @@ _FRESH_SECONDS = 1.0
 class Telemetry:
     """Hooks that the daemon calls.
 
-    ``observe`` starts the metrics once there are snapshots to read them from.
+    ``observe`` starts the metrics once the daemon can take statistics snapshots.
     """
 
     call_span: CallSpan | None = None
@@ -42,7 +42,7 @@ class Telemetry:
 async def telemetry(endpoint: str) -> AsyncIterator[Telemetry]:
     """Export to an OTLP endpoint (gRPC) while the body runs; do nothing without one.
 
-    ``telemetry.otlp_export.otlp_providers`` has the rules. Raises ConfigurationError without the packages.
+    ``telemetry.otlp_export.otlp_providers`` describes the rules. Raises ConfigurationError without the packages.
     """
     async with otlp_providers(SERVICE_NAME, endpoint) as providers:
         yield Telemetry() if providers is None else telemetry_for(providers)
@@ -123,7 +123,7 @@ def _observe(meter: Any, snapshots: StatsSnapshots) -> None:
 
 
 class _CachedStats:
-    """One snapshot for all metrics of a collection."""
+    """One statistics snapshot for all metrics of a collection."""
 
     def __init__(self, snapshots: StatsSnapshots) -> None:
         self._snapshots = snapshots

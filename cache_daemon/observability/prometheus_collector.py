@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.telemetry.build_info import BuildInfoCollector
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -55,6 +56,7 @@ class StoreCollector:
 def serve_metrics(snapshots: StatsSnapshots, port: int, host: str) -> Iterator[None]:
     """Serve ``/metrics`` while the body runs. Raises ConfigurationError when the address is taken."""
     registry = CollectorRegistry()
+    registry.register(BuildInfoCollector("daemon"))
     registry.register(StoreCollector(snapshots))
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

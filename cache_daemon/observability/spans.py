@@ -9,9 +9,9 @@ from kvsidecar.errors import Context
 
 Span = AbstractContextManager[object]
 CallSpan = Callable[[str, Context], Span]
-"""Around a call of a method; a daemon that does not trace has none."""
+"""Opens a span around an RPC of a method; None in a daemon that does not trace."""
 WorkSpan = Callable[[str], Span]
-"""Around a named part of a call."""
+"""Opens a span around a named part of a call."""
 NOOP_SPAN: Span = nullcontext()
 
 

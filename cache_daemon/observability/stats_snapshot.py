@@ -25,7 +25,7 @@ class StatsSnapshots:
         self.calls, self._read_stats, self._loop = calls, read_stats, loop
 
     def take(self) -> StatsResponse:
-        """Return the statistics now. Raises TimeoutError when the loop does not answer."""
+        """Return the current statistics. Raises TimeoutError when the loop does not answer."""
 
         async def read() -> StatsResponse:
             return self._read_stats()

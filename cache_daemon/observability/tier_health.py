@@ -1,8 +1,8 @@
 """Health by tier: service names ``durable`` and ``remote`` of grpc.health, and the overall state.
 
-``durable`` says that stored chunks would outlive the daemon, ``remote`` that the remote tier is used. The daemon as a
-whole stays SERVING meanwhile, since workers lose nothing; it is NOT_SERVING while half of a method's calls end
-INTERNAL.
+``durable`` is SERVING while stored chunks would outlive the daemon, ``remote`` while the remote tier is used. A failing
+tier leaves the daemon as a whole SERVING, since workers lose nothing; it is NOT_SERVING while half of a method's calls
+end INTERNAL.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Traffic trace: looked-up prompts as anonymous paths of blocks.
 
-One line of JSON per prompt, as the Mooncake traces have it (FAST '25) and ``benchmarks.eviction --trace`` reads it::
+One line of JSON per prompt, in the format of the Mooncake traces (FAST '25), which ``benchmarks.eviction --trace``
+reads::
 
     {"timestamp": 1203, "input_length": 1800, "output_length": 0, "hash_ids": [81002, 5, 77, 912]}
 
-``timestamp`` is in milliseconds since the recording began; ``hash_ids`` names each block of 512 tokens in its context,
-the last one maybe partial: two prompts have an id in common exactly when they are of one tenant and begin with the same
-tokens up to the end of that block. The ids are hashes under a key that is made when the recording begins and is never
-stored, so no reader can search for the id of a text. ``output_length`` is 0: the daemon does not see answers end.
+``timestamp`` is in milliseconds since the recording began. ``hash_ids`` names each block of 512 tokens in its context;
+the last block may be partial. Two prompts share an id exactly when they belong to one tenant and have the same tokens
+up to the end of that block. The ids are hashes under a key that is created when the recording begins and never stored,
+so no reader can search for the id of a text. ``output_length`` is 0: the daemon does not see answers end.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class TrafficTrace:
     """Writes a trace to a new file, on its own thread.
 
     ``record_prompt`` may be called from one thread and never blocks. ``complete`` turns False when prompts are dropped:
-    the file has reached ``max_bytes``, more prompts came than the thread could hash, or the disk failed. Lines written
-    before stay whole.
+    the file has reached ``max_bytes``, prompts arrived faster than the thread could hash them, or the disk failed.
+    Lines written before stay whole.
     """
 
     def __init__(self, path: Path, max_bytes: int) -> None:
-        """Rename an earlier file to ``.1``, replacing the one before. Raises OSError."""
+        """Rename an existing file to ``.1``, replacing an older one. Raises OSError."""
         self.path, self.max_bytes = path, max_bytes
         self.num_dropped = 0
         self._incomplete_reason = ""
@@ -79,7 +80,7 @@ class TrafficTrace:
         self._queue.put((time.monotonic(), root, ids))
 
     def close(self) -> None:
-        """Write what is queued. Idempotent."""
+        """Write the queued prompts and close the file. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()

@@ -75,7 +75,7 @@ class RemoteAddress:
 
 @dataclass(frozen=True)
 class Credentials:
-    """Secrets: the password or secret key, empty for none, and the CA to trust, as PEM."""
+    """Secrets: the password or secret key (empty for none), and the trusted CA as PEM."""
 
     secret: str = field(default="", repr=False)
     ca: bytes | None = None
@@ -84,8 +84,8 @@ class Credentials:
 def parse_remote(url: str) -> RemoteAddress:
     """Parse a URL.
 
-    Raises ValueError with a sentence that quotes nothing of the URL: any part of it may be a password that has a
-    character too many.
+    Raises ValueError with a sentence that quotes no part of the URL: an unescaped character in a password may put a
+    piece of the password into any part.
     """
     try:
         parts = urlsplit(url)
@@ -181,7 +181,10 @@ def credentials_of(secret: str, secret_file: Path | None, ca: Path | None) -> Cr
 
 
 def _read_secret(path: Path) -> str:
-    """Read a secret from a file that only its owner may read, without the line end. Raises ConfigurationError."""
+    """Read a secret from a file, without the line end. Raises ConfigurationError.
+
+    Only the file's owner may have access to it.
+    """
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)

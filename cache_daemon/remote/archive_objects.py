@@ -1,6 +1,6 @@
-"""Archives as objects of an S3 store: staged as files here, streamed in between.
+"""Archives as objects of an S3 store: staged in a local file, then streamed.
 
-The file lies in a folder of the caller's choice, the system's temporary one otherwise, while the command runs.
+While the command runs, the file is in a folder that the caller chooses, else in the system's temporary folder.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from cache_daemon.remote.address import Credentials, RemoteAddress, parse_remote
 from cache_daemon.remote.certificates import tls_error_reason
 
 SCHEME = "s3://"
-# A store has 10,000 parts to an object.
+# S3 allows 10,000 parts per object.
 _PART_BYTES = 64 << 20
-# The last one is for all of an object.
+# ``timeout`` covers the whole object.
 _TIMEOUT = {"connect_timeout": "10s", "read_timeout": "60s", "timeout": "24h"}
 
 
 @contextmanager
 def upload_on_exit(url: str, credentials: Callable[[], Credentials], staging: Path | None) -> Iterator[Path]:
-    """Yield a file to write, which becomes the object when the block succeeds. Raises ConfigurationError,
-    StoreUnavailable."""
+    """Yield a file to write; when the block succeeds, upload it as the object.
+
+    Raises ConfigurationError, StoreUnavailable.
+    """
     store, name, obstore = _open_store(url, credentials)
     with _staging_file(staging) as file:
         with _checking_space(file.parent):
@@ -126,11 +128,11 @@ def _parse_url(url: str) -> RemoteAddress:
 
 @contextmanager
 def _translating_errors(url: str) -> Iterator[None]:
-    """Translate the client's errors without its own words, which may quote headers."""
+    """Translate the client's errors without their text, which may quote headers."""
     named = url.partition("?")[0]
     try:
         yield
-    except FileNotFoundError as error:  # the client's own is one
+    except FileNotFoundError as error:  # the client's own error is a FileNotFoundError
         raise StoreUnavailable(f"there is no archive {named}, or no such bucket") from error
     except Exception as error:
         why = tls_error_reason(str(error)) or f"the client says {type(error).__name__}"

@@ -1,7 +1,7 @@
-"""Remote backend interface: byte strings by name, shared by nodes, that may fail at any time.
+"""Remote backend interface: named byte strings that nodes share, and that may fail.
 
-A backend promises little, and the tier above trusts less: every value is verified when it is read. Calls have no
-timeout of their own; callers cancel them, after which the result of the call does not matter any more.
+A backend may lose or corrupt values, so the tier above verifies every value that it reads. Calls have no timeout of
+their own; callers cancel them and then ignore the result.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ Item = tuple[str, bytes | memoryview]
 
 
 class RemoteFailed(Exception):
-    """The backend did not do what it was asked. The text has no secret, no key and no value."""
+    """The backend failed. The text contains no secret, no key and no value."""
 
 
 class RemoteBusy(RemoteFailed):
-    """The backend was not asked: it is on trial after a failure, with few calls at a time."""
+    """The circuit breaker did not send the call: after a failure it admits few at a time."""
 
 
 @contextmanager
@@ -33,9 +33,9 @@ def translating_errors(reason: Callable[[Exception], str]) -> Iterator[None]:
 
 
 class RemoteBackend(Protocol):
-    """A client of Valkey, S3 or Azure. ``connect`` comes first, and may come again after a failure.
+    """A client of Valkey, S3 or Azure. Call ``connect`` first, and again after a failure.
 
-    ``part_bytes`` is the largest sensible value, ``lanes`` the number of independent connections for reading: a read
+    ``part_bytes`` is the largest sensible value. ``lanes`` is the number of independent connections for reading: a read
     that is slow on one may be tried on another.
     """
 
@@ -44,7 +44,7 @@ class RemoteBackend(Protocol):
     lanes: int
 
     async def connect(self) -> None:
-        """Open new connections, whatever became of earlier ones. Raises RemoteFailed."""
+        """Open new connections, regardless of the state of earlier ones. Raises RemoteFailed."""
         ...
 
     async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
@@ -54,12 +54,15 @@ class RemoteBackend(Protocol):
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         """Store values, concurrently and in any order.
 
-        A backend without a TTL ignores ``ttl_seconds``. Raises RemoteFailed, with some of them stored.
+        A backend without a TTL ignores ``ttl_seconds``. Raises RemoteFailed; some of the values may then be stored.
         """
         ...
 
     async def put_if_absent(self, name: str, value: bytes) -> None:
-        """Store a value without expiry unless the name has one: of several callers one wins. Raises RemoteFailed."""
+        """Store a value without expiry unless the name exists. Raises RemoteFailed.
+
+        If several callers do so at once, one wins.
+        """
         ...
 
     async def delete_many(self, names: Sequence[str]) -> None:
@@ -67,9 +70,9 @@ class RemoteBackend(Protocol):
         ...
 
     def scan(self, prefix: str) -> AsyncIterator[list[str]]:
-        """Yield pages of all names with a prefix; those that come or go meanwhile may be missing or repeated.
+        """Yield pages of all names with a prefix. Raises RemoteFailed.
 
-        Raises RemoteFailed.
+        Names that are added or deleted during the scan may be missing or repeated.
         """
         ...
 

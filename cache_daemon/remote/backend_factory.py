@@ -1,4 +1,4 @@
-"""Creates the backend that an address names; imports its client only then."""
+"""Creates the backend of an address, and imports its client only then."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from cache_daemon.remote.backend import RemoteBackend
 
 
 def new_backend(address: RemoteAddress, credentials: Credentials) -> RemoteBackend:
-    """Return the backend of an address, not connected yet. Raises ConfigurationError if its client is missing."""
+    """Return the backend of an address, not yet connected.
+
+    Raises ConfigurationError if the client is not installed.
+    """
     if address.backend == "s3":
         from cache_daemon.remote.object_store_backend import S3Backend
 

@@ -1,7 +1,8 @@
 """Bulk transfer of a tenant to or from the remote tier.
 
-It runs by an operator's command. Chunks that are there are not sent again, so a failed transfer is simply repeated.
-Writes and deletions of this node exclude it, and chunks that are deleted meanwhile are not transferred.
+An operator's command starts it. Chunks that the target already has are not sent again, so an operator simply repeats a
+failed transfer. Writes and deletions of this node exclude it, and chunks that are deleted meanwhile are not
+transferred.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import WriteBehindQueue
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import FetchHints
-from cache_daemon.store.retention import Retention
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.yield_timer import YieldTimer
 
 _BATCH_CHUNKS, _BATCH_BYTES, _SHARE_OF_ARENA = 64, 16 << 20, 4
 _LOOKUP_TIMEOUT_SECONDS, _READ_TIMEOUT_SECONDS = 5.0, 30.0
-# Waits for a full arena, which may be full of chunks that are being written to disk: their number and length.
-# Once they are used up, later chunks do not wait until one has been inserted.
+# Number and length of waits for a full arena, which may be full of chunks that are being written to disk. Once the
+# waits are used up, later chunks do not wait until one chunk has been inserted.
 _MAX_WAITS, _WAIT_SECONDS = 40, 0.25
 
 
 @dataclass(frozen=True)
 class TransferProgress:
-    """Progress in chunks: of ``total`` those that are ``done``, by result; and the bytes of their payloads."""
+    """Progress: ``done`` of ``total`` chunks, by result, and the bytes of their payloads."""
 
     total: int = 0
     chunks: int = 0
@@ -50,7 +51,10 @@ class TransferProgress:
 
 
 class TenantTransfer:
-    """Pushes a tenant's chunks to the remote tier, or pulls them from there. Runs on the event loop."""
+    """Pushes a tenant's chunks to the remote tier, or pulls them from it.
+
+    Runs on the event loop.
+    """
 
     def __init__(
         self,
@@ -97,7 +101,7 @@ class TenantTransfer:
                 lease.release()
 
     def _batches(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-        """Split chunks into batches that the arena can hold beside all else."""
+        """Split chunks into batches that fit into the arena beside its other contents."""
         most = min(_BATCH_BYTES, self._tiers.arena.size_bytes // _SHARE_OF_ARENA)
         batch: list[Chunk] = []
         size = 0
@@ -113,7 +117,7 @@ class TenantTransfer:
     # ---- pull -----------------------------------------------------------------------------------------------
 
     async def pull(self, root: bytes, tenant: bytes, geometry: Geometry) -> AsyncIterator[TransferProgress]:
-        """Insert here what the tier has of a tenant. Raises Unavailable."""
+        """Insert a tenant's chunks of the remote tier into this node. Raises Unavailable."""
         request = FetchRequest(root, tenant, geometry, b"", FetchHints())
         with _as_unavailable(TransferProgress()):
             missing, known = await self._missing_chunks(request)
@@ -133,9 +137,9 @@ class TenantTransfer:
             yield progress
 
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[bytes], int]:
-        """Return the hashes of valid chunks that are not here, parents first.
+        """Return the hashes of valid chunks that this node lacks, parents first.
 
-        Also returns how many are here.
+        Also returns how many it already has.
         """
         found: list[tuple[int, bytes]] = []
         known, yield_timer = 0, YieldTimer()
@@ -159,14 +163,14 @@ class TenantTransfer:
     async def _pull_batch(
         self, request: FetchRequest, lookup: InflightLookup, hashes: Sequence[bytes], budget: _WaitBudget
     ) -> list[int]:
-        """Insert chunks. Returns the payload sizes of those that are here now."""
+        """Insert chunks. Returns the payload sizes of the chunks that this node now has."""
         placed: list[int] = []
         for group in self._tier.group_by_call(await self._find_records(request, hashes)):
             payloads = await self._tier.read_payloads(group, _READ_TIMEOUT_SECONDS)
             for entry, parts in zip(group, payloads, strict=True):
                 # No request asked for it, so it expires when it would have expired there.
                 deadline = self._tiers.clock() + self._tier.seconds_left(entry)
-                kept = replace(request, retention=Retention(deadline))
+                kept = replace(request, kept=PromptHints(deadline))
                 if await self._insert(kept, lookup, entry, parts, budget):
                     placed.append(entry.header.payload_bytes)
         return placed
@@ -197,14 +201,14 @@ class TenantTransfer:
 
 @dataclass
 class _WaitBudget:
-    """Number of times that a full arena is still waited for."""
+    """Remaining number of waits for a full arena."""
 
     waits_left: int = _MAX_WAITS
 
 
 @contextmanager
 def _as_unavailable(progress: TransferProgress) -> Iterator[None]:
-    """Translate RemoteFailed, with the progress so far."""
+    """Translate RemoteFailed to Unavailable, with the progress so far."""
     try:
         yield
     except RemoteFailed as error:

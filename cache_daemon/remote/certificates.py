@@ -1,4 +1,4 @@
-"""TLS certificates of backends: the trusted authority, and readable reasons for a client's distrust."""
+"""TLS certificates of backends: the trusted authority, and readable reasons for TLS errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvsidecar.errors import ConfigurationError
 
-# What rustls, which both clients use, calls it; the first that is found counts.
+# Error names of rustls, which both clients use; the first one found counts.
 _MEANINGS = {
     "unknownissuer": "its certificate is signed by nobody that is trusted here; see --remote-ca",
     "unknown issuer": "its certificate is signed by nobody that is trusted here; see --remote-ca",

@@ -1,8 +1,9 @@
-"""Circuit breaker: stops calls to a failing backend, and lets them through again carefully.
+"""Circuit breaker: stops calls to a failing backend and resumes them carefully.
 
-Closed, all calls go. After some failures in a row, or when half of the last calls failed, it opens: no call goes until
-a probe succeeds. Then it is half open: as many calls go at a time as have to succeed, for all others it is as if it
-were open; one failure opens it again, some successes close it. A timeout is a failure like any other.
+A closed circuit admits all calls. It opens after some failures in a row, or when half of the latest calls failed; an
+open circuit admits no calls. When a probe of the backend succeeds, the circuit is half open: it admits a few trial
+calls at a time, as many as must succeed to close it, and refuses all others. One failure opens it again. A timeout
+counts as a failure.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ class CircuitState(Enum):
 
 
 class CircuitBreaker:
-    """Begins open: the backend is not known yet. Not thread-safe."""
+    """Circuit breaker of one backend. Not thread-safe.
+
+    It starts open, because the state of the backend is unknown.
+    """
 
     def __init__(self) -> None:
         self.state = CircuitState.OPEN
@@ -39,11 +43,11 @@ class CircuitBreaker:
 
     @property
     def trials_full(self) -> bool:
-        """Return True while it is half open with all trial calls in flight."""
+        """Return True while the circuit is half open with all trial calls in flight."""
         return self.state is CircuitState.HALF_OPEN and len(self._trials) >= _TRUSTED_AFTER
 
     def begin_call(self) -> object | None:
-        """Begin a call. Returns a token for ``end_call``, None when no call may begin."""
+        """Begin a call. Returns a token for ``end_call``, or None when the call is refused."""
         if not self.allows_calls or self.trials_full:
             return None
         call = object()
@@ -52,11 +56,11 @@ class CircuitBreaker:
         return call
 
     def end_call(self, call: object) -> None:
-        """End a call. One from before the circuit last opened frees no trial."""
+        """End a call. A call that began before the circuit last opened frees no trial."""
         self._trials.discard(call)
 
     def half_open(self) -> None:
-        """Half-open the circuit: a probe succeeded."""
+        """Half-open the circuit after a successful probe."""
         if self.state is CircuitState.OPEN:
             self.state, self._good, self._in_a_row = CircuitState.HALF_OPEN, 0, 0
             self._trials.clear()
@@ -71,7 +75,7 @@ class CircuitBreaker:
                 self.state, self.reason = CircuitState.CLOSED, ""
 
     def record_failure(self, why: str) -> bool:
-        """Record a failed call. Returns True if the circuit opened; while open, only the reason is updated."""
+        """Record a failed call. Returns True if the circuit opened; while open, updates only the reason."""
         if self.state is CircuitState.OPEN:
             self.reason = why
             return False

@@ -1,4 +1,4 @@
-"""The remote tier of one store: fetches, writes behind, deletes, and probes the backend."""
+"""The remote tier of one store: fetches, write-behind, deletions and health probes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import RemoteWrite, WriteBehindQueue, WritePolicy
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import FetchHints
-from cache_daemon.store.retention import NO_EXPIRY, Retention
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_services import StoreServices
 
 _THREADS = 2
-# At the end the queue is drained for so long; a caller that deletes waits so long for the backend.
+# Time limits: ``close`` drains the queue for the first, a caller that deletes waits for the backend for the second.
 _STOP_SECONDS, _DELETE_SECONDS = 2.0, 2.0
 
 
@@ -37,7 +37,7 @@ _STOP_SECONDS, _DELETE_SECONDS = 2.0, 2.0
 class RemoteSettings:
     """A remote tier and its write policy.
 
-    With ``ttl_seconds`` None chunks have no expiry there: the backend evicts them as it likes.
+    With ``ttl_seconds`` None chunks have no expiry in the backend, which evicts them by its own policy.
     """
 
     tier: RemoteTier
@@ -87,7 +87,7 @@ class RemoteCoordinator:
         self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
-        """Drain the write-behind queue for a moment, end the tasks, and close the backend."""
+        """Drain the write-behind queue for ``_STOP_SECONDS``, end the tasks, and close the backend."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_SECONDS):
                 await self._write_behind.settle()
@@ -100,25 +100,28 @@ class RemoteCoordinator:
         await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
 
     async def fetch(
-        self, session: Session, tenant_salt: bytes, ids: bytes, hints: FetchHints, retention: Retention = NO_EXPIRY
+        self, session: Session, tenant_salt: bytes, ids: bytes, hints: FetchHints, kept: PromptHints = NO_HINTS
     ) -> FetchResult:
         """Extend the locally stored prefix of a prompt with chunks of the remote tier.
 
-        Raises nothing. A caller that is cancelled leaves nothing behind.
+        Raises nothing. Cancelling the caller leaves no slots or leases behind.
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         with self._span("remote read"):
-            request = FetchRequest(root, tenant, session.geometry, ids, hints, retention)
+            request = FetchRequest(root, tenant, session.geometry, ids, hints, kept)
             result = await self._prefetcher.fetch(request)
         self._write_behind.wake_for_corrupt()
         return result
 
     def enqueue_used(self, chunks: Iterable[Chunk]) -> None:
-        """Offer chunks that a prompt used, see ``WriteBehindQueue.enqueue_used``."""
+        """Offer the chunks that a prompt used; see ``WriteBehindQueue.enqueue_used``."""
         self._write_behind.enqueue_used(chunks)
 
     def delete(self, root: bytes, key: bytes, *, is_known: bool = True) -> asyncio.Future[int]:
-        """Enqueue a deletion, see ``DeletionWriter.enqueue``, and stop reads and writes that it concerns."""
+        """Enqueue a deletion, and stop the reads and writes that it concerns.
+
+        See ``DeletionWriter.enqueue``.
+        """
         done = self._deletions.enqueue(root, key, is_known=is_known)
         self._write_behind.on_deletion(root, key)
         self._lookups.invalidate(root)
@@ -126,9 +129,9 @@ class RemoteCoordinator:
 
     @staticmethod
     async def await_deletion(deletion: asyncio.Future[int]) -> int:
-        """Wait for a deletion, at most ``_DELETE_SECONDS``: it goes on later if the backend does not answer.
+        """Wait for a deletion, at most ``_DELETE_SECONDS``.
 
-        Returns the number of chunks deleted, as far as that is known.
+        If the backend does not answer, the deletion is retried later. Returns the number of chunks deleted, if known.
         """
         await asyncio.wait({deletion}, timeout=_DELETE_SECONDS)
         return deletion.result() if deletion.done() else 0

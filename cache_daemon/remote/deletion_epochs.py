@@ -1,9 +1,9 @@
 """Deletion epochs that this node has observed, kept over its restarts.
 
-Clocks are never compared across nodes. Every chunk inserted locally before this node observed a new deletion epoch is
-treated as older than that deletion. A node keeps the deletion epochs themselves, and digests of earlier epochs: a
-backend that shows an older one, or none, has lost a deletion (a failover, a restored backup, a restart without data),
-and the node writes the epoch back.
+Nodes never compare clocks. A node treats every chunk that it inserted before it observed a new deletion epoch as older
+than that deletion. It keeps the deletion epochs themselves, and digests of earlier epochs. If the backend returns an
+older epoch, or none, the backend has lost a deletion (a failover, a restored backup, a restart without data), and the
+node writes the epoch back.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TOMBSTONES_PREFIX = b"remote-gone:"
 _NOTE = struct.Struct(f"<{EPOCH_BYTES}s{EPOCH_BYTES}s{EPOCH_BYTES}s?")
 _NONE = bytes(EPOCH_BYTES)
 _MAX_TENANTS = 100_000
-# Digests of earlier epochs that are remembered per tenant.
+# Number of digests of earlier epochs that are kept per tenant.
 _MAX_PAST = 8
-# After a loss of the backend's data, nodes that know deletions write them back; until then older chunks are withheld.
+# After the backend lost its data, nodes that know deletions write them back; for this time older chunks are withheld.
 GRACE_SECONDS = 60.0
 
 
@@ -40,7 +40,7 @@ class EpochChange(Enum):
 
     NONE = auto()
     EPOCH_LOST = auto()  # the backend has lost the epochs, and perhaps deletions: older chunks are withheld for a while
-    DELETION_LOST = auto()  # the backend has lost a deletion known here: no record counts until it is written back
+    DELETION_LOST = auto()  # the backend lost a deletion known here: no record is valid until the write-back
     CHUNKS_DELETED = auto()  # single chunks of the tenant were deleted
     TENANT_DELETED = auto()  # the whole tenant was deleted
     ALL_DELETED = auto()
@@ -50,17 +50,17 @@ class EpochChange(Enum):
 class _TenantRecord:
     """Last observed epochs of a tenant, as digests.
 
-    Its times are monotonic; chunks inserted here before them predate a deletion.
+    Its times are monotonic; a chunk that this node inserted before such a time predates the deletion.
     """
 
     global_digest: bytes
     tenant_digest: bytes
     chunks_digest: bytes
     deleted_at: float = 0.0
-    lost_at: float = 0.0  # when a loss of data was observed; 0: never. After a restart, the time of the start
-    unsure_until: float = 0.0  # chunks inserted before may be among the deleted ones
-    unapplied_since: float = 0.0  # when a change was observed that is not applied yet; 0: none
-    tombstones: set[bytes] = field(default_factory=set)  # tombstones that were applied
+    lost_at: float = 0.0  # when a loss of data was observed; 0: never. After a restart: the time of the start
+    unsure_until: float = 0.0  # chunks inserted before this time may have been deleted
+    unapplied_since: float = 0.0  # when this node observed a change that it has not applied yet; 0: none
+    tombstones: set[bytes] = field(default_factory=set)  # tombstones that this node applied
     deletion_epoch: bytes = b""  # the tenant's epoch itself, if a deletion made it
     past_digests: tuple[bytes, ...] = ()  # digests of the tenant's earlier epochs
 
@@ -74,8 +74,8 @@ class _TenantRecord:
 class DeletionEpochs:
     """Observed deletion epochs by tenant, of at most ``_MAX_TENANTS``.
 
-    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted once it has been applied,
-    or a sudden end would leave what was deleted. ``on_change`` holds subscribers. Runs on the event loop.
+    ``write_note(key, value)`` persists a small record; None deletes it. A change is persisted only after it was
+    applied, or a crash would leave deleted chunks in place. ``on_change`` holds subscribers. Runs on the event loop.
     """
 
     def __init__(self, write_note: Callable[[bytes, bytes | None], None]) -> None:
@@ -86,7 +86,7 @@ class DeletionEpochs:
         self._global_deletion_epoch = b""  # the epoch itself, if a deletion made it
         self._past_global_digests: tuple[bytes, ...] = ()
         self._all_deleted_at = 0.0
-        self._forgotten_deleted_at = 0.0  # of tenants that were dropped from the table
+        self._forgotten_deleted_at = 0.0  # latest deletion time of tenants that were dropped from the table
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(list(self._tenants))
@@ -95,13 +95,13 @@ class DeletionEpochs:
         return root in self._tenants
 
     def predates_deletion(self, chunk: Chunk) -> bool:
-        """Return True if a remote deletion may concern a chunk inserted before it."""
+        """Return True if a remote deletion may concern the chunk, which is older."""
         record = self._tenants.get(chunk.root)
         of_tenant = self._forgotten_deleted_at if record is None else max(record.deleted_at, record.unsure_until)
         return chunk.inserted_at <= max(of_tenant, self._all_deleted_at)
 
     def is_withheld(self, chunk: Chunk) -> bool:
-        """Return True while a chunk from before a loss of data is not offered."""
+        """Return True while a chunk from before a loss of data must not be written."""
         record = self._tenants.get(chunk.root)
         return (
             record is not None
@@ -110,12 +110,12 @@ class DeletionEpochs:
         )
 
     def observe(self, root: bytes, epochs: TenantEpochs) -> EpochChange:
-        """Compare a tenant's epochs with those last observed, and notify ``on_change`` of a difference."""
+        """Compare a tenant's epochs with those last observed; notify ``on_change`` of a difference."""
         change = self.compare(root, epochs)
         if change is not EpochChange.NONE:
             self.notify(root, change)
         if change is EpochChange.EPOCH_LOST and epochs.chunks_epoch:
-            self.observe(root, epochs)  # chunk deletions since the loss are a change of their own
+            self.observe(root, epochs)  # chunk deletions since the loss are a separate change
         return change
 
     def notify(self, root: bytes, change: EpochChange) -> None:
@@ -136,7 +136,7 @@ class DeletionEpochs:
         )
         before = self._tenants.get(root)
         if before is None or before.global_digest != self._global_digest:
-            # A deletion of everything covers those of chunks.
+            # A deletion of everything includes deletions of single chunks.
             change = EpochChange.CHUNKS_DELETED if chunks and global_change is EpochChange.NONE else EpochChange.NONE
             after = _TenantRecord(self._global_digest or b"", tenant, chunks, deleted_at=self._forgotten_deleted_at)
             after.past_digests = () if before is None else _append_digest(before.past_digests, before.tenant_digest)
@@ -161,7 +161,7 @@ class DeletionEpochs:
             after.lost_at, after.chunks_digest = (
                 now,
                 after.chunks_digest if before is None else before.chunks_digest,
-            )  # it is a change of the next comparison
+            )  # the next comparison reports it as a change
         elif change is EpochChange.TENANT_DELETED:
             after.deleted_at = after.unapplied_since = now
             after.chunks_digest, after.tombstones = chunks, set()
@@ -211,10 +211,10 @@ class DeletionEpochs:
     def record_own_deletion(
         self, root: bytes, epoch: bytes, before: bytes | None = None, *, crossed: bool = False
     ) -> None:
-        """Record this node's deletion of a tenant, without ``root`` of everything.
+        """Record this node's own deletion of a tenant, or without ``root`` of everything.
 
-        ``mark`` is its epoch, ``before`` the one that it replaced. With ``crossed``, other nodes have deleted something
-        of the tenant before: chunks inserted here by now are to be removed.
+        ``epoch`` is the new epoch, ``before`` the one that it replaced. ``crossed`` says that other nodes deleted
+        something of the tenant before: all chunks that this node has inserted so far must then be removed.
         """
         now = time.monotonic()
         if not root:
@@ -233,13 +233,13 @@ class DeletionEpochs:
         self._remember(root, after)
 
     def record_own_tombstones(self, root: bytes, gone: set[bytes]) -> None:
-        """Record tombstones of this node's deletion of chunks: they need not be applied."""
+        """Record tombstones of this node's own deletion of chunks: they need not be applied."""
         record = self._tenants.get(root)
         if record is not None:
             self._set_tombstones(root, record, gone)
 
     def unapplied_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
-        """Return which tombstones of a tenant were not applied yet."""
+        """Return the tombstones of a tenant that were not applied yet."""
         record = self._tenants.get(root)
         return gone if record is None else gone - record.tombstones
 
@@ -249,7 +249,7 @@ class DeletionEpochs:
         return record is not None and bool(record.tombstones)
 
     def missing_tombstones(self, root: bytes, gone: set[bytes]) -> set[bytes]:
-        """Return known tombstones that the backend has no longer."""
+        """Return known tombstones that the backend has lost."""
         record = self._tenants.get(root)
         if record is None:
             return set()
@@ -257,7 +257,7 @@ class DeletionEpochs:
         return {name for name in record.tombstones if name[: keys.HASH_BYTES] not in there}
 
     def lost_deletions(self, root: bytes, epochs: TenantEpochs) -> dict[bytes, bytes]:
-        """Return deletion epochs to write back: the global one under an empty key, the tenant's under ``root``."""
+        """Return deletion epochs to write back: the tenant's under ``root``, the global one under b""."""
         out: dict[bytes, bytes] = {}
         if self.is_global_deletion_lost(epochs.global_epoch):
             out[b""] = self._global_deletion_epoch
@@ -275,20 +275,21 @@ class DeletionEpochs:
         return out
 
     def tenants_with_deletions(self) -> list[bytes]:
-        """Return the tenants of which a deletion is known."""
+        """Return the tenants with a known deletion."""
         return [root for root, record in self._tenants.items() if record.deletion_epoch or record.tombstones]
 
     def observed_at(self, root: bytes) -> float:
-        """Return when a tenant last changed, without ``root`` everything (monotonic seconds)."""
+        """Return when a tenant last changed, or without ``root`` everything (monotonic seconds)."""
         if not root:
             return self._all_deleted_at
         record = self._tenants.get(root)
         return time.monotonic() if record is None else record.unapplied_since
 
     def mark_applied(self, root: bytes, heard: float, gone: set[bytes] | None = None) -> None:
-        """Record that a change observed at ``heard`` is applied here.
+        """Record that a change observed at ``heard`` is applied on this node.
 
-        Without ``root`` that of everything; with ``gone`` it was the deletion of those chunks, else of all.
+        Without ``root`` the change concerns everything. With ``gone`` it was the deletion of those chunks, else of all
+        chunks.
         """
         if not root:
             self._persist_global()
@@ -303,7 +304,7 @@ class DeletionEpochs:
             self._persist(root)
 
     def _set_tombstones(self, root: bytes, record: _TenantRecord, gone: set[bytes]) -> None:
-        """Replace tombstones of chunks that were deleted more than once by the last one."""
+        """Set the tombstones; for a chunk that was deleted more than once, keep the last one."""
         replaced = {name[: keys.HASH_BYTES] for name in gone}
         merged = {name for name in record.tombstones if name[: keys.HASH_BYTES] not in replaced} | gone
         if merged != record.tombstones:
@@ -325,7 +326,10 @@ class DeletionEpochs:
             )
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Restore a note of an earlier start, once durable chunks are indexed; an unreadable one is removed."""
+        """Restore a deletion record that an earlier run stored; remove it if it is unreadable.
+
+        Call it once durable chunks are indexed.
+        """
         if name.startswith(TOMBSTONES_PREFIX):
             self._restore_tombstones(name, value)
             return
@@ -361,9 +365,9 @@ class DeletionEpochs:
         record.tombstones = {value[at : at + size] for at in range(0, len(value), size)}
 
     def forget(self, root: bytes) -> None:
-        """Forget a tenant without chunks here, unless a deletion of it is known.
+        """Forget a tenant without chunks, unless a deletion of it is known.
 
-        The backend may lose that deletion.
+        The backend may lose that deletion, and this node must then write it back.
         """
         record = self._tenants.get(root)
         if record is not None and not record.deletion_epoch and not record.tombstones:

@@ -1,10 +1,11 @@
 """Prefetch from the remote tier, before a prompt is matched.
 
-One round trip finds the chunks: the caller says where it would cut the prompt, so their names are known. The prefetcher
-then decides whether loading them is faster than computing them. If so, they are loaded in order, until all are here or
-computing would have been faster. A chunk becomes visible as by a commit: verified, behind its parent, all at once.
+The caller sends the ends of the prompt's chunks, so the prefetcher knows their names and finds them in one round trip.
+It then decides whether loading them is faster than computing them. If so, it loads them in order, until all are loaded
+or computing the rest would be faster. Chunks become visible as after a commit: verified, after their parent, and as a
+whole.
 
-No slot is allocated before its payload has arrived; so a caller that is cancelled or out of time leaves nothing behind.
+A slot is allocated only when its payload has arrived, so a cancelled or late caller leaves no slots behind.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Timeout of a lookup: a minimum, a multiple of its usual latency, a maximum, and a share of what
-# computing would take.
+# Timeout of a lookup: a minimum, a multiple of its usual latency, a maximum, and a share of the computing time.
 _LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR, _LOOKUP_MAX_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
 # Longest fetch, also where the cost of computing is unknown.
 _MAX_FETCH_SECONDS = 10.0
-# Fewer tokens are not worth a lookup; no more chunks are looked up at once.
+# Fewer tokens are not worth a lookup; one lookup has at most this many chunks.
 _MIN_TOKENS, _MAX_CHUNKS = 16, 1024
-# Groups of payloads downloading, or here and not inserted; and the time without an answer after which one has failed.
+# Maximal number of groups of payloads that are downloading, or downloaded and not inserted; and the time without an
+# answer after which a download has failed.
 _MAX_DOWNLOADS, _STALLED_SECONDS = 8, 5.0
 _MEASURE_SECONDS = 5.0
 
@@ -46,8 +47,8 @@ class FetchCounters:
     lookups: int = 0  # lookups sent to the backend
     hits: int = 0  # fetches that added tokens
     tokens: int = 0
-    bypassed: int = 0  # fetches not tried, as computing is faster
-    late: int = 0  # fetches cut off, as computing became faster
+    bypassed: int = 0  # fetches not tried, since computing is faster
+    late: int = 0  # fetches stopped, since computing became faster
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,10 @@ class _ChunkSpan:
 
 
 class RemotePrefetcher:
-    """Fetches chunks of a prompt from the remote tier before it is matched. Runs on the event loop."""
+    """Fetches chunks of a prompt from the remote tier before it is matched.
+
+    Runs on the event loop.
+    """
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class RemotePrefetcher:
     ) -> None:
         self._tiers, self._inserter, self._tier = tiers, inserter, tier
         self._epochs, self._lookups = epochs, lookups
-        self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # the result is False if it was cancelled
+        self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # a result of False: the fetch was cancelled
         self._downloads = _Downloads(tier)
         self._measurement: asyncio.Task[None] | None = None
         self.counters = FetchCounters()
@@ -80,7 +84,7 @@ class RemotePrefetcher:
     async def fetch(self, request: FetchRequest) -> FetchResult:
         """Extend the stored prefix of a prompt by chunks of the remote tier.
 
-        Raises nothing. A caller that is cancelled leaves nothing behind.
+        Raises nothing. Cancelling the caller leaves no slots or leases behind.
         """
         began = time.perf_counter()
         tokens = 0
@@ -102,7 +106,7 @@ class RemotePrefetcher:
             self._record_bypass()
             return 0
         while (running := self._inflight_by_key.get(spans[0].key)) is not None:
-            # Another request fetches the same; the result is matched later, unless that request was cancelled.
+            # Another request fetches the same chunks. The result is matched later, unless that request was cancelled.
             limit = min(request.hints.timeout_seconds, prefill_seconds or _LOOKUP_SECONDS)
             await asyncio.wait({running}, timeout=max(0.0, began + limit - time.perf_counter()))
             if not running.done() or running.result():
@@ -124,7 +128,7 @@ class RemotePrefetcher:
     async def _missing_chunks(self, request: FetchRequest) -> tuple[list[_ChunkSpan], int]:
         """Return the prompt's chunks that are not stored.
 
-        Also returns the tokens that they would add; no chunks if these are too few.
+        Also returns the number of tokens that they would add. Returns no chunks if these are too few.
         """
         out: list[_ChunkSpan] = []
         parent, start, yield_timer = request.root, 0, YieldTimer()
@@ -160,7 +164,7 @@ class RemotePrefetcher:
         was_invalidated = lookup.invalidated
         if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
             return 0
-        # This lookup already carries the post-deletion epoch: the deletion just observed must not invalidate it.
+        # This lookup already has the epoch of after the deletion: the deletion just observed must not invalidate it.
         lookup.invalidated = was_invalidated
         lookup.keys = frozenset(record.header.prefix_hash for record in found.leading)
         records = await self._verify_chain(request, spans, found.leading)
@@ -188,7 +192,7 @@ class RemotePrefetcher:
     async def _verify_chain(
         request: FetchRequest, spans: Sequence[_ChunkSpan], records: Sequence[RemoteRecord]
     ) -> list[RemoteRecord]:
-        """Return leading records that are the prompt's chunks in every respect, tokens included."""
+        """Return the leading records that match the prompt's chunks, tokens included."""
         out: list[RemoteRecord] = []
         yield_timer = YieldTimer()
         for span, record in zip(spans, records, strict=False):
@@ -207,7 +211,7 @@ class RemotePrefetcher:
     def _num_worth_fetching(self, records: Sequence[RemoteRecord], ready: Sequence[float], left: float) -> int:
         """Count the leading records that arrive before they could be computed.
 
-        ``ready`` has the prefill time up to each record, ``left`` the seconds left.
+        ``ready`` has the prefill time up to each record; ``left`` is the remaining time in seconds.
         """
         size = best = 0
         for n, (record, computed) in enumerate(zip(records, ready, strict=True), 1):
@@ -233,7 +237,7 @@ class RemotePrefetcher:
                         return
                     size += sum(record.stored_length for record in download.group)
         finally:
-            if time.perf_counter() >= deadline:  # if nothing came, the first group was too much
+            if time.perf_counter() >= deadline:  # if no payload arrived, the first group was too large
                 size = size or sum(record.stored_length for record in groups[0])
             self._tier.latency.record_transfer(size, time.perf_counter() - began)
             lease.release()
@@ -255,9 +259,9 @@ class RemotePrefetcher:
     # ---- bypass ---------------------------------------------------------------------------------------------
 
     def _record_bypass(self, records: Sequence[RemoteRecord] = ()) -> None:
-        """Count a prompt that is faster computed.
+        """Count a prompt that is faster to compute.
 
-        Measures the backend now and then, in the background.
+        Starts a measurement of the backend now and then, in the background.
         """
         self.counters.bypassed += 1
         self._tier.demand.set()
@@ -285,7 +289,7 @@ class _Download:
     """A group of records whose payloads are downloaded."""
 
     group: list[RemoteRecord]
-    inserted: asyncio.Event = field(default_factory=asyncio.Event)  # set once the payloads are used
+    inserted: asyncio.Event = field(default_factory=asyncio.Event)  # set once the payloads are inserted
     _payloads: list[list[bytes] | None] | None = None
     _done: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -299,7 +303,7 @@ class _Download:
             await self.inserted.wait()
 
     async def wait_payloads(self, seconds: float) -> list[list[bytes] | None] | None:
-        """Return the payloads, which are the caller's from then on; None when they failed or did not come in time."""
+        """Return the payloads, which the caller then owns; None if they failed or are late."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._done.wait()
@@ -308,17 +312,17 @@ class _Download:
 
 
 class _Downloads:
-    """Downloads of one tier, bounded in number over all prompts."""
+    """Downloads of one tier, with one limit for all prompts."""
 
     def __init__(self, tier: RemoteTier) -> None:
         self._tier, self._slots = tier, asyncio.Semaphore(_MAX_DOWNLOADS)
 
     @contextlib.contextmanager
     def start(self, groups: Sequence[list[RemoteRecord]]) -> Iterator[list[_Download]]:
-        """Download groups, in their order; what is left at the end of the block is cancelled.
+        """Download groups in order; the end of the block cancels the remaining ones.
 
-        Slots are granted in the order asked for: so the group that is inserted next has one, or gets one before those
-        behind it, and prompts do not wait for each other for ever.
+        Slots are granted in the order of requests. So the group that is inserted next has a slot, or gets one before
+        later groups, and prompts do not deadlock.
         """
         downloads = [_Download(group) for group in groups]
         tasks = [asyncio.create_task(download.run(self._tier, self._slots)) for download in downloads]
@@ -333,7 +337,7 @@ class _Downloads:
 def _prefill_deadlines(seconds_per_token: float, records: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
     """Return the seconds in which the caller could compute up to each record.
 
-    Without a ``seconds_per_token`` of the caller, the writers' own prefill times count.
+    If the caller gives no ``seconds_per_token``, the writers' own prefill times count.
     """
     out, known = [], 0.0
     for record, ahead in zip(records, tokens, strict=False):

@@ -1,7 +1,7 @@
-"""Insertion of fetched chunks: decodes payloads into arena slots, a group at a time, and inserts them in order.
+"""Insertion of fetched chunks: decodes payloads into arena slots, then indexes them.
 
-A group is decoded on several threads at once, each with as many chunks as the others: chunk by chunk, a thread would
-wait for the event loop between any two, and the loop for the thread.
+It works on groups of chunks, in order. Several threads decode a group, each with the same number of chunks: if threads
+took single chunks, the thread and the event loop would wait for each other after every chunk.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Threads that decode a group: more than two wait for each other's memory.
+# Threads that decode a group: more than two compete for memory bandwidth.
 _THREADS = 2
 
 T = TypeVar("T")
@@ -31,7 +31,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Payload:
-    """A payload to decode into its slot; ``slot`` is None where the chunk is here already, or once it is inserted."""
+    """A payload to decode into its slot.
+
+    ``slot`` is None if this node already has the chunk, or once the chunk is inserted.
+    """
 
     record: RemoteRecord
     parts: list[bytes]
@@ -42,8 +45,8 @@ class _Payload:
 class RemoteChunkInserter:
     """Inserts chunks of the remote tier into one store.
 
-    ``run_in_thread`` runs the decoding. ``on_inserted`` is called with every chunk inserted and the seconds that the
-    backend still keeps it.
+    ``run_in_thread`` runs the decoding. ``on_inserted`` is called with every inserted chunk and the seconds until it
+    expires in the backend.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class RemoteChunkInserter:
         self._run_in_thread, self._on_inserted = run_in_thread, on_inserted
 
     def parent_is_live(self, root: bytes, entry: RemoteRecord) -> bool:
-        """Return True if the parent of a record's chunk is here."""
+        """Return True if this node has the parent of a record's chunk."""
         header = entry.header
         return self._inserter.parent_is_live(root, header.parent_prefix_hash, header.start_position)
 
@@ -70,11 +73,11 @@ class RemoteChunkInserter:
         is_invalidated: Callable[[], bool],
         delay_persist: bool,
     ) -> bool:
-        """Insert chunks, each behind the one before, and lease them.
+        """Insert chunks, each after its parent, and lease them.
 
-        Returns False when not all of them are here then: a payload is missing or corrupt, the arena is full, or
-        ``is_invalidated`` says that a deletion concerns them. With ``delay_persist`` a request waits for more, and they
-        become durable a moment later.
+        Returns False unless all of them are then in the arena: a payload is missing or corrupt, the arena is full, or
+        ``is_invalidated`` says that a deletion concerns them. ``delay_persist`` says that a request waits for more
+        chunks; they then become durable a moment later.
         """
         if (
             not self.parent_is_live(request.root, group[0])
@@ -122,7 +125,7 @@ class RemoteChunkInserter:
         return pieces
 
     async def _decode_all(self, pieces: Sequence[_Payload]) -> None:
-        """Fill the slots on threads. Returns, or raises, only when these are done with them."""
+        """Fill the slots on threads. Returns or raises only when no thread uses them."""
         todo = [piece for piece in pieces if piece.slot is not None]
         work = [self._run_in_thread(self._decode_work(part)) for n in range(_THREADS) if (part := todo[n::_THREADS])]
         if not work:
@@ -170,9 +173,8 @@ class RemoteChunkInserter:
                 self._tier.reject(request.root, header.prefix_hash, piece.error)
                 return False
             ids, left = keys.token_bytes(header.token_ids[:]), self._tier.seconds_left(piece.record)
-            deadline = request.retention.deadline_at(header.start_position)
             new_chunk, piece.slot = (
-                NewChunk(header, ids, tenant, piece.slot, deadline, invalidated=is_invalidated()),
+                NewChunk(header, ids, tenant, piece.slot, request.kept.at(header.start_position), is_invalidated()),
                 None,
             )
             outcome = insertion.insert([new_chunk], delay_persist=delay_persist)[0]
@@ -186,7 +188,7 @@ class RemoteChunkInserter:
 
 
 async def await_uninterruptible(work: Awaitable[T]) -> T:
-    """Await work that cannot be stopped; a cancellation is raised when it has ended."""
+    """Await work that cannot be stopped; raise a cancellation only after its end."""
     running = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not running.done():
@@ -201,6 +203,6 @@ async def await_uninterruptible(work: Awaitable[T]) -> T:
 
 
 def consume_exception(task: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a task that has no other reader."""
+    """Retrieve the exception of a task that no caller awaits."""
     if not task.cancelled():
         task.exception()

@@ -11,14 +11,14 @@ from kvsidecar.chunk_layout import Geometry
 
 from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.store.lookup import FetchHints
-from cache_daemon.store.retention import NO_EXPIRY, Retention
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 
 
 @dataclass(frozen=True)
 class FetchRequest:
-    """A prompt of a tenant and how it is fetched.
+    """A tenant's prompt and the parameters of its fetch.
 
-    ``ids`` are uint32 little-endian token ids. Fetched chunks are kept for ``retention``.
+    ``ids`` are uint32 little-endian token ids. ``kept`` are the hints for fetched chunks.
     """
 
     root: bytes
@@ -26,7 +26,7 @@ class FetchRequest:
     geometry: Geometry
     ids: bytes
     hints: FetchHints
-    retention: Retention = NO_EXPIRY
+    kept: PromptHints = NO_HINTS
 
     def accepts(self, header: ChunkHeader) -> bool:
         """Return True for a chunk of the tenant with the model's geometry."""
@@ -35,7 +35,7 @@ class FetchRequest:
 
 @dataclass(frozen=True)
 class FetchResult:
-    """Tokens added to the prefix, and the seconds that it took, in vain or not."""
+    """Tokens added to the prefix, and the duration in seconds, also of failed fetches."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -45,7 +45,7 @@ class FetchResult:
 class InflightLookup:
     """A lookup of a tenant's chunks in the backend.
 
-    ``invalidated`` is set as soon as some of them are deleted. ``keys`` are the chunks found, None until the answer.
+    A deletion of any of them sets ``invalidated``. ``keys`` are the chunks found, None until the answer.
     """
 
     root: bytes
@@ -61,12 +61,12 @@ class InflightLookups:
         self._lookups: set[InflightLookup] = set()
 
     def is_deleting(self, root: bytes) -> bool:
-        """Return True while the tenant must not be looked up, see ``DeletionWriter.is_deleting``."""
+        """Return True while the tenant must not be looked up; see ``DeletionWriter.is_deleting``."""
         return self._deletions.is_deleting(root)
 
     @contextmanager
     def track(self, root: bytes) -> Iterator[InflightLookup]:
-        """Register a lookup for the length of a block."""
+        """Register a lookup for the duration of a block."""
         lookup = InflightLookup(root, self.is_deleting(root))
         self._lookups.add(lookup)
         try:
@@ -75,8 +75,10 @@ class InflightLookups:
             self._lookups.remove(lookup)
 
     def invalidate(self, root: bytes, keys: frozenset[bytes] | None = None) -> None:
-        """Invalidate the lookups of a tenant, with an empty ``root`` of all; with ``keys`` only those that found one
-        of these chunks, or have no answer yet."""
+        """Invalidate the lookups of a tenant, or with an empty ``root`` all lookups.
+
+        With ``keys``, only those that found one of these chunks or have no answer yet.
+        """
         for lookup in self._lookups:
             if root in (b"", lookup.root) and (keys is None or lookup.keys is None or keys & lookup.keys):
                 lookup.invalidated = True

@@ -1,6 +1,6 @@
-"""Health probe of the backend: connects, retries while the circuit is open, and measures while nothing is read.
+"""Health probe of the backend: connects, retries while the circuit is open, measures latency.
 
-So no request pays for finding out that the backend is back, or that it has become fast enough again.
+It measures while no request reads. So no request has to discover that the backend works again or is fast enough again.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.circuit_breaker import CircuitState
 from cache_daemon.remote.remote_tier import RemoteTier
 
-# The backend must be in use within five seconds of its return: two probes, each with a connection.
+# The backend must be in use within five seconds of its recovery: two probes, each with a connection.
 _RETRY_SECONDS, _PROBE_TIMEOUT_SECONDS, _CONNECT_TIMEOUT_SECONDS = 0.5, 0.5, 1.5
-# Age at which the latency is measured again, which also shows that the backend is up.
+# Age at which the latency is measured again; the measurement also shows that the backend works.
 _LATENCY_MAX_AGE_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
 
 class HealthProbe:
-    """The probe of one tier. ``run`` goes on until it is cancelled."""
+    """The probe of one tier. ``run`` continues until it is cancelled."""
 
     def __init__(self, tier: RemoteTier) -> None:
         self._tier = tier
         self._connected = False
-        self._is_reported_down = False  # an outage is logged
+        self._is_reported_down = False  # the outage is logged
 
     async def run(self) -> None:
         tier = self._tier

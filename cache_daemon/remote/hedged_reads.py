@@ -1,4 +1,4 @@
-"""Hedged reads: a read of the remote tier that is late starts again on another connection; the first answer wins.
+"""Hedged reads: duplicate a late read on another connection; the first answer wins.
 
 Dean and Barroso, "The Tail at Scale", CACM 2013.
 """
@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 from cache_daemon.remote.backend import RemoteFailed
 
-# At most a tenth of all reads is duplicated, so that a backend that is slow for want of capacity does not get twice the
-# load; unused duplicates are saved up to the second number.
+# At most a tenth of all reads is duplicated, so that an overloaded backend does not get twice the load. Unused
+# duplicates accumulate up to the second number.
 _HEDGE_SHARE, _MAX_CREDIT = 0.1, 4.0
 
 T = TypeVar("T")
 
 
 class HedgedReads:
-    """Duplicates slow reads over ``lanes`` independent connections; with one lane nothing is duplicated."""
+    """Duplicates slow reads over ``lanes`` independent connections; one lane duplicates nothing."""
 
     def __init__(self, lanes: int) -> None:
         self._lanes, self._saved, self._next = lanes, _MAX_CREDIT, 0
@@ -28,8 +28,8 @@ class HedgedReads:
     async def first_result(self, work: Callable[[int], Awaitable[T]], hedge_after_seconds: float) -> T:
         """Return the first answer of ``work``, which is called with a lane.
 
-        A second read starts after ``hedge_after_seconds``. Raises what the work raised when all of it did, and
-        RemoteFailed where the work was cancelled and the caller was not.
+        A second read starts after ``hedge_after_seconds``. Raises the exception of ``work`` if all reads failed, and
+        RemoteFailed if the work was cancelled but the caller was not.
         """
         self._saved = min(_MAX_CREDIT, self._saved + _HEDGE_SHARE)
         lane = self._next = (self._next + 1) % self._lanes
@@ -55,11 +55,14 @@ class HedgedReads:
 
 
 def _failure(task: asyncio.Future[Any]) -> BaseException | None:
-    """Return the exception of finished work; cancelled work has failed, since the caller did not cancel it."""
+    """Return the exception of finished work.
+
+    Cancelled work has failed, since the caller did not cancel it.
+    """
     return RemoteFailed("it gave a call up") if task.cancelled() else task.exception()
 
 
 def _consume_exception(task: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of the slower read, which has no other reader."""
+    """Retrieve the exception of the slower read, which no caller awaits."""
     if not task.cancelled():
         task.exception()

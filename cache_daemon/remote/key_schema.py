@@ -25,7 +25,7 @@ TOMBSTONE_ID_BYTES = 8
 
 @dataclass(frozen=True)
 class KeySchema:
-    """Keys under one prefix, which has no slash at its end; empty for none."""
+    """Keys under one prefix, which has no slash at its end and may be empty."""
 
     prefix: str
 

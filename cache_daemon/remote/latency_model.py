@@ -1,14 +1,14 @@
-"""Latency model of the remote tier: seconds until a small answer comes, and bytes per second after that.
+"""Latency model of the remote tier: round-trip time and bandwidth.
 
-New measurements replace old ones; time alone does not, because an unused backend is not known to have changed. While
-the model says that reads are too slow, nothing is read, so the health probe measures now and then.
+New measurements replace old ones. Old measurements do not expire, because nothing suggests that an unused backend has
+changed. While the model says that reads are too slow, no request reads, so the health probe measures now and then.
 """
 
 from __future__ import annotations
 
 import time
 
-# Faster answers weigh more than slower ones: an answer is late for many reasons, and early for one.
+# Faster answers weigh more than slower ones: many causes delay an answer, but only a faster backend speeds it up.
 _SLOWER_WEIGHT, _FASTER_WEIGHT = 0.2, 0.5
 # Smaller transfers say nothing about the bandwidth.
 _MIN_TRANSFER_BYTES = 256 << 10
@@ -16,16 +16,16 @@ _MAX_BYTES_PER_SECOND = 1e12
 
 
 class LatencyModel:
-    """Running means. Before the first measurement reads are assumed to be free."""
+    """Running means. Before the first measurement reads are assumed to cost nothing."""
 
     def __init__(self) -> None:
         self.latency_seconds = 0.0
-        self.bytes_per_second = 0.0  # 0: not known
+        self.bytes_per_second = 0.0  # 0: unknown
         self.latency_measured_at = float("-inf")  # when the latency was measured, monotonic seconds
-        self.bandwidth_measured_at = float("-inf")  # when the bandwidth was
+        self.bandwidth_measured_at = float("-inf")  # when the bandwidth was measured
 
     def record_round_trip(self, seconds: float, size_bytes: int = 0) -> None:
-        """Record a small answer."""
+        """Record the round trip of a small answer."""
         spent = max(0.0, seconds - self._transfer_seconds(size_bytes))
         weight = _FASTER_WEIGHT if spent < self.latency_seconds else _SLOWER_WEIGHT
         known = self.latency_measured_at > float("-inf")
@@ -43,7 +43,7 @@ class LatencyModel:
         self.bandwidth_measured_at = time.monotonic()
 
     def record_timeout(self, seconds: float) -> None:
-        """Record that a small answer had not come after ``seconds``."""
+        """Record that a small answer had not arrived after ``seconds``."""
         self.latency_seconds = max(self.latency_seconds, seconds)
 
     def estimate_seconds(self, size_bytes: int, round_trips: int = 1) -> float:
@@ -54,5 +54,5 @@ class LatencyModel:
         return size_bytes / self.bytes_per_second if self.bytes_per_second else 0.0
 
     def reset_latency(self) -> None:
-        """Forget the latency: the backend was away."""
+        """Forget the latency, after an outage of the backend."""
         self.latency_seconds, self.latency_measured_at = 0.0, float("-inf")

@@ -1,6 +1,6 @@
-"""Object store backends, through ``obstore``: S3 and its protocol, and Azure Blob Storage.
+"""Object store backends, through ``obstore``: S3 and compatible stores, and Azure Blob Storage.
 
-Credentials are those of ``--remote``, or what the AWS or AZURE variables, files and services of the environment say.
+Credentials are those of ``--remote``, else those of the environment's AWS or AZURE variables, files and services.
 Objects have no TTL of their own: readers ignore expired records, and the store's lifecycle rules remove them.
 """
 
@@ -23,7 +23,7 @@ _LIST_PAGE_SIZE = 1000
 
 
 class ObjectStoreBackend(ABC):
-    """An object store. Raises ConfigurationError without its client, or for settings that it refuses."""
+    """An object store. Raises ConfigurationError without its client, or for refused settings."""
 
     name: str
     part_bytes = 8 << 20
@@ -47,7 +47,7 @@ class ObjectStoreBackend(ABC):
         options: dict[str, Any] = {"allow_http": not self._address.tls, "connect_timeout": "1s", "timeout": "30s"}
         if self._credentials.ca:
             options["root_certificate"] = self._credentials.ca
-        # Callers have timeouts and retry by themselves.
+        # Callers have timeouts and do their own retries.
         retries: Any = {"max_retries": 0}
         try:
             self._stores = [self._new(client_options=options, retry_config=retries) for _ in range(self.lanes)]
@@ -94,7 +94,7 @@ class ObjectStoreBackend(ABC):
             try:
                 await self._obstore.delete_async(store, list(names))
             except self._missing:
-                # The client stops at the first missing object, with others still to be deleted.
+                # The client's bulk call stops at the first missing object, before it has deleted the others.
                 await asyncio.gather(*(self._delete(store, name) for name in names))
 
     async def _delete(self, store: Any, name: str) -> None:
@@ -121,7 +121,7 @@ class ObjectStoreBackend(ABC):
 
 
 class S3Backend(ObjectStoreBackend):
-    """A bucket of S3, or of a store with its protocol."""
+    """A bucket of S3 or of a compatible store."""
 
     name = "s3"
 
@@ -139,7 +139,7 @@ class S3Backend(ObjectStoreBackend):
 
 
 class AzureBackend(ObjectStoreBackend):
-    """A container of Azure Blob Storage; an account's key is in base64."""
+    """A container of Azure Blob Storage; the account key is base64."""
 
     name = "azure"
 
@@ -156,7 +156,7 @@ def _set(given: dict[str, str]) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Describe an error without the store's own words, which name objects and may quote headers."""
+    """Describe an error without the store's text, which names objects and may quote headers."""
     text = str(error)
     if why := tls_error_reason(text):
         return why
@@ -167,7 +167,7 @@ def _reason(error: Exception) -> str:
         ("NoSuchBucket", "there is no such bucket"),
         ("ContainerNotFound", "there is no such container"),
         ("SlowDown", "the store says that it is asked too much"),
-        ("status code: 507", "the store is full"),  # by itself it may be part of a name, or of a time
+        ("status code: 507", "the store is full"),  # the number alone may be part of a name or a time
         ("token request", "no key is given, and this machine has none for the store; see --remote-secret-file"),
         ("kind: Connect", "it cannot be connected to"),
     ):

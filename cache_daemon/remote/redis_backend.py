@@ -1,7 +1,7 @@
 """Valkey and Redis backend, single or cluster, through ``valkey-glide``.
 
-The client multiplexes: concurrent calls go out as one, so many sets are a pipeline. A second client is the second lane
-for hedged reads.
+The client multiplexes concurrent calls over one connection, so many sets form a pipeline. A second client is the second
+lane for hedged reads.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class RedisBackend:
             "use_tls": address.tls,
             "request_timeout": _REQUEST_MS,
             "client_name": "kvsidecar",
-            # Without it creating a client connects, and blocks the event loop until it has or gives up.
+            # Without it, creating a client connects at once, and blocks the event loop until it succeeds or gives up.
             "lazy_connect": True,
             "reconnect_strategy": glide.BackoffStrategy(num_of_retries=2, factor=100, exponent_base=2),
             "advanced_config": advanced(connection_timeout=_CONNECT_MS, tls_config=tls),
@@ -137,7 +137,7 @@ class RedisBackend:
 
 
 def _reason(error: Exception) -> str:
-    """Describe an error in our own words: the server's may name keys."""
+    """Describe an error in our own words, because the server's text may name keys."""
     text = str(error).lower()
     if why := tls_error_reason(text):
         return why
@@ -148,7 +148,10 @@ def _reason(error: Exception) -> str:
 
 
 def _text(name: bytes) -> str | None:
-    """Decode a name; None for one that cannot be ours: another writer's keys must not prevent deletions."""
+    """Decode a name; None for a name that this program cannot have written.
+
+    Another writer's keys must not prevent deletions.
+    """
     try:
         return name.decode()
     except UnicodeDecodeError:

@@ -1,22 +1,22 @@
-"""Record format of a chunk in the remote backend: a record with all metadata, and its payload in parts.
+"""Record format of a chunk in the remote backend: metadata record, and payload in parts.
 
 The record, integers little-endian::
 
     "KVSR" uint8 version, uint8 codec, uint16 parts
     uint64 stored length, uint64 XXH3-64 of the stored payload, uint64 expiry (Unix seconds; 0: none)
     16 bytes epoch
-    ChunkHeader (sealed)
+    ChunkHeader (encrypted)
     uint64 XXH3-64 of the record's name and everything before
 
-The payload is compressed as in the durable tier (``durable/payload_codec.py``), then sealed
-(``durable/encryption.py``), then cut. A record and a payload are sealed for their own place, so neither can replace
-another. The epoch says which deletions the writer knew: readers ignore a record whose epoch is not the tenant's
-present one.
+The payload is compressed as in the durable tier (``durable/payload_codec.py``), then encrypted
+(``durable/encryption.py``), then split into parts. The encryption authenticates the name of a record or payload, so
+neither can replace another. The epoch says which deletions the writer knew: readers ignore a record whose epoch is not
+the tenant's present one.
 
-A deletion epoch is 16 random bytes; another one than before means that there was a deletion. The lowest bit of its last
-byte says why it was made: 1 by a deletion, 0 because there was none, as at first or after the backend lost it. So a
-node that sees another deletion epoch knows of a deletion; another epoch of the other kind only says that the backend
-has lost data, and perhaps a deletion with it.
+An epoch is 16 random bytes. A deletion replaces it. The lowest bit of its last byte is 1 if a deletion created the
+epoch, and 0 if the backend had none (at first, or after it lost its data). So a node that sees a new epoch with that
+bit knows of a deletion; a new epoch without it only says that the backend has lost data, and perhaps a deletion with
+it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from cache_daemon.remote.key_schema import RECORD_VERSION
 
 EPOCH_BYTES = 16
 MAX_PARTS = 4096
-_MAX_UNIX_SECONDS = 1 << 40  # Unix seconds; as milliseconds they still fit into expiry notes
+_MAX_UNIX_SECONDS = 1 << 40  # Unix seconds; in milliseconds they still fit into expiry notes
 _MAGIC = b"KVSR"
 _PREFIX = struct.Struct(f"<4sBBHQQQ{EPOCH_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
@@ -48,8 +48,8 @@ _PLACE_HEAD, _PLACE_PAYLOAD = b"remote head\0", b"remote payload\0"
 class InvalidRecord(Exception):
     """A value that does not match its name.
 
-    ``corrupt`` ones are useless to every node; the others have another version or encryption key, and may be another
-    node's.
+    A ``corrupt`` value is useless to every node; another one has another version or encryption key, and may belong to
+    another node.
     """
 
     def __init__(self, text: str, *, corrupt: bool = True) -> None:
@@ -71,10 +71,11 @@ class RemoteRecord:
 
 
 def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | None:
-    """Combine the global epoch and a tenant's into the one that its records carry.
+    """Combine the global epoch and a tenant's into the epoch of its records.
 
-    None without the tenant's: it was never set, or is lost, and nothing counts then, or records of before a deletion
-    would count again. The global one may be absent, since setting it removes the tenants'.
+    Returns None without the tenant's epoch: it was never set or is lost. No record is valid then, or records from
+    before a deletion would become valid again. The global epoch may be absent, since setting it removes the tenants'
+    epochs.
     """
     if tenant is None:
         return None
@@ -83,7 +84,7 @@ def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | N
 
 
 def new_epoch(*, deletion: bool) -> bytes:
-    """Draw a random epoch, marked as made by a deletion or not."""
+    """Create a random epoch, marked as made by a deletion or not."""
     drawn = secrets.token_bytes(EPOCH_BYTES)
     return drawn[:-1] + bytes([drawn[-1] & 0xFE | deletion])
 
@@ -100,9 +101,9 @@ def epoch_digest(epoch: bytes | None) -> bytes:
 
 @dataclass(frozen=True)
 class TenantEpochs:
-    """Epochs that the remote backend has for one tenant; None where it has none.
+    """Epochs of one tenant in the remote backend; None for a missing one.
 
-    ``chunks_epoch`` is replaced by each deletion of single chunks of the tenant.
+    Each deletion of single chunks of the tenant replaces ``chunks_epoch``.
     """
 
     global_epoch: bytes | None
@@ -111,14 +112,17 @@ class TenantEpochs:
 
     @property
     def record_epoch(self) -> bytes | None:
-        """Epoch that the tenant's records must carry, see ``record_epoch_of``."""
+        """Epoch that the tenant's records must carry; see ``record_epoch_of``."""
         return record_epoch_of(self.global_epoch, self.tenant_epoch)
 
 
 def encode_payload(
     cipher: Cipher, header: ChunkHeader, payload: memoryview, plane_compressor: payload_codec.PlaneCompressor | None
 ) -> tuple[int, memoryview]:
-    """Compress and encrypt a payload. Returns the codec and the stored bytes. Heavy, mostly without the GIL."""
+    """Compress and encrypt a payload; return the codec and the stored bytes.
+
+    Heavy, mostly without the GIL.
+    """
     small = None if plane_compressor is None else plane_compressor.compress(header, payload)
     kind, plain = (payload_codec.RAW, payload) if small is None else (payload_codec.PLANES, memoryview(small))
     if not cipher.overhead:
@@ -127,7 +131,10 @@ def encode_payload(
 
 
 def decode_payload(cipher: Cipher, entry: RemoteRecord, parts: Sequence[bytes], target: memoryview) -> None:
-    """Decode and verify a payload into ``target``. Heavy, mostly without the GIL. Raises InvalidRecord."""
+    """Decode and verify a payload into ``target``. Raises InvalidRecord.
+
+    Heavy, mostly without the GIL.
+    """
     if sum(map(len, parts)) != entry.stored_length:
         raise InvalidRecord("its parts have another length than its record says")
     stored = parts[0] if len(parts) == 1 else b"".join(parts)
@@ -177,7 +184,7 @@ def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
     if version != RECORD_VERSION or kind not in (payload_codec.RAW, payload_codec.PLANES):
         raise InvalidRecord("its record is of another version", corrupt=False)
     header = _open_header(cipher, name, body[_PREFIX.size :])
-    # A compressed payload is smaller than a raw one; a sealed one is larger by the cipher.
+    # Compression never enlarges a payload; encryption enlarges it by the cipher's overhead.
     if not 1 <= parts <= MAX_PARTS or length > header.payload_bytes + cipher.overhead:
         raise InvalidRecord("its record has impossible sizes")
     if ends_at >= _MAX_UNIX_SECONDS:

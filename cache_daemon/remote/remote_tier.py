@@ -1,6 +1,6 @@
-"""The remote tier over a backend: finds, reads, writes and deletes chunk records, and verifies all it reads.
+"""The remote tier over a backend: finds, reads, writes, deletes and verifies chunk records.
 
-It raises RemoteFailed and InvalidRecord only, no call exceeds its timeout, and while the circuit is open calls fail at
+It raises only RemoteFailed and InvalidRecord. No call exceeds its timeout, and while the circuit is open calls fail at
 once. Runs on one event loop; callers do heavy work on threads.
 """
 
@@ -35,11 +35,11 @@ from cache_daemon.remote.remote_record import (
 
 # A timeout shorter than this says nothing about the backend.
 _MIN_MEANINGFUL_SECONDS = 0.1
-# A read is hedged after this multiple of its estimated time, and not before some milliseconds.
+# A read is hedged after this multiple of its estimated time, but not before the second value.
 _HEDGE_FACTOR, _MIN_HEDGE_SECONDS = 3.0, 0.02
-# Bytes of one call, so that no answer keeps the event loop busy.
+# Maximal bytes of one call, so that no answer blocks the event loop for long.
 _CALL_BYTES = 4 << 20
-# Timeout of a write, or of a lookup before it, which grows with its bytes.
+# Timeout of a write, or of the lookup before it; it grows with the bytes.
 _WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
 _PAGE, _MAX_CORRUPT_RECORDS = 256, 1024
 _TRIAL_SECONDS = 0.002
@@ -65,7 +65,7 @@ class RemoteCounters:
 class RecordLookup:
     """Valid records of a tenant, and its epochs.
 
-    ``records`` are in the order asked, None for missing ones.
+    ``records`` are in the requested order, None for missing ones.
     """
 
     records: list[RemoteRecord | None]
@@ -73,7 +73,7 @@ class RecordLookup:
 
     @property
     def record_epoch(self) -> bytes | None:
-        """Epoch that valid records of the tenant carry; None while none is valid."""
+        """Epoch of the tenant's valid records; None if no record can be valid."""
         return self.epochs.record_epoch
 
     @property
@@ -89,7 +89,7 @@ class RecordLookup:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """A chunk to write: its complete header, and its payload as it is stored."""
+    """A chunk to write: its complete header, and its payload in stored form."""
 
     header: ChunkHeader
     codec: int
@@ -100,7 +100,10 @@ class EncodedChunk:
 
 
 class RemoteTier:
-    """Reads and writes of one backend. ``cipher`` encrypts values; the backend sees names, sizes and times only."""
+    """Reads and writes of one backend.
+
+    ``cipher`` encrypts values; the backend sees only names, sizes and times.
+    """
 
     def __init__(
         self, backend: RemoteBackend, key_schema: KeySchema, cipher: Cipher, clock: Callable[[], float] = time.time
@@ -108,14 +111,17 @@ class RemoteTier:
         self.backend, self.key_schema, self.cipher, self._clock = backend, key_schema, cipher, clock
         self.reads, self.writes = CircuitBreaker(), CircuitBreaker()
         self.latency, self.counters, self.hedged_reads = LatencyModel(), RemoteCounters(), HedgedReads(backend.lanes)
-        self.demand = asyncio.Event()  # a caller was refused by the circuit or the cost
+        self.demand = asyncio.Event()  # the circuit or the cost model has refused a caller
         self.corrupt_records: dict[tuple[bytes, bytes], None] = {}  # roots and prefix hashes of records to remove
-        self.backend_generation = 0  # number of reconnects: the backend may have lost its data
+        self.backend_generation = 0  # number of reconnects; at each the backend may have lost its data
 
     # ---- reading --------------------------------------------------------------------------------------------
 
     async def find(self, root: bytes, hashes: Sequence[bytes], seconds: float) -> RecordLookup:
-        """Find a tenant's records, in one round trip. Invalid ones are missing, and counted. Raises RemoteFailed."""
+        """Find a tenant's records, in one round trip. Raises RemoteFailed.
+
+        Invalid records are counted and treated as missing.
+        """
         names = self.key_schema
         wanted = [*self._epoch_keys(root), *(names.record_key(root, key) for key in hashes)]
         began = time.perf_counter()
@@ -177,15 +183,15 @@ class RemoteTier:
         return None if over or entry.epoch != mark else entry
 
     async def read_payloads(self, entries: Sequence[RemoteRecord], seconds: float) -> list[list[bytes] | None]:
-        """Read the payload parts of some records, of a few megabytes together.
+        """Read the payload parts of some records, a few megabytes in all.
 
-        None for a record with a missing part, as when the backend has evicted it. Raises RemoteFailed.
+        None for a record with a missing part, for example one that the backend evicted. Raises RemoteFailed.
         """
         names = [self._payload_keys(entry) for entry in entries]
         flat = [name for of_one in names for name in of_one]
         size = sum(entry.stored_length for entry in entries)
         tried_until = time.monotonic() + seconds
-        # A lookup that has begun is completed: it waits for the trial calls.
+        # A lookup that has begun must complete, so it waits for the trial calls.
         while self.reads.trials_full and time.monotonic() < tried_until:  # noqa: ASYNC110
             await asyncio.sleep(_TRIAL_SECONDS)
         found = await self._read(lambda lane: self.backend.get_many(flat, lane), seconds, size)
@@ -198,7 +204,7 @@ class RemoteTier:
         return out
 
     def group_by_call(self, entries: Sequence[RemoteRecord]) -> list[list[RemoteRecord]]:
-        """Group records, in order, by what one call may read: records may claim many parts of few bytes."""
+        """Group records, in order, by the limits of one call: records may claim many small parts."""
         out: list[list[RemoteRecord]] = []
         size = parts = 0
         for entry in entries:
@@ -239,7 +245,7 @@ class RemoteTier:
             self.corrupt_records[root, key] = None
 
     async def list_prefix_hashes(self, root: bytes) -> list[bytes]:
-        """List the prefix hashes of a tenant's records, valid or not, in no order. Raises RemoteFailed."""
+        """List the prefix hashes of a tenant's records, valid or not, unordered. Raises RemoteFailed."""
         found: dict[bytes, None] = {}
         async for page in self.scan(self.key_schema.tenant_prefix(root)):
             hashes = (self.key_schema.hash_of_record_key(root, name) for name in page)
@@ -249,7 +255,7 @@ class RemoteTier:
     # ---- writing --------------------------------------------------------------------------------------------
 
     async def store(self, batch: Sequence[EncodedChunk]) -> None:
-        """Write chunks, all payloads before any record. Raises RemoteFailed, after which some may be there."""
+        """Write chunks, all payloads before any record. Raises RemoteFailed; some may then be stored."""
         parts: dict[int | None, list[Item]] = {}
         records: dict[int | None, list[Item]] = {}
         for out in batch:
@@ -269,12 +275,12 @@ class RemoteTier:
         self.counters.written_bytes += sum(len(out.stored) for out in batch)
 
     async def create_tenant_epoch(self, root: bytes) -> None:
-        """Create a tenant's epoch if it has none; of several nodes one wins. Raises RemoteFailed."""
+        """Create a tenant's epoch if it has none; one of several nodes wins. Raises RemoteFailed."""
         async with self._guarded(self.writes, _WRITE_SECONDS):
             await self.backend.put_if_absent(self.key_schema.tenant_epoch_key(root), new_epoch(deletion=False))
 
     async def write(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
-        """Write values of a few megabytes. Raises RemoteFailed."""
+        """Write values, a few megabytes in all. Raises RemoteFailed."""
         size = sum(len(value) for _, value in items)
         async with self._guarded(self.writes, _WRITE_SECONDS + size / _WRITE_BYTES_PER_SECOND):
             await self.backend.put_many(items, ttl_seconds)
@@ -282,11 +288,11 @@ class RemoteTier:
     # ---- deleting -------------------------------------------------------------------------------------------
 
     async def contains(self, root: bytes, key: bytes) -> bool:
-        """Return True if a chunk is there, after one round trip. Raises RemoteFailed."""
+        """Return True if the backend has a chunk, after one round trip. Raises RemoteFailed."""
         return (await self.find(root, [key], _WRITE_SECONDS)).records[0] is not None
 
     async def remove_corrupt(self) -> None:
-        """Remove queued records; their parts are unreachable then. Raises RemoteFailed."""
+        """Remove queued records, which makes their parts unreachable. Raises RemoteFailed."""
         while self.corrupt_records:
             some = list(self.corrupt_records)[:_PAGE]
             await self.remove([self.key_schema.record_key(root, key) for root, key in some])
@@ -319,7 +325,7 @@ class RemoteTier:
 
     @asynccontextmanager
     async def _guarded(self, breaker: CircuitBreaker, seconds: float) -> AsyncIterator[None]:
-        """Run a call behind a circuit breaker, with a timeout. Raises RemoteFailed."""
+        """Run a call through a circuit breaker, with a timeout. Raises RemoteFailed."""
         call, turn = breaker.begin_call(), breaker.num_opened
         if call is None:
             self.demand.set()
@@ -348,7 +354,7 @@ class RemoteTier:
     # ---- probes ---------------------------------------------------------------------------------------------
 
     async def probe_read(self, seconds: float) -> None:
-        """Read a small value past the circuit breaker, and record its latency. Raises RemoteFailed."""
+        """Read a small value without the circuit breaker, and record its latency. Raises RemoteFailed."""
         began = time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
@@ -358,7 +364,7 @@ class RemoteTier:
         self.latency.record_round_trip(time.perf_counter() - began)
 
     async def probe_write(self, seconds: float) -> None:
-        """Write a small value past the circuit breaker. Raises RemoteFailed."""
+        """Write a small value without the circuit breaker. Raises RemoteFailed."""
         try:
             async with asyncio.timeout(seconds):
                 await self.backend.put_many([(f"{self.key_schema.root_prefix}probe", b"probe")], 60)

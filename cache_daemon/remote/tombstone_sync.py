@@ -1,6 +1,7 @@
-"""Applies deletions of other nodes here, also those done while this node was down.
+"""Applies deletions of other nodes on this node, including those during its downtime.
 
-One small value says whether there was any; then the epochs of all tenants are read that have chunks here.
+Each deletion replaces one small value in the backend, the deletions epoch. When a poll shows that it changed, the node
+reads the epochs of all tenants of which it has chunks.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Poll interval, the one before the first poll, and the pause after a poll of all tenants, as a multiple of its time.
+# Poll interval, the delay of the first poll, and the pause after a poll of all tenants as a multiple of its duration.
 _POLL_SECONDS, _FIRST_POLL_SECONDS, _IDLE_FACTOR = 2.0, 0.25, 10.0
 _TENANTS_PER_READ = 128
-# An epoch that is written back again so soon was contested.
+# If an epoch must be written back again within this time, two nodes contest it.
 _CONTESTED_SECONDS = 600.0
 
 log = structlog.get_logger("cache_daemon")
 
 
 class TombstoneApplier:
-    """Polls the backend's deletion epochs and tombstones, and deletes the same chunks here.
+    """Polls the backend's deletion epochs and tombstones, and deletes those chunks locally.
 
     It also writes back deletions that the backend has lost. Runs on the event loop.
     """
@@ -52,24 +53,27 @@ class TombstoneApplier:
     ) -> None:
         self._tier, self._epochs, self._deletions = tier, epochs, deletions
         self._write_behind, self._bulk, self._lookups = write_behind, bulk, lookups
-        self.num_restored = 0  # deletions done again because the backend had lost them
+        self.num_restored = 0  # deletions repeated because the backend had lost them
         self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # changes to apply, with the time of observation
         self._wake = asyncio.Event()
         self._last_poll: tuple[int, int, bytes | None] | None = None  # state at the last poll of all tenants
         self._unseen_tenants: dict[bytes, None] = {}  # tenants with chunks here whose epochs are unknown
         self._next_poll_at = 0.0
-        self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; the global one under an empty key
+        self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; the global one under b""
         bulk.tiers.on_indexed.append(self._on_indexed)
         epochs.on_change.append(self.on_epoch_change)
 
     def _on_indexed(self, chunk: Chunk) -> None:
-        """Poll a tenant that has its first chunk here: only a node that knows the epoch sees its change."""
+        """Poll a tenant when its first chunk is indexed.
+
+        Only a node that knows the epoch notices its change.
+        """
         if chunk.root not in self._epochs:
             self._unseen_tenants[chunk.root] = None
             self._wake.set()
 
     def on_epoch_change(self, root: bytes, change: EpochChange) -> None:
-        """Schedule the deletion here of what another node has deleted."""
+        """Schedule the local deletion of chunks that another node has deleted."""
         if change is EpochChange.EPOCH_LOST:
             return
         root = b"" if change is EpochChange.ALL_DELETED else root
@@ -97,7 +101,7 @@ class TombstoneApplier:
                     await self._wake.wait()
 
     async def _forget_absent_tenants(self) -> None:
-        """Forget tenants that have no chunks on disk any more."""
+        """Forget tenants that no longer have chunks on disk."""
         yield_timer = YieldTimer()
         for root in self._epochs:
             if not self._bulk.page(root, root, 1):
@@ -138,7 +142,8 @@ class TombstoneApplier:
                     break
             await self._poll_tenants(roots)
             after = roots[-1] if len(roots) == _TENANTS_PER_READ else None
-        # A tenant that was deleted here has no chunks here: only its epoch shows that the backend lost the deletion.
+        # After the deletion of a tenant this node has none of its chunks: only the epoch shows that the backend lost
+        # the deletion.
         deleted = [root for root in self._epochs.tenants_with_deletions() if not self._bulk.page(root, root, 1)]
         for at in range(0, len(deleted), _TENANTS_PER_READ):
             await self._poll_tenants(deleted[at : at + _TENANTS_PER_READ])
@@ -151,7 +156,7 @@ class TombstoneApplier:
     # ---- applying -------------------------------------------------------------------------------------------
 
     async def _apply(self) -> None:
-        """Apply scheduled deletions; those that need the backend come last, and may fail."""
+        """Apply scheduled deletions; those that need the backend come last and may fail."""
         for (root, change), observed_at in sorted(
             self._unapplied.items(), key=lambda one: one[0][1].value, reverse=True
         ):
@@ -168,7 +173,7 @@ class TombstoneApplier:
 
     async def _apply_chunk_deletions(self, root: bytes, observed_at: float) -> None:
         present = await tombstones.read_tombstones(self._tier, root)
-        async with self._write_behind.write_lock:  # chunks being written now are known to be there afterwards
+        async with self._write_behind.write_lock:  # afterwards the chunks of the running write are known to be stored
             new_keys = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, present))
             self._lookups.invalidate(root, new_keys)
             for key in sorted(new_keys):
@@ -184,10 +189,10 @@ class TombstoneApplier:
     # ---- deletions that the backend has lost ----------------------------------------------------------------
 
     async def _write_back(self, root: bytes) -> None:
-        """Write lost deletion epochs back, so that older records count no more.
+        """Write lost deletion epochs back, which invalidates older records.
 
-        The same epoch comes back, which nodes that know the deletion need not apply. Where two nodes disagree which
-        epoch is the later one, a second time within minutes, a new deletion ends that.
+        The backend gets the same epoch again, so nodes that know the deletion need not apply it. If two nodes disagree
+        about the later epoch, so that it is lost a second time within minutes, a new deletion ends the conflict.
         """
         async with self._write_behind.write_lock:
             global_only = TenantEpochs(await self._tier.read_global_epoch(), None, None)
@@ -212,7 +217,10 @@ class TombstoneApplier:
         self._write_behind.wake_for_corrupt()
 
     async def _write_back_chunks(self, root: bytes, present: set[bytes], lacks_epoch: bool = False) -> None:
-        """Write lost tombstones back; ``present`` are those that the backend has, perhaps without their epoch."""
+        """Write lost tombstones back.
+
+        ``present`` are the tombstones that the backend has, perhaps without their epoch.
+        """
         missing = self._epochs.missing_tombstones(root, present)
         if not missing and not lacks_epoch:
             return

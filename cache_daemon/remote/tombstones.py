@@ -1,8 +1,8 @@
-"""Deletions in the remote tier: epochs and tombstones in the backend, and the queue that writes them.
+"""Deletions in the remote tier: epochs, tombstones, and the queue that writes them.
 
-Deleting everything or a tenant replaces its deletion epoch, so that older records count no more. Deleting a chunk with
-its subtree leaves a tombstone per chunk, which only the deletion of the tenant removes: a node that was away may have
-the chunk and come back at any time. A tenant with too many tombstones is deleted as a whole, and they go.
+Deleting everything or a tenant replaces its deletion epoch, which invalidates older records. Deleting a chunk with its
+subtree leaves a tombstone per chunk, which only the deletion of the tenant removes: a node that was offline may have
+the chunk and return at any time. A tenant with too many tombstones is deleted as a whole, together with the tombstones.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from cache_daemon.remote.remote_record import new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
 
 NOTE_PREFIX = b"remote-forget:"
-# Pending deletions per tenant, and of all. The deletion of a tenant counts once, beside those of its chunks.
+# Maximal number of pending deletions, per tenant and in all. The deletion of a tenant counts as one beside those of its
+# chunks.
 MAX_PER_TENANT, MAX_DELETIONS = 256, 16384
 
 
 _PAGE, _LOOKUP_TIMEOUT_SECONDS = 256, 2.0
-# Tombstones per tenant.
+# Maximal number of tombstones per tenant.
 MAX_TOMBSTONES = 16384
 
 
 async def bump_epoch(tier: RemoteTier, root: bytes, epoch: bytes) -> None:
-    """Replace a tenant's epoch, without ``root`` the global one. Older records count no more. Raises RemoteFailed."""
+    """Replace a tenant's epoch, or without ``root`` the global one. Raises RemoteFailed.
+
+    This invalidates older records.
+    """
     await tier.write(
         [(tier.key_schema.tenant_epoch_key(root) if root else tier.key_schema.global_epoch_key, epoch)], None
     )
@@ -41,7 +45,7 @@ async def bump_epoch(tier: RemoteTier, root: bytes, epoch: bytes) -> None:
 async def purge(tier: RemoteTier, root: bytes) -> None:
     """Announce an epoch that ``bump_epoch`` has replaced, and remove the invalid values.
 
-    Without ``root`` also the tenants' epochs. Raises RemoteFailed.
+    Without ``root``, remove the tenants' epochs too. Raises RemoteFailed.
     """
     await announce(tier)
     names = tier.key_schema
@@ -54,9 +58,9 @@ async def purge(tier: RemoteTier, root: bytes) -> None:
 async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int, set[bytes]]:
     """Remove a chunk and its descendants, and leave tombstones.
 
-    Removes all payload parts that were ever written of them. Returns how many chunks there were, and the tombstones.
-    Raises RemoteFailed. Two scans, of which the first remembers only who is whose parent, and which tombstones there
-    are.
+    Removes all payload parts that were ever written for them. Returns the number of chunks, and the tombstones. Raises
+    RemoteFailed. Scans the backend twice; the first scan remembers only the parent of each chunk and the existing
+    tombstones.
     """
     names, begin = tier.key_schema, tier.key_schema.tenant_prefix(root)
     children: dict[bytes, list[bytes]] = {}
@@ -84,14 +88,17 @@ async def delete_subtree(tier: RemoteTier, root: bytes, key: bytes) -> tuple[int
     async for page in tier.scan(begin):
         await tier.remove([name for name in page if names.hash_of_key(root, name) in deleted])
     await tier.remove([names.tombstone_key(root, name) for name in before if name[:-TOMBSTONE_ID_BYTES] in deleted])
-    # Last, so that a node that polls it finds none of the records.
+    # Written last, so that a node that polls it finds none of the records.
     await tier.write([(names.chunks_epoch_key(root), new_epoch(deletion=True))], None)
     await announce(tier)
     return len(deleted & there), left
 
 
 async def read_tombstones(tier: RemoteTier, root: bytes) -> set[bytes]:
-    """Read a tenant's tombstones: prefix hash and id of each, as in ``KeySchema``. Raises RemoteFailed."""
+    """Read a tenant's tombstones: prefix hash and id of each, as in ``KeySchema``.
+
+    Raises RemoteFailed.
+    """
     found: set[bytes] = set()
     async for page in tier.scan(tier.key_schema.tombstone_key(root)):
         found.update(filter(None, (tier.key_schema.parse_tombstone_key(root, name) for name in page)))
@@ -114,8 +121,8 @@ async def announce(tier: RemoteTier) -> None:
 class PendingDeletion:
     """A deletion of a chunk with its subtree, of a tenant, or of everything.
 
-    ``key`` is empty for a tenant, ``root`` too for everything. ``is_known`` says that this node has the chunk, so that
-    its descendants may be there even if it is not.
+    ``key`` is empty for a tenant; ``root`` is empty too for everything. ``is_known`` says that this node has the chunk,
+    so the backend may have its descendants even without the chunk itself.
     """
 
     root: bytes
@@ -123,13 +130,13 @@ class PendingDeletion:
     is_known: bool
     done: asyncio.Future[int]
     started: bool = False
-    epoch: bytes = b""  # new epoch of a tenant or of everything, perhaps written already
-    bumped_generation: int = -1  # backend generation in which its epoch was bumped already
-    repeat: asyncio.Future[int] | None = None  # requested again after it started
+    epoch: bytes = b""  # new epoch of a tenant or of everything; it may already be written
+    bumped_generation: int = -1  # backend generation in which the epoch was already bumped
+    repeat: asyncio.Future[int] | None = None  # set if the deletion was requested again after it started
 
 
 class DeletionQueue:
-    """Pending deletions: each once, in order, bounded in number. Runs on the event loop."""
+    """Pending deletions: each once, in order, limited in number. Runs on the event loop."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[tuple[bytes, bytes], PendingDeletion] = OrderedDict()
@@ -143,7 +150,7 @@ class DeletionQueue:
         return root in self._roots or b"" in self._roots
 
     def check(self, root: bytes, key: bytes) -> None:
-        """Raise LimitExceeded when one more deletion would be too many."""
+        """Raise LimitExceeded when one more deletion would exceed the limit."""
         if (root, key) in self._waiting:
             return
         if key and self._roots[root] >= MAX_PER_TENANT:
@@ -170,13 +177,16 @@ class DeletionQueue:
         return new
 
     def first(self) -> PendingDeletion:
-        """Return the oldest deletion, which starts now."""
+        """Return the oldest deletion, and mark it as started."""
         found = next(iter(self._waiting.values()))
         found.started = True
         return found
 
     def finish(self, deletion: PendingDeletion, gone: int) -> bool:
-        """Finish a deletion. Returns False when it was requested again while it ran: it is queued anew then."""
+        """Finish a deletion. Returns False if it is queued again.
+
+        That happens when it was requested again while it ran.
+        """
         if not deletion.done.done():
             deletion.done.set_result(gone)
         if deletion.repeat is not None:
@@ -192,10 +202,11 @@ class DeletionQueue:
 
 
 class DeletionWriter:
-    """This node's deletions on their way to the remote backend.
+    """Executes this node's deletions in the remote backend.
 
-    ``enqueue`` and ``restore_note`` add them, ``run_next`` does the oldest one; a deletion is tried until it is done,
-    also after a restart. ``write_note(key, value)`` persists a small record; None deletes it. Runs on the event loop.
+    ``enqueue`` and ``restore_note`` add deletions; ``run_next`` executes the oldest one. A deletion is retried until it
+    succeeds, also after a restart. ``write_note(key, value)`` persists a small record; None deletes it. Runs on the
+    event loop.
     """
 
     def __init__(
@@ -203,20 +214,23 @@ class DeletionWriter:
     ) -> None:
         self._tier, self._epochs, self._write_note = tier, epochs, write_note
         self._queue = DeletionQueue()
-        self.num_done = 0  # since the start
+        self.num_done = 0  # deletions since the start
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def is_deleting(self, root: bytes) -> bool:
-        """Return True while a deletion of the tenant, or of everything, is pending: its records must not be read."""
+        """Return True while a deletion of the tenant or of everything is pending.
+
+        The tenant's records must not be read then.
+        """
         return self._queue.concerns(root)
 
     def enqueue(self, root: bytes, key: bytes, *, is_known: bool) -> asyncio.Future[int]:
-        """Delete a chunk with its subtree, a tenant without ``key``, or everything without ``root``.
+        """Delete a chunk with its subtree, a tenant without ``key``, everything without ``root``.
 
-        Returns a future of the number of chunks deleted, as far as that is known. A chunk that is not ``is_known``
-        here is looked up first. Raises LimitExceeded, with nothing changed.
+        Returns a future of the number of chunks deleted, if known. ``is_known`` False makes it look up the chunk first.
+        Raises LimitExceeded, with nothing changed.
         """
         self._queue.check(root, key)
         return self._enqueue(root, key, is_known)
@@ -235,16 +249,18 @@ class DeletionWriter:
             self._write_note(name, None)
 
     async def run_next(self) -> bool:
-        """Do the oldest pending deletion. Returns True if records may be gone. Raises RemoteFailed."""
+        """Execute the oldest pending deletion. Returns True if it may have removed records. Raises RemoteFailed."""
         deletion = self._queue.first()
         root, key, gone = deletion.root, deletion.key, 0
         if key:
-            # Scanning all of a tenant takes long: not for a hash that neither this node nor the backend knows.
+            # Scanning all records of a tenant takes long, so it is skipped for a hash that neither this node nor the
+            # backend knows.
             if deletion.is_known or await self._tier.contains(root, key):
                 gone, tombstones = await delete_subtree(self._tier, root, key)
                 self._epochs.record_own_tombstones(root, tombstones)
         else:
-            # Once: what other nodes write from then on is theirs, however often the removal of the rest is tried.
+            # Only once: records that other nodes write after it are valid, even if the removal of older ones is
+            # retried.
             if deletion.bumped_generation != self._tier.backend_generation:
                 await self._bump_epoch(deletion)
                 deletion.bumped_generation = self._tier.backend_generation
@@ -255,10 +271,10 @@ class DeletionWriter:
         return bool(gone) or not key
 
     async def _bump_epoch(self, deletion: PendingDeletion) -> None:
-        """Invalidate all records of a tenant, without ``root`` of everything.
+        """Invalidate all records of a tenant, or without ``root`` of everything.
 
-        The new epoch replaces those of other nodes' deletions, so these are observed first. It stays the same over
-        retries, or this node would take it for another node's.
+        The new epoch replaces those of other nodes' deletions, so this node observes these first. Retries use the same
+        epoch, or this node would take it for another node's.
         """
         root, crossed = deletion.root, False
         deletion.epoch = deletion.epoch or new_epoch(deletion=True)
@@ -267,12 +283,12 @@ class DeletionWriter:
             before = epochs.tenant_epoch
             if before != deletion.epoch:
                 crossed = self._epochs.observe(root, epochs) is EpochChange.TENANT_DELETED
-            if epochs.chunks_epoch is not None and not crossed:  # the tombstones will be gone, too
+            if epochs.chunks_epoch is not None and not crossed:  # the purge removes the tombstones, too
                 crossed = bool(self._epochs.unapplied_tombstones(root, await read_tombstones(self._tier, root)))
         else:
             before = await self._tier.read_global_epoch()
         await bump_epoch(self._tier, root, deletion.epoch)
-        # A backend that shows the epoch of before has lost the deletion.
+        # If the backend shows the previous epoch later, it has lost the deletion.
         self._epochs.record_own_deletion(root, deletion.epoch, before, crossed=crossed)
         deletion.epoch = b""
         if crossed:

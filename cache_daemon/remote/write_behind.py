@@ -1,9 +1,9 @@
 """Write-behind to the remote tier: a bounded queue and one task that writes it.
 
-The task also runs this node's deletions, in order with the writes. Chunks that come while the queue is full are
-dropped, and may come again with their next use. Payloads are read from the arena when they are written; a chunk that
-has left the arena by then is not written. Chunks go behind their parents, so that a match finds them from the
-beginning.
+The task also runs this node's deletions, in order with the writes. While the queue is full, new chunks are dropped;
+their next use may enqueue them again. The task reads payloads from the arena when it writes them, and skips a chunk
+that has left the arena. It writes parents before their children, because a match finds a chunk only if its whole prefix
+is stored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ RemoteWrite = Literal["second-use", "all", "never"]
 MAX_QUEUED_CHUNKS = 4096
 _BATCH_CHUNKS, _BATCH_BYTES = 64, 16 << 20
 _MAX_KNOWN_CHUNKS = 200_000
-# Interval of checking an open circuit.
+# Interval at which an open circuit is checked.
 _RETRY_SECONDS = 0.25
 _MAX_TRIES = 2
 _LOOKUP_TIMEOUT_SECONDS = 2.0
@@ -57,15 +57,15 @@ class WritePolicy:
 class WriteBehindCounters:
     """Totals since the start."""
 
-    dropped: int = 0  # chunks that found the queue full, or could not be written
-    withheld: int = 0  # times that a chunk was not offered because the backend had just lost its data
+    dropped: int = 0  # chunks dropped because the queue was full or the write failed
+    withheld: int = 0  # times that a chunk was not enqueued because the backend had just lost its data
 
 
 class WriteBehindQueue:
-    """Bounded queue of chunks to write, and the task that works it off.
+    """Bounded queue of chunks to write, and the task that writes them.
 
-    The task also runs deletions, in order with the writes. ``run_in_thread`` runs the encoding of payloads.
-    ``write_lock`` is held while anything is written to the backend. Runs on the event loop.
+    The task also runs deletions, in order with the writes. ``run_in_thread`` runs the encoding of payloads. The task
+    holds ``write_lock`` while it writes to the backend. Runs on the event loop.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class WriteBehindQueue:
         self._epochs, self._deletions, self._run_in_thread = epochs, deletions, run_in_thread
         self._plane_compressor = payload_codec.PlaneCompressor() if policy.compress else None
         self._queue: OrderedDict[bytes, tuple[Chunk, int]] = OrderedDict()  # by prefix hash, with the number of tries
-        self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # expiry there (monotonic), by prefix hash
+        self._stored_until: OrderedDict[bytes, float] = OrderedDict()  # expiry in the backend (monotonic), by hash
         self._backend_generation, self._num_in_flight = tier.backend_generation, 0
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self.write_lock = asyncio.Lock()
@@ -100,13 +100,16 @@ class WriteBehindQueue:
     # ---- the queue ------------------------------------------------------------------------------------------
 
     def enqueue_used(self, chunks: Iterable[Chunk]) -> None:
-        """Enqueue chunks that a prompt matched, parents before children: their second use at least."""
+        """Enqueue chunks that a prompt matched, parents before children.
+
+        A match is at least their second use.
+        """
         if self._policy.write != "never":
             for chunk in chunks:
                 self._enqueue(chunk)
 
     def record_stored(self, chunk: Chunk, seconds: float) -> None:
-        """Record that the backend keeps a chunk for ``seconds``: it was just fetched from there."""
+        """Record that a chunk was just fetched, and expires in the backend after ``seconds``."""
         self._queue.pop(chunk.key, None)
         self._record_stored(chunk.key, seconds)
 
@@ -117,13 +120,13 @@ class WriteBehindQueue:
         self.wake()
 
     def _on_epoch_change(self, root: bytes, change: EpochChange) -> None:
-        """Drop queued chunks that an older deletion, or a loss of data, concerns."""
+        """Drop queued chunks that an earlier deletion or a loss of data concerns."""
         self._drop_queued_of(b"" if change is EpochChange.ALL_DELETED else root)
         if change is not EpochChange.CHUNKS_DELETED:
             self._stored_until.clear()
 
     def is_known_stored(self, key: bytes) -> bool:
-        """Return True if the backend has the chunk, or had it not long ago."""
+        """Return True if the backend has the chunk, or had it recently."""
         return key in self._stored_until
 
     def _enqueue(self, chunk: Chunk) -> None:
@@ -143,9 +146,9 @@ class WriteBehindQueue:
     def _is_stored(self, chunk: Chunk) -> bool:
         """Return True if the backend is known to have a chunk.
 
-        At half its TTL a chunk that is still in use is written once more, and so is one whose TTL was extended.
+        A chunk that is used after half of its TTL is written again, and so is one whose TTL was extended.
         """
-        if self._backend_generation != self._tier.backend_generation:  # it may have lost all data
+        if self._backend_generation != self._tier.backend_generation:  # the backend may have lost all data
             self._backend_generation = self._tier.backend_generation
             self._stored_until.clear()
         ends = self._stored_until.get(chunk.key)
@@ -161,7 +164,7 @@ class WriteBehindQueue:
             self._stored_until.popitem(last=False)
 
     def _ttl_of(self, chunk: Chunk) -> int | None:
-        """Return the least TTL: the tier's, the tenant's, and the rest of the requests'."""
+        """Return the shortest TTL: the tier's, the tenant's, or the rest of the requests' TTL."""
         limits = [n for n in (self._policy.ttl_seconds, chunk.tenant.limits.ttl_seconds) if n is not None]
         if chunk.expires_at < inf:
             limits.append(chunk.expires_at - self._tiers.clock())
@@ -199,11 +202,11 @@ class WriteBehindQueue:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     async def settle(self) -> None:
-        """Wait until nothing is pending, or nothing can be done."""
+        """Wait until nothing is pending, or until nothing can be written."""
         await self._idle.wait()
 
     def wake_for_corrupt(self) -> None:
-        """Wake the task if corrupt records wait for their removal."""
+        """Wake the task if corrupt records are queued for removal."""
         if self._tier.corrupt_records:
             self.wake()
 
@@ -239,7 +242,7 @@ class WriteBehindQueue:
         try:
             await self._write(batch)
         except BaseException as error:
-            # At the front again, and counted as a try only if the backend was asked.
+            # The chunks return to the front; the try counts only if the call reached the backend.
             more = 0 if isinstance(error, RemoteBusy) else 1
             for chunk in reversed(batch):
                 if (
@@ -256,9 +259,9 @@ class WriteBehindQueue:
             self._num_in_flight = 0
 
     async def push(self, batch: Sequence[Chunk]) -> tuple[list[Chunk], int]:
-        """Write chunks of one tenant now, whatever the policy; the caller leases them.
+        """Write chunks of one tenant now, regardless of the write mode; the caller leases them.
 
-        Returns those that were written, and how many were there. Raises RemoteFailed.
+        Returns the chunks written, and the number that the backend already had. Raises RemoteFailed.
         """
         async with self.write_lock:
             if self._deletions.is_deleting(batch[0].root):
@@ -268,9 +271,9 @@ class WriteBehindQueue:
             return await self._write(batch, by_command=True)
 
     async def _write(self, batch: Sequence[Chunk], by_command: bool = False) -> tuple[list[Chunk], int]:
-        """Write a batch. Returns the chunks written, and how many were there.
+        """Write a batch. Returns the chunks written, and the number that already existed.
 
-        ``by_command`` writes are not withheld after a loss of the backend's data.
+        ``by_command`` writes are not withheld after the backend lost its data.
         """
         root = batch[0].root
         parents = [c.parent_key for c in batch if not c.is_first]
@@ -315,7 +318,7 @@ class WriteBehindQueue:
         return chunk.indexed and chunk.arena_state is Residency.PRESENT and not is_from_before
 
     def _encode_work(self, chunks: Sequence[Chunk], mark: bytes) -> Callable[[], list[EncodedChunk]]:
-        """Return work for a thread; state that may change meanwhile is read before."""
+        """Return the encoding work for a thread; reads all mutable state before."""
         jobs: list[tuple[ChunkHeader, Slot, int | None]] = []
         for chunk in chunks:
             assert chunk.slot is not None, "a resident has a slot"

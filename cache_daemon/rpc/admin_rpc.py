@@ -17,7 +17,7 @@ from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
 from cache_daemon.rpc.servicer_base import ServicerBase
 
-# Token limit of a page with tokens, except for its first chunk: it bounds the stall of the event loop.
+# Token limit of a page with tokens, except for its first chunk. It bounds the stall of the event loop.
 _MAX_PAGE_TOKENS = 1 << 16
 
 
@@ -60,7 +60,7 @@ class AdminServicer(ServicerBase):
 
     @streaming
     async def Carry(self, request: pb.CarryRequest, context: Context) -> AsyncIterator[pb.CarryResponse]:
-        # Guests use the remote tier through Match and Commit; a bulk transfer loads the shared backend.
+        # Guests use the remote tier through Match and Commit; a bulk transfer would load the shared backend.
         self.principal_of(context).require_operator("carry a tenant to the remote tier, or from there")
         root = self.root(context, request.namespace, request.tenant_salt)
         with self.stream(context, "Carry", caller_budgets.TRANSFERS):

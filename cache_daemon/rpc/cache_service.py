@@ -20,14 +20,17 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["CacheService"]
 
 
 class CacheService(SessionServicer, ChunkServicer, StreamServicer, AdminServicer, CacheServiceServicer):
-    """All RPCs of the daemon. One instance per listener; all methods run on the daemon's event loop."""
+    """All RPCs of the daemon. All methods run on the daemon's event loop.
+
+    One instance per listener.
+    """
 
 
 def add_to_server(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds a servicer with lenient decoding of requests.
+    """Add a servicer with lenient decoding of requests.
 
-    Its methods get UndecodableRequest for what is no message or exceeds a limit, EncodedRequest for a large one, and
-    call ``decode_request``. Their responses may be encoded bytes, which are sent as they are.
+    Its methods get UndecodableRequest for bytes that are no message or exceed a limit, and EncodedRequest for a large
+    message; they call ``decode_request``. They may return encoded bytes, which are sent unchanged.
     """
     lenient: Any = _HandlerRegistrar(server)
     add_CacheServiceServicer_to_server(servicer, lenient)
@@ -40,7 +43,7 @@ class _HandlerRegistrar:
         self._server = server
 
     def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Ignore them: generated code registers the same handlers by name, too."""
+        """Ignore the call: generated code registers the same handlers by name, too."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         lenient = {

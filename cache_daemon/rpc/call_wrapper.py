@@ -12,6 +12,7 @@ import grpc
 import structlog
 from kvsidecar.errors import CACHE_DOMAIN, Context, KVSidecarError, abort
 
+from cache_daemon.observability.call_metrics import is_internal
 from cache_daemon.rpc.request_decoder import EncodedRequest, decode_request
 from cache_daemon.rpc.servicer_base import ServicerBase
 
@@ -45,7 +46,10 @@ def unary(method: Callable[[S, Q, Context], Awaitable[R]]) -> Callable[[S, Q, Co
 
 
 def streaming(method: Callable[[S, Q, Context], AsyncIterator[R]]) -> Callable[[S, Q, Context], AsyncIterator[R]]:
-    """Decorate a method with streamed responses; releases its resources when the client disconnects."""
+    """Decorate a method with streamed responses.
+
+    Releases the method's resources when the client disconnects.
+    """
 
     @wraps(method)
     async def call(service: S, request: Q, context: Context) -> AsyncIterator[R]:
@@ -79,7 +83,7 @@ async def abort_call(name: str, error: BaseException, context: Context) -> None:
     """
     if isinstance(error, KVSidecarError):
         await abort(context, error, CACHE_DOMAIN)
-    if isinstance(error, Exception) and not isinstance(error, grpc.aio.AbortError):
+    if is_internal(error):
         log.exception("a call failed", method=name)
         await context.abort(grpc.StatusCode.INTERNAL, f"{name} failed inside the daemon; its log says why")
 
@@ -87,7 +91,7 @@ async def abort_call(name: str, error: BaseException, context: Context) -> None:
 def undo_if_cancelled(context: Context, undo: Callable[[], Any]) -> None:
     """Call ``undo`` if the client disconnects before it gets the response.
 
-    Only the response would tell it what it holds.
+    Without the response the client does not know the ids to release.
     """
 
     def done(_: object) -> None:

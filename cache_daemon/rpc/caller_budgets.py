@@ -1,6 +1,7 @@
 """Budgets per caller: open streams, sessions and bytes of large requests.
 
-The private socket has a share that external listeners cannot use up. One external caller gets a part of the rest.
+External listeners cannot use the share that is reserved for the private socket. One external caller gets only a part of
+the external share.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from cache_daemon.rpc import request_validation
 
 @dataclass(frozen=True)
 class CallerLimits:
-    """Limits of one resource: in total, for external callers, and for one of them.
+    """Limits of one resource: in total, for external callers, and per external caller.
 
     External callers are those that do not use the private socket.
     """
@@ -53,11 +54,11 @@ class OpenStreams:
     """Counts open streaming calls by kind and caller. Used on the event loop."""
 
     def __init__(self) -> None:
-        self._open: Counter[tuple[str, Principal | None]] = Counter()  # None is the private socket
+        self._open: Counter[tuple[str, Principal | None]] = Counter()  # None stands for the private socket
 
     @contextmanager
     def one(self, kind: str, share: CallerLimits, caller: Principal | None) -> Iterator[None]:
-        """Count a call while the block lasts. Raises LimitExceeded."""
+        """Count a call while the block runs. Raises LimitExceeded."""
         of_kind = {who: n for (name, who), n in self._open.items() if name == kind}
         total, near = sum(of_kind.values()), of_kind.get(None, 0)
         share.check(f"open {kind} calls", total, total - near, of_kind.get(caller, 0), private=caller is None)
@@ -79,7 +80,7 @@ class LargeRequests:
 
     @contextmanager
     def one(self, size_bytes: int, caller: Principal) -> Iterator[None]:
-        """Count a request while the block lasts. Raises LimitExceeded."""
+        """Count a request while the block runs. Raises LimitExceeded."""
         if self._used[caller] + size_bytes > self._max_bytes:
             raise LimitExceeded(
                 f"{self._used[caller]} bytes of this caller's large requests are being served and {size_bytes} came; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -10,13 +11,14 @@ from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.errors import Context, UnknownSession
 
+from cache_daemon.diagnostics.miss_explainer import PromptOwner
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.call_wrapper import unary, undo_if_cancelled
 from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.prefix_index import MatchedChunk
-from cache_daemon.store.retention import Retention
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
 
@@ -43,6 +45,9 @@ class ChunkServicer(ServicerBase):
             for at in range(0, len(found), _SLICE_CHUNKS):
                 await asyncio.sleep(0)
                 answer.matches.extend(c.to_match(n, 0) for c, n in found[at : at + _SLICE_CHUNKS])
+            if request.explain:
+                owner = PromptOwner.of(request.namespace, request.tenant_salt)
+                self._explain(request, context, owner, ids, found, answer)
             return answer
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         probes = request_validation.check_content_probes(request.contents, len(request.token_ids))
@@ -54,19 +59,40 @@ class ChunkServicer(ServicerBase):
         )
         if self.shared.on_lookup is not None:
             self.shared.on_lookup(keys.tenant_root(session.namespace, salt), ids)
-        hints = FetchHints(
+        fetching = FetchHints(
             request_validation.check_cuts(request.cuts, len(request.token_ids)),
             request_validation.check_seconds_per_token(request.seconds_per_token),
             _remote_timeout(context),
         )
-        retention = self._retention(request)
-        result = await self.store.match(session, salt, ids, probes, request.window, retention, hints)
+        hints = self._prompt_hints(request)
+        result = await self.store.match(session, salt, ids, probes, request.window, hints, fetching)
         if result.lease_id:
             result = replace(result, lease_id=rename_handle(session.leases, result.lease_id, name))
             undo_if_cancelled(context, lambda: self.store.release(session, [result.lease_id]))
         answer = await self._matched(result, with_offsets=session.shares_memory)
         answer.remote_tokens, answer.remote_ms = result.fetched_tokens, result.fetch_ms
+        if request.explain:
+            owner = PromptOwner.of(session.namespace, salt)
+            self.store.misses.describe(session.namespace, session.descriptor)
+            self._explain(request, context, owner, ids, result.matches, answer)
         return answer
+
+    def _explain(
+        self,
+        request: pb.MatchRequest,
+        context: Context,
+        owner: PromptOwner,
+        ids: bytes,
+        matches: Sequence[MatchedChunk],
+        answer: pb.MatchResponse,
+    ) -> None:
+        """Add the reason of the miss; only operators learn about other tenants."""
+        across = request.across_tenants and self.principal_of(context).operator
+        reason = self.store.misses.explain(
+            owner, ids, matches, answer.matched_tokens, request.known_tokens, across_tenants=across
+        )
+        if reason is not None:
+            answer.miss.CopyFrom(reason)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest, context: Context) -> pb.ReleaseResponse:
@@ -78,7 +104,7 @@ class ChunkServicer(ServicerBase):
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         request_validation.check_headers(request.headers)
         names = request_validation.check_reservation_ids(request.reservation_ids, len(request.headers))
-        retention = self._retention(request)
+        hints = self._prompt_hints(request)
         request_validation.check_capacity(
             "reservations of this session", len(session.reservations), request_validation.MAX_RESERVATIONS
         )
@@ -91,7 +117,7 @@ class ChunkServicer(ServicerBase):
         try:
             for at in range(0, len(request.headers), _SLICE_HEADERS):
                 headers = request.headers[at : at + _SLICE_HEADERS]
-                for made, name in zip(self.store.reserve(session, salt, headers, retention), names[at:], strict=False):
+                for made, name in zip(self.store.reserve(session, salt, headers, hints), names[at:], strict=False):
                     reservation_id = rename_handle(session.reservations, made.reservation_id, name)
                     reserved.append(replace(made, reservation_id=reservation_id))
                 await yield_timer.maybe_yield()
@@ -116,12 +142,14 @@ class ChunkServicer(ServicerBase):
         session = self.session(context, request.session_id)
         return pb.AbortResponse(aborted=self.store.abort(session, request.reservation_ids))
 
-    def _retention(self, request: pb.MatchRequest | pb.ReserveRequest) -> Retention:
-        """Return the deadlines and the group of a request. Raises InvalidRequest."""
-        return Retention(
-            self.store.deadline_of(request_validation.check_ttl(request.ttl_seconds)),
-            tuple((end, self.store.deadline_of(ttl)) for end, ttl in request_validation.check_parts(request.parts)),
+    def _prompt_hints(self, request: pb.MatchRequest | pb.ReserveRequest) -> PromptHints:
+        """Return the hints of a request. Raises InvalidRequest."""
+        now = self.store.now
+        return PromptHints(
+            self.store.ttl.deadline_of(request_validation.check_ttl(request.ttl_seconds)),
+            tuple((end, now + seconds) for end, seconds in request_validation.check_retained(request.retained)),
             request_validation.check_group(request.group),
+            request.low_priority,
         )
 
     async def _matched(self, result: MatchResult, *, with_offsets: bool) -> pb.MatchResponse:
@@ -159,7 +187,7 @@ class ChunkServicer(ServicerBase):
 def _remote_timeout(context: Context) -> float:
     """Return the seconds that a match may wait for the remote tier.
 
-    A share of the call's remaining deadline: the rest is for answering.
+    This is a share of the call's remaining deadline; the rest is for the answer.
     """
     left = context.time_remaining()
     return _DEFAULT_REMOTE_SECONDS if left is None else max(0.0, left * _REMOTE_DEADLINE_SHARE)

@@ -1,7 +1,7 @@
 """Element counts of encoded messages, checked before a message is decoded.
 
-A member of a repeated field takes two bytes on the wire and up to 180 in memory, so the length of a message says little
-about what decoding it costs. The encoding is the protocol buffers' own (protobuf.dev, "Encoding").
+An element of a repeated field takes two bytes on the wire and up to 180 in memory, so the length of a message does not
+bound the memory for decoding it. The encoding is that of protocol buffers (protobuf.dev, "Encoding").
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CUTS
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.retained_prefixes import MAX_RETAINED_PREFIXES
 
 from cache_daemon.rpc import request_validation
 
@@ -23,7 +24,7 @@ _MAX_VARINT_BYTES = 10
 # Default limit of repeated fields, and of non-repeated fields in a message.
 _MAX_ELEMENTS = 4096
 _SPARE_FIELDS = 256
-# Limit of a nested message; a header with the maximal number of tokens takes a fifth of it.
+# Limit of a nested message. A header with the maximal number of tokens needs a fifth of it.
 _MAX_NESTED_BYTES = 128 << 10
 # Decoding a piece of this length takes a millisecond or two.
 MAX_PIECE_BYTES = 256 << 10
@@ -33,12 +34,12 @@ _LIMITS: dict[Descriptor, Mapping[str, int]] = {
         "token_ids": request_validation.MAX_TOKENS,
         "contents": request_validation.MAX_PROBES,
         "cuts": MAX_CUTS,
-        "parts": request_validation.MAX_PARTS,
+        "retained": MAX_RETAINED_PREFIXES,
     },
     pb.ReserveRequest.DESCRIPTOR: {
         "headers": request_validation.MAX_ITEMS,
         "reservation_ids": request_validation.MAX_ITEMS,
-        "parts": request_validation.MAX_PARTS,
+        "retained": MAX_RETAINED_PREFIXES,
     },
     pb.CommitRequest.DESCRIPTOR: {"items": request_validation.MAX_ITEMS},
     pb.FetchRequest.DESCRIPTOR: {"prefix_hashes": request_validation.MAX_ITEMS},
@@ -60,7 +61,7 @@ class _Field(NamedTuple):
 class ElementLimits:
     """Limits of a message type's repeated fields and of its encoding.
 
-    Only the top level is walked: a nested message may have at most 128 KiB, which bounds what it holds.
+    Only the top level is parsed: a nested message may have at most 128 KiB, which bounds its contents.
     """
 
     def __init__(self, message: Descriptor) -> None:

@@ -15,7 +15,7 @@ from kvsidecar.errors import InvalidRequest
 from cache_daemon.rpc.element_limits import MAX_PIECE_BYTES, ElementLimits
 
 T = TypeVar("T")
-# A message of this length decodes in a millisecond and into at most one MiB.
+# A message up to this length decodes in a millisecond and into at most one MiB.
 _UNCHECKED_BYTES = 8 << 10
 
 
@@ -54,7 +54,10 @@ async def decode_request(request: T | EncodedRequest | UndecodableRequest) -> T:
 
 
 class RequestDecoder:
-    """Request deserializer of a method. Checks large messages before decoding them; never raises."""
+    """Request deserializer of a method; never raises.
+
+    It checks large messages before decoding them.
+    """
 
     def __init__(self, kind: type[Message]) -> None:
         descriptor: Any = kind.DESCRIPTOR

@@ -1,6 +1,6 @@
 """Request validation: limits on every field that a client can set.
 
-Each check names the field, the value and what is allowed.
+Each error names the field, the value and the allowed range.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS, MAX_CUTS, MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest, LimitExceeded
+from kvsidecar.retained_prefixes import MAX_RETAINED_PREFIXES, RetainedPrefixes, retained_prefixes
 
 MESSAGE_BYTES = 1 << 20
 MAX_TOKENS = 1 << 20
@@ -20,7 +21,7 @@ MAX_PROBES = 4096
 MAX_ITEMS = 1024
 MAX_PAGE = 1000
 MAX_NAME = 64
-MAX_PARTS, MAX_GROUP_BYTES = 64, 128
+MAX_GROUP_BYTES = 128
 MAX_STRING_BYTES = 4096
 # More than a session can reach, and far below the range of the store's counters.
 MAX_TOTAL = 1 << 48
@@ -29,8 +30,8 @@ MAX_TOTAL = 1 << 48
 MAX_SESSIONS, MAX_EXTERNAL_SESSIONS, MAX_CALLER_SESSIONS = 256, 192, 64
 MAX_WATCHERS = 64
 MAX_STREAMS = 64
-MAX_EXTERNAL_STREAMS, MAX_CALLER_STREAMS = 48, 32  # of each kind of call
-MAX_LARGE_REQUEST_BYTES = 32 << 20  # of one caller, being served
+MAX_EXTERNAL_STREAMS, MAX_CALLER_STREAMS = 48, 32  # for each kind of call
+MAX_LARGE_REQUEST_BYTES = 32 << 20  # of one caller, in progress
 MAX_TRANSFERS = 2
 MAX_LEASES = 4096
 ID_BYTES = 16
@@ -58,7 +59,7 @@ def check_hash(name: str, value: bytes, *, optional: bool = False) -> bytes:
 
 
 def check_salt(value: bytes) -> bytes:
-    """Raise InvalidRequest for a salt that is too long, without showing it: it is a secret."""
+    """Raise InvalidRequest for a salt that is too long, without quoting the secret."""
     if len(value) > keys.MAX_SALT_BYTES:
         raise InvalidRequest(f"tenant_salt has {len(value)} bytes; at most {keys.MAX_SALT_BYTES} are allowed")
     return value
@@ -143,20 +144,16 @@ def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[byte
     return names
 
 
-def check_ttl(seconds: int) -> int:
-    """Raise InvalidRequest for a TTL above the maximum."""
-    check_max("ttl_seconds", seconds, MAX_TTL_SECONDS)
+def check_ttl(seconds: int, name: str = "ttl_seconds") -> int:
+    """Raise InvalidRequest for a time above the maximum."""
+    check_max(name, seconds, MAX_TTL_SECONDS)
     return seconds
 
 
-def check_parts(parts: Sequence[pb.PartTtl]) -> list[tuple[int, int]]:
-    """Return the parts of a prompt as ``(end, TTL in seconds)``. Raises InvalidRequest unless their ends rise."""
-    check_max("the number of parts", len(parts), MAX_PARTS)
-    found = [(part.end, check_ttl(part.ttl_seconds)) for part in parts]
-    for before, end in pairwise([0, *(end for end, _ in found)]):
-        if end <= before:
-            raise InvalidRequest(f"a part ends at {end} and the one before it at {before}; ends must rise from 1")
-    return found
+def check_retained(prefixes: Sequence[pb.RetainedPrefix]) -> RetainedPrefixes:
+    """Return the retained prefixes of a prompt in their canonical form. Raises InvalidRequest."""
+    check_max("the number of retained prefixes", len(prefixes), MAX_RETAINED_PREFIXES)
+    return retained_prefixes((prefix.end, check_ttl(prefix.retain_seconds, "retain_seconds")) for prefix in prefixes)
 
 
 def check_group(name: str) -> str:

@@ -31,7 +31,10 @@ class ServiceState:
     large_requests: LargeRequests = field(default_factory=LargeRequests)
 
     def stats(self) -> pb.StatsResponse:
-        """Return the store's statistics with those of the event loop and of the limits. On the event loop."""
+        """Return the statistics of the store, the event loop and the limits.
+
+        Runs on the event loop.
+        """
         stats = self.store.stats()
         stats.loop_stall_ms, stats.refused = self.stall_ms(), self.calls.refused
         return stats
@@ -73,11 +76,11 @@ class ServicerBase:
         return bool(self.memory_socket)
 
     def stream(self, context: Context, kind: str, share: CallerLimits) -> AbstractContextManager[None]:
-        """Count a streaming call while the block lasts. Raises LimitExceeded."""
+        """Count a streaming call while the block runs. Raises LimitExceeded."""
         return self.shared.open_streams.one(kind, share, None if self.private else self.principal_of(context))
 
     def large(self, context: Context, size_bytes: int) -> AbstractContextManager[None]:
-        """Count a large request while the block lasts. Raises LimitExceeded."""
+        """Count a large request while the block runs. Raises LimitExceeded."""
         if self.private:
             return nullcontext()
         return self.shared.large_requests.one(size_bytes, self.principal_of(context))

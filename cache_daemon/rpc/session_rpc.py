@@ -19,7 +19,7 @@ from cache_daemon.store.sessions import Session
 
 PROTOCOL_VERSION = 2
 _MISSED_HEARTBEATS = 3
-# Lower bound for short heartbeat intervals: a client that waits for a busy CPU is not dead.
+# Lower bound for short heartbeat intervals: a client that waits for a busy CPU is alive.
 _MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")

@@ -27,10 +27,10 @@ from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
 from cache_daemon.rpc.request_decoder import decode_request
 from cache_daemon.rpc.servicer_base import ServicerBase
-from cache_daemon.store.retention import Retention
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import Session
 
-# A stream without progress for this long is aborted, which releases what it holds.
+# A stream without progress for this long is aborted, which releases its leases.
 STREAM_TIMEOUT_SECONDS = 10.0
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ M = TypeVar("M", pb.StoreRequest, pb.FillRequest)
 class StreamServicer(ServicerBase):
     """Byte streams and the event stream.
 
-    A call holds one chunk, or those of a lease, only while its client sends or receives.
+    A call leases its chunk, or the chunks of its lease id, only while its client sends or receives.
     """
 
     @streaming
@@ -54,7 +54,7 @@ class StreamServicer(ServicerBase):
             async with self.store.open_chunk(chunk) as payload:
                 await _send(context, chunk.full_header(), payload)
         return
-        yield  # makes this a generator; responses are written with a deadline instead
+        yield  # makes this a generator; the responses themselves are written with a deadline
 
     async def _fetch_leased(self, request: pb.FetchRequest, context: Context) -> None:
         session = self.session(context, request.session_id)
@@ -74,21 +74,21 @@ class StreamServicer(ServicerBase):
         salt = self.salt(context, start.tenant_salt)
         request_validation.check_descriptor(start.descriptor)
         request_validation.check_headers([start.header])
-        retention = Retention(self.store.deadline_of(request_validation.check_ttl(start.ttl_seconds)))
+        hints = PromptHints(self.store.ttl.deadline_of(request_validation.check_ttl(start.ttl_seconds)))
         with self.stream(context, "Store", caller_budgets.STREAMS):
             session = self.store.open_session(
                 "store", start.descriptor, keys.namespace_id(start.descriptor),
                 shares_memory=False, owner=self.principal_of(context), listed=False,
             )  # fmt: skip
             try:
-                return await self._store(session, salt, start.header, retention, messages)
+                return await self._store(session, salt, start.header, hints, messages)
             finally:
                 self.store.close_session(session)
 
     async def _store(
-        self, session: Session, salt: bytes, header: Any, retention: Retention, messages: AsyncIterator[pb.StoreRequest]
+        self, session: Session, salt: bytes, header: Any, hints: PromptHints, messages: AsyncIterator[pb.StoreRequest]
     ) -> pb.StoreResponse:
-        with self.store.scoped_reservation(session, salt, header, retention) as reserved:
+        with self.store.scoped_reservation(session, salt, header, hints) as reserved:
             if reserved.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED:
                 return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
             if reserved.staged is None:
@@ -153,7 +153,7 @@ async def _written(context: Context, answer: pb.FetchResponse | bytes) -> None:
 
 
 async def _first(messages: AsyncIterator[M], call: str, field: str) -> M:
-    """Return the first message of a stream. Raises InvalidRequest for another one, or none."""
+    """Return the first message of a stream. Raises InvalidRequest for a wrong or missing one."""
     message = await _next(messages)
     if message is None or message.WhichOneof("message") != field:
         raise InvalidRequest(f"the first message of {call} must be {field}")

@@ -1,4 +1,5 @@
-"""The chunk store: index, tiers, leases, two-phase commit, persistence, expiry and pins behind ``ChunkStore``.
+"""The chunk store: index, tiers, leases, two-phase commit, persistence, expiry and pins.
 
-May import ``memory``, ``durable`` and ``eviction``; nothing of gRPC, and of ``remote`` types only.
+``ChunkStore`` is its facade. May import ``memory``, ``durable`` and ``eviction``, and types of ``remote``; nothing of
+gRPC.
 """

@@ -17,9 +17,9 @@ _SATURATED = 0xFFFF
 
 
 class CountingBloomFilter:
-    """Counts the chunks behind each bit, so that the last one clears it.
+    """Bloom filter with a counter per bit, so that bits can be cleared.
 
-    ``memory`` is all zeros at first, and has no other writer.
+    ``memory`` is zeroed at first, and has no other writer.
     """
 
     def __init__(self, memory: memoryview) -> None:
@@ -33,7 +33,7 @@ class CountingBloomFilter:
 
     def remove(self, chunk: Chunk) -> None:
         for n in self._bits(chunk):
-            if self._counts[n] == _SATURATED:  # the count saturated and is unknown: the bit stays
+            if self._counts[n] == _SATURATED:  # a saturated counter does not know its value, so the bit stays
                 continue
             self._counts[n] -= 1
             if not self._counts[n]:

@@ -1,6 +1,6 @@
 """Bulk operations: delete, expire, count and list many chunks.
 
-They yield to the event loop, so chunks may come and go while they run.
+They yield to the event loop, so chunks may be added and removed while they run.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from contextlib import asynccontextmanager
 from math import inf
 
 from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED, EventType, StatsResponse
+from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
 _PAGE_CHUNKS = 256
-# Longest wait of a deletion for a disk that fails or hangs, and for one that has much to remove.
+# Maximal time that a deletion waits for a disk that fails or hangs, and for one with many chunks to remove.
 _REMOVAL_TIMEOUT_SECONDS, _MAX_REMOVAL_SECONDS = 5.0, 30.0
 
 
@@ -31,30 +32,34 @@ class BulkOps:
     """Bulk operations on one store's index."""
 
     def __init__(self, tiers: TierManager, ttl: TtlIndex, invalidate: Callable[[bytes, bytes, float], None]) -> None:
-        """``invalidate`` is called for every deletion, see ``TwoPhaseCommit.invalidate``."""
+        """Create the operations; ``invalidate`` is called for every deletion.
+
+        See ``TwoPhaseCommit.invalidate``.
+        """
         self.tiers, self._terms, self.invalidate = tiers, ttl, invalidate
 
     async def delete(self, root: bytes, chunk: Chunk | None, before: float = inf) -> int:
         """Remove a chunk with its subtree, a tenant's chunks, or everything.
 
-        ``chunk`` None removes a tenant, with an empty ``root`` everything. Only chunks inserted by ``before``
-        (monotonic), and their descendants. Earlier reservations are invalidated. Returns how many chunks were removed.
+        ``chunk`` None removes a tenant; an empty ``root`` too removes everything. Removes only chunks that were
+        inserted by ``before`` (monotonic), and their descendants. Invalidates earlier reservations. Returns the number
+        of chunks removed.
         """
         self.invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:
-            return await self._remove_subtree(chunk, EVENT_TYPE_DELETED, YieldTimer())
+            return await self._remove_subtree(chunk, LossCause.DELETED, YieldTimer())
         dropped, yield_timer = 0, YieldTimer()
         async for found in self.iter_chunks(root):
             if found.indexed and found.inserted_at <= before:
-                dropped += await self._remove_subtree(found, EVENT_TYPE_DELETED, yield_timer)
+                dropped += await self._remove_subtree(found, LossCause.DELETED, yield_timer)
         return dropped
 
     @asynccontextmanager
     async def await_disk_removal(self) -> AsyncIterator[None]:
-        """At the end of the block, wait until removed chunks have left the disk.
+        """At the end of the block, wait until the disk has removed the chunks.
 
-        It waits also where a chunk was not found, as it may have been deleted a moment ago. Raises StoreUnavailable
-        when the disk does not take the removal in time.
+        Waits also if a chunk was not found, since it may have been deleted a moment ago. Raises StoreUnavailable when
+        the disk does not complete the removal in time.
         """
         try:
             yield
@@ -90,17 +95,20 @@ class BulkOps:
                 )
 
     async def expire(self) -> int:
-        """Remove chunks whose TTL, set by requests or their tenant, has passed. Returns how many."""
+        """Remove chunks whose TTL, set by requests or their tenant, has passed.
+
+        Returns their number.
+        """
         dropped, yield_timer = 0, YieldTimer()
         for chunk in self._terms.expired():
-            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # its TTL was not extended meanwhile
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
+            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # no request has extended its TTL meanwhile
+                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
         if not self.tiers.accounts.has_ttl:
             return dropped
         now = self.tiers.clock()
         async for chunk in self.iter_chunks(b""):
             if chunk.indexed and chunk.is_expired(now):
-                dropped += await self._remove_subtree(chunk, EVENT_TYPE_EVICTED, yield_timer)
+                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
         return dropped
 
     async def count(self, root: bytes) -> StatsResponse:
@@ -115,13 +123,14 @@ class BulkOps:
             out.durable_chunks += durable
             out.durable_bytes += chunk.stored_bytes * durable
             out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
+            out.retained_bytes += chunk.size_bytes * chunk.is_retained
         return out
 
     def page(self, root: bytes, after: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of a tenant's chunks ordered by prefix hash; with an empty root of all, by root and prefix
-        hash.
+        """Return a page of chunks ordered by prefix hash.
 
-        ``after`` is the last chunk's root and prefix hash.
+        With an empty root, return chunks of all tenants, ordered by root and prefix hash. ``after`` is the root and
+        prefix hash of the previous page's last chunk.
         """
         index = self.tiers.index
         if root:
@@ -135,7 +144,10 @@ class BulkOps:
         return out
 
     def iter_roots(self, first: bytes) -> Iterator[bytes]:
-        """Yield roots that have chunks, in order; do not yield to the event loop while iterating."""
+        """Yield roots that have chunks, in order.
+
+        The caller must not yield to the event loop while it iterates.
+        """
         return self.tiers.index.roots_from(first)
 
     def get(self, key: bytes) -> Chunk | None:
@@ -143,7 +155,10 @@ class BulkOps:
         return self.tiers.index.get(key)
 
     async def iter_chunks(self, root: bytes) -> AsyncIterator[Chunk]:
-        """Yield a tenant's chunks, with an empty root all; chunks that come or go meanwhile may be missing."""
+        """Yield a tenant's chunks, or with an empty root all chunks.
+
+        Chunks that are added or removed meanwhile may be missing.
+        """
         after, yield_timer = b"", YieldTimer()
         while page := self.page(root, after, _PAGE_CHUNKS):
             after = page[-1].root + page[-1].key
@@ -151,8 +166,8 @@ class BulkOps:
                 yield chunk
                 await yield_timer.maybe_yield()
 
-    async def _remove_subtree(self, chunk: Chunk, why: EventType.ValueType, yield_timer: YieldTimer) -> int:
-        """Remove a chunk and its descendants, leaves first. Returns how many."""
+    async def _remove_subtree(self, chunk: Chunk, cause: LossCause, yield_timer: YieldTimer) -> int:
+        """Remove a chunk and its descendants, leaves first. Returns their number."""
         branch = [chunk]
         for member in branch:
             branch.extend(self.tiers.index.children(member.key))
@@ -161,7 +176,7 @@ class BulkOps:
         while branch:
             member = branch.pop()
             if member.indexed:
-                dropped += self.tiers.remove_subtree(member, why)
+                dropped += self.tiers.remove_subtree(member, cause)
             await yield_timer.maybe_yield()
         return dropped
 

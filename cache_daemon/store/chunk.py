@@ -21,7 +21,7 @@ class Residency(enum.Enum):
     """State of a chunk's payload in one tier."""
 
     ABSENT = enum.auto()
-    IN_FLIGHT = enum.auto()  # being read from, or written to, the tier: the slot must stay
+    IN_FLIGHT = enum.auto()  # being read from, or written to, the tier: the slot must not be freed
     PRESENT = enum.auto()
 
 
@@ -37,7 +37,7 @@ class ChunkSnapshot(NamedTuple):
     hits: int
     stored_bytes: int
     idle_seconds: float
-    ttl_left_seconds: float  # until the TTL of requests ends
+    ttl_left_seconds: float  # until the TTL that requests set ends
 
     def info(self, *, with_tokens: bool = False) -> ChunkInfo:
         """Build the message of ``List`` and ``Watch``."""
@@ -75,12 +75,13 @@ class WriteState:
 class Chunk:
     """A committed chunk: in the arena, in the durable tier, or in both.
 
-    It is ``indexed`` while the index has it. Users of its slot (leases, the writer, the reader) keep the slot even
-    after the chunk has left the index.
+    ``indexed`` is True while the index contains it. Users of its slot (leases, the writer, the reader) keep the slot
+    even after the chunk has left the index.
 
     Each mutable field has one writer: TierManager (``slot``, the two states, ``indexed``, ``stored_bytes``, ``hits``,
-    ``last_used_at``, ``load_future``), LeaseGuard (``leases``), Pins (``pins``), Insertion (``anchors``), TtlIndex
-    (``expires_at``), ChunkGroups (``group``) and Persistence (``write_state``).
+    ``last_used_at``, ``load_future``, ``low_priority``), LeaseGuard (``leases``), Pins (``pins``), RetainedChunks
+    (``retained_until``, ``is_retained``), Insertion (``anchors``), TtlIndex (``expires_at``), ChunkGroups (``group``)
+    and Persistence (``write_state``).
     """
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
@@ -92,16 +93,19 @@ class Chunk:
     indexed: bool = True
     leases: int = 0
     pins: int = 0
-    anchors: int = 0  # insertions of its children that run, see Insertion
+    is_retained: bool = False
+    anchors: int = 0  # running insertions of its children; see Insertion
     hits: int = 0
     last_used_at: float = 0.0  # seconds, on the store's clock
     expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
+    retained_until: float = 0.0  # on the store's clock; wanted, see RetainedChunks
     group: str = ""  # see ChunkGroups
+    low_priority: bool = False  # see TierLedger
     stored_bytes: int = 0  # in the durable tier
     write_state: WriteState = field(default_factory=WriteState, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
     inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)
-    # The header's, at hand: a Match reads them of every chunk that it finds.
+    # Copy of the header's field: Match reads it for every chunk that it finds.
     key: bytes = field(init=False)
     parent_key: bytes = field(init=False)
     size_bytes: int = field(init=False)
@@ -134,8 +138,13 @@ class Chunk:
     def prefill_seconds(self) -> float:
         return self.header.prefill_seconds
 
+    @property
+    def is_spared(self) -> bool:
+        """Return True if eviction must not remove the chunk."""
+        return self.pins > 0 or self.is_retained
+
     def is_expired(self, now: float) -> bool:
-        """Return True if the TTL of requests, or of the tenant, has passed. A pinned chunk never expires."""
+        """Return True if the TTL of requests or of the tenant has passed. A pinned chunk never expires."""
         return not self.pins and (self.expires_at < now or self.tenant.is_expired(now - self.last_used_at))
 
     @property
@@ -158,9 +167,10 @@ class Chunk:
         )
 
     def encoded_match(self) -> bytes:
-        """Encode a MatchResponse with the whole chunk in its slot.
+        """Encode a MatchResponse that contains the whole chunk in its slot.
 
-        Encoded responses can be concatenated into one with all of them. Cached until the chunk moves.
+        Concatenating the encodings of several chunks gives one response with all of them, because protobuf merges
+        repeated fields. Cached until the chunk moves.
         """
         assert self.slot is not None, "a leased chunk has a slot"
         if self._encoded_match is None or self._encoded_match[0] is not self.slot:

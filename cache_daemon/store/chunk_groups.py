@@ -7,11 +7,8 @@ their number; after a restart of the daemon all chunks are without a group, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_EVICTED
-
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.yield_timer import YieldTimer
 
@@ -25,18 +22,10 @@ class ChunkGroups:
         tiers.on_indexed.append(self._on_indexed)
         tiers.on_unindexed.append(self._remove)
 
-    def record_use(self, chunks: Iterable[Chunk], group: str) -> None:
-        """Take chunks that a request of ``group`` (empty: none) uses out of other groups."""
-        for chunk in chunks:
-            if chunk.group and chunk.group != group:
-                self._remove(chunk)
-                chunk.group = ""
-
-    def record_use_of_path(self, chunk: Chunk | None, group: str) -> None:
-        """``record_use`` of a chunk and its ancestors."""
-        while chunk is not None:
-            self.record_use((chunk,), group)
-            chunk = self._tiers.parent_of(chunk)
+    def leave(self, chunk: Chunk) -> None:
+        """Take a chunk out of its group, because a request of another one, or of none, uses it."""
+        self._remove(chunk)
+        chunk.group = ""
 
     async def release(self, root: bytes, group: str) -> int:
         """Remove a group's chunks, children first, from arena and disk. Returns how many.
@@ -47,7 +36,7 @@ class ChunkGroups:
         removed, yield_timer = 0, YieldTimer()
         for chunk in members:
             if chunk.indexed and chunk.group == group and not chunk.pins and not self._tiers.index.children(chunk.key):
-                removed += self._tiers.remove_subtree(chunk, EVENT_TYPE_EVICTED)
+                removed += self._tiers.remove_subtree(chunk, LossCause.RELEASED)
             await yield_timer.maybe_yield()
         return removed
 

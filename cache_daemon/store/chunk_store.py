@@ -1,10 +1,10 @@
 """The chunk store: the facade over index, tiers, leases and persistence.
 
-All of it runs on one event loop; copies and reads have threads of their own. Invariants:
+Everything runs on one event loop, except copies and reads, which have their own threads. Invariants:
 
-- What a reader sees was verified in the daemon's own copy, and does not change while it is leased.
-- A chunk is in the index exactly when it can be matched; its ancestors are there too.
-- Everything that a session holds is freed when the session ends.
+- The bytes that a reader sees were verified in the daemon's own copy, and do not change while they are leased.
+- A chunk is in the index exactly when it can be matched; its ancestors are in the index too.
+- When a session ends, all its leases, reservations and staging memory are freed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ArenaFull, ChunkNotFound, FailedPrecondition
 
+from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
@@ -36,13 +37,15 @@ from cache_daemon.store.chunk_groups import ChunkGroups
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.lookup import FetchHints, Lookup, MatchResult, TokenRanges
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.prefix_index import MatchedChunk, PrefixIndex
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.restore import StoreRestorer
-from cache_daemon.store.retention import NO_EXPIRY, Retention
+from cache_daemon.store.retained_chunks import RetainedChunks
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
@@ -59,14 +62,14 @@ if TYPE_CHECKING:
     from cache_daemon.remote.bulk_transfer import TenantTransfer, TransferProgress
     from cache_daemon.remote.coordinator import RemoteCoordinator, RemoteSettings
 
-# Share of the durable tier, or without one of the arena, that may be pinned.
+# Share of the durable tier that may be pinned; without a durable tier, of the arena.
 _MAX_PINNED_SHARE = 0.5
 
 log = structlog.get_logger("cache_daemon")
 
 
 class ChunkStore:
-    """The store of one daemon. ``durable`` None keeps everything in the arena only.
+    """The store of one daemon. ``durable`` None keeps chunks in the arena only.
 
     Call ``start`` before anything else. Runs on one event loop.
     """
@@ -98,22 +101,24 @@ class ChunkStore:
         self._persistence: Persistence | None = None
         if disk_ledger is not None and self._writer is not None:
             self._persistence = Persistence(self.tiers, disk_ledger, self._writer, config.durable_budget_bytes)
-        self.ttl = TtlIndex(self.tiers)
-        self.groups = ChunkGroups(self.tiers)
-        self._lookup = Lookup(self.tiers, self.ttl, durable, self._persistence, self._threads, self.groups)
+        self.ttl, self.groups = TtlIndex(self.tiers), ChunkGroups(self.tiers)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
-        self._inserter = ChunkInserter(self.tiers, self._persistence, self._pins, self.ttl, self.groups)
+        self.retained = RetainedChunks(self.tiers, self._pins)
+        hints = HintApplier(self.tiers, self.ttl, self.retained, self.groups)
+        self._lookup = Lookup(self.tiers, hints, durable, self._persistence, self._threads)
+        self._inserter = ChunkInserter(self.tiers, self._persistence, self._pins, hints)
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
+        self.misses = MissExplainer(self.tiers, self._commit.pending_tokens)
         self.bulk = BulkOps(self.tiers, self.ttl, self._commit.invalidate)
         self.remote: RemoteCoordinator | None = None
         if remote is not None:
             self.remote = remote.new_coordinator(
                 StoreServices(self.tiers, self.bulk, self._inserter, self._lookup, self._persistence, self._threads)
             )
-        self._upkeep = Upkeep(self.sessions, self.bulk, self.counters, self.ttl, self._persistence)
+        self._upkeep = Upkeep(self.sessions, self.bulk, self.counters, self.ttl, self.retained, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
 
@@ -139,7 +144,10 @@ class ChunkStore:
             self.remote.restore_note(name, value)
 
     async def close(self) -> bool:
-        """Write what is queued and close the tiers, within 20 s. Returns False when threads still wait for a disk."""
+        """Write all queued changes and close the tiers, within 20 s.
+
+        Returns False when threads still wait for a disk.
+        """
         shutdown = Shutdown()
         await self._upkeep.stop()
         for session in self.sessions:
@@ -148,7 +156,7 @@ class ChunkStore:
             await self.remote.close()
         if self._persistence is not None and self._writer is not None:
             self._persistence.retry_all()
-            with contextlib.suppress(TimeoutError):  # chunks written meanwhile have a time of last use, too
+            with contextlib.suppress(TimeoutError):  # the last use of chunks written meanwhile is stored, too
                 await asyncio.wait_for(self.settle(), 0 if self._writer.hung else shutdown.to_settle)
             self._lookup.apply_all_touches()
             self._persistence.write_recency()
@@ -166,7 +174,7 @@ class ChunkStore:
     # ---- sessions -------------------------------------------------------------------------------------------
 
     def close_session(self, session: Session) -> None:
-        """Free all that a session holds. Idempotent."""
+        """Free all leases, reservations and memory of a session. Idempotent."""
         session.closed = True
         self.sessions.remove(session)
         for lease in session.leases.values():
@@ -176,7 +184,10 @@ class ChunkStore:
         session.close_staging()
 
     def record_heartbeat(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Add a heartbeat's totals, which never fall; those of sessions without shared memory are not trusted."""
+        """Add a heartbeat's totals, which never fall.
+
+        Totals of sessions without shared memory are not trusted.
+        """
         if session.shares_memory:
             self.counters.add_heartbeat(session.heartbeat_totals, totals)
         session.heartbeat_totals = totals
@@ -184,7 +195,7 @@ class ChunkStore:
     # ---- chunks ---------------------------------------------------------------------------------------------
 
     def probe(self, root: bytes, ids: bytes) -> list[MatchedChunk]:
-        """Return the longest stored prefix without leasing it, see ``Lookup.probe``."""
+        """Return the longest stored prefix without leasing it; see ``Lookup.probe``."""
         return self._lookup.probe(root, ids)
 
     async def match(
@@ -194,18 +205,17 @@ class ChunkStore:
         ids: bytes,
         contents: TokenRanges = (),
         window: int = 0,
-        retention: Retention = NO_EXPIRY,
-        hints: FetchHints | None = None,
+        hints: PromptHints = NO_HINTS,
+        fetching: FetchHints | None = None,
     ) -> MatchResult:
-        """Match a prompt and lease what is found, see ``Lookup.match``.
+        """Match a prompt and lease the matched chunks; see ``Lookup.match``.
 
-        With ``hints`` and a remote tier, chunks that are missing here are fetched from there first; then ``window`` is
-        ignored.
+        With ``fetching`` and a remote tier, chunks that this node lacks are fetched first; ``window`` is then ignored.
         """
         root, fetched = keys.tenant_root(session.namespace, tenant_salt), None
-        if self.remote is not None and hints is not None and hints.chunk_ends:
-            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, hints, retention)
-        result = await self._lookup.match(session, root, ids, contents, window, retention)
+        if self.remote is not None and fetching is not None and fetching.chunk_ends:
+            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, fetching, hints)
+        result = await self._lookup.match(session, root, ids, contents, window, hints)
         if self._persistence is not None:
             self._persistence.retry_used(m.chunk for m in result.matches)
         if self.remote is not None:
@@ -215,21 +225,17 @@ class ChunkStore:
             result = replace(result, fetched_tokens=tokens, fetch_ms=fetched.seconds * 1e3)
         return result
 
-    def deadline_of(self, ttl_seconds: int) -> float:
-        """Return the expiry of a TTL that begins now, on the store's clock; 0 is none."""
-        return self.ttl.deadline_of(ttl_seconds)
-
     @property
     def now(self) -> float:
         """The time on the store's clock, in Unix seconds."""
         return self.tiers.clock()
 
     def acquire(self, chunks: Sequence[Chunk]) -> LeaseGuard:
-        """Lease chunks that are in the arena for the length of a ``with`` block."""
+        """Lease chunks that are in the arena for the duration of a ``with`` block."""
         return LeaseGuard(chunks, self.tiers.on_released)
 
     def release(self, session: Session, lease_ids: Iterable[bytes]) -> int:
-        """Release leases; unknown ones are ignored. Returns how many were held."""
+        """Release leases; unknown ones are ignored. Returns the number of known ones."""
         released = 0
         for lease_id in lease_ids:
             lease = session.leases.pop(lease_id, None)
@@ -240,7 +246,7 @@ class ChunkStore:
 
     @contextlib.asynccontextmanager
     async def open_chunk(self, chunk: Chunk) -> AsyncIterator[memoryview]:
-        """Lease a chunk's payload for the length of a block. Raises ArenaFull when it cannot be promoted."""
+        """Lease a chunk's payload while a block runs. Raises ArenaFull when it cannot be promoted."""
         lease = await self._lookup.acquire(chunk)
         if lease is None or chunk.slot is None:
             raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
@@ -268,18 +274,19 @@ class ChunkStore:
         return self._pins.remove(root, prefix_hash)
 
     async def delete(self, root: bytes, prefix_hash: bytes) -> int:
-        """Delete a chunk with its subtree, a tenant's chunks, or with neither everything.
+        """Delete a chunk with its subtree, a tenant's chunks, or everything.
 
-        Returns how many. Raises ChunkNotFound, StoreUnavailable, and LimitExceeded when too many deletions are pending
-        in the remote tier.
+        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. Returns the number of
+        chunks. Raises ChunkNotFound, StoreUnavailable, and LimitExceeded when too many deletions are pending in the
+        remote tier.
         """
         found = self.tiers.index.get(prefix_hash)
-        if found is None:  # it may be reserved
+        if found is None:  # the chunk may be reserved
             self._commit.invalidate(root, prefix_hash)
         async with self.bulk.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
                 return await self.bulk.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
-            there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from here on nothing is fetched
+            there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from now on no fetch reads it
             here = await self.bulk.delete(root, found) if found is not None or not prefix_hash else 0
             deleted = max(here, await self.remote.await_deletion(there))
             if prefix_hash and not deleted:
@@ -287,7 +294,7 @@ class ChunkStore:
             return deleted
 
     def list_chunks(self, root: bytes, page_token: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of chunks, see ``BulkOps.page``."""
+        """Return a page of chunks; see ``BulkOps.page``."""
         return self.bulk.page(root, page_token, limit)
 
     async def push_tenant(self, root: bytes) -> AsyncIterator[TransferProgress]:
@@ -298,7 +305,7 @@ class ChunkStore:
                 yield progress
 
     def pull_tenant(self, root: bytes, tenant: bytes, geometry: Geometry) -> AsyncIterator[TransferProgress]:
-        """Insert all chunks that the remote tier has of a tenant. Raises FailedPrecondition, Unavailable."""
+        """Insert all chunks of a tenant from the remote tier. Raises FailedPrecondition, Unavailable."""
         return self._transfer().pull(root, tenant, geometry)
 
     def _transfer(self) -> TenantTransfer:
@@ -309,7 +316,7 @@ class ChunkStore:
     # ---- memory ---------------------------------------------------------------------------------------------
 
     def describe_memory(self, welcome: Welcome) -> None:
-        """Fill in what a worker needs to map the arena and the Bloom filter."""
+        """Fill in the data by which a worker maps the arena and the Bloom filter."""
         welcome.arena.CopyFrom(self.arena.describe())
         if self.bloom_filter is not None:
             welcome.summary.CopyFrom(self.bloom_filter.describe())
@@ -322,7 +329,7 @@ class ChunkStore:
         return session.staging.descriptor
 
     async def sweep(self) -> None:
-        """Remove expired chunks, see ``Upkeep.sweep``."""
+        """Remove expired chunks; see ``Upkeep.sweep``."""
         await self._upkeep.sweep()
 
     async def settle(self) -> None:
@@ -333,12 +340,12 @@ class ChunkStore:
 
     @property
     def has_durable_tier(self) -> bool:
-        """True with a durable tier."""
+        """True if the store has a durable tier."""
         return self._writer is not None
 
     @property
     def has_remote_tier(self) -> bool:
-        """True with a remote tier."""
+        """True if the store has a remote tier."""
         return self.remote is not None
 
     @property
@@ -365,7 +372,7 @@ class ChunkStore:
         out.arena_chunks = len(tiers.arena_ledger)
         out.leases = sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
-        out.pinned_bytes = self._pins.pinned_bytes
+        out.pinned_bytes, out.retained_bytes = self._pins.pinned_bytes, self.retained.retained_bytes
         if self._durable is not None:
             out.durable_file_bytes = self._durable.usage().file_bytes
         if tiers.disk_ledger is not None and self._persistence is not None and writer is not None:
@@ -387,7 +394,7 @@ class ChunkStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all slots, bytes and leases add up."""
-        for part in (self.tiers, self.ttl, self.groups, self._persistence):
+        for part in (self.tiers, self.ttl, self.retained, self.groups, self._persistence):
             if part is not None:
                 part.check_integrity()
         self.sessions.check_integrity([*self.tiers.index, *self.tiers.zombies])

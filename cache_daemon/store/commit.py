@@ -1,7 +1,7 @@
 """Two-phase commit of new chunks: reserve, commit, abort.
 
-A worker writes into its session's staging memory; Commit copies into the arena, verifies the copy and inserts it. So
-nothing that a worker does, early or late, changes a byte that a reader sees.
+A worker writes into its session's staging memory. Commit copies from there into the arena, verifies the copy and
+inserts it. So no write of a worker, early or late, changes a byte that a reader sees.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 
 from kvsidecar import keys
@@ -35,8 +36,10 @@ from kvsidecar.errors import InvalidRequest, StaleEpoch, UnknownLease
 
 from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
+from cache_daemon.store.common_bytes import common_bytes
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
-from cache_daemon.store.retention import NO_EXPIRY, Retention
+from cache_daemon.store.loss_cause import LossCause, LostChunk
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_accounts import TenantAccount
@@ -48,6 +51,8 @@ _COPY_BYTES, _COPY_CHUNKS = 16 << 20, 32
 # Longest wait of a commit for a full arena, which may be full of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS, _ARENA_POLL_SECONDS = 2.0, 0.25
 _RECENT_USE_SECONDS = 30.0
+# Reservations that a report of a miss is compared with.
+_MAX_COMPARED = 512
 
 _OUTCOMES = {
     InsertOutcome.INSERTED: COMMIT_OUTCOME_COMMITTED,
@@ -76,7 +81,7 @@ class _Copy:
 
 
 class TwoPhaseCommit:
-    """Reservations of all sessions, and the commits that run. Runs on the event loop."""
+    """Reservations of all sessions, and the running commits. Runs on the event loop."""
 
     def __init__(
         self,
@@ -86,7 +91,7 @@ class TwoPhaseCommit:
         threads: StoreThreads,
     ) -> None:
         self._tiers, self._inserter = tiers, inserter
-        self._persistence, self._ttl, self._groups = inserter.persistence, inserter.ttl, inserter.groups
+        self._persistence, self._hints = inserter.persistence, inserter.hints
         self._epoch, self._threads = epoch, threads
         self._open_reservations: dict[bytes, tuple[Session, Reservation]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
@@ -94,18 +99,18 @@ class TwoPhaseCommit:
     # ---- reserve --------------------------------------------------------------------------------------------
 
     def reserve(
-        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], retention: Retention = NO_EXPIRY
+        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], hints: PromptHints = NO_HINTS
     ) -> list[ReserveResult]:
         """Reserve staging memory for new chunks, parents before children.
 
-        They and chunks already stored are kept for ``retention``.
-        Raises InvalidRequest for a malformed header, with nothing reserved.
+        ``hints`` apply to them and to chunks already stored. Raises InvalidRequest for a malformed header, with nothing
+        reserved.
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
             self._check_header(header, session.geometry)
         account = self._tiers.accounts.account_of(tenant)
-        return [self._reserve_one(session, root, tenant, account, header, retention) for header in headers]
+        return [self._reserve_one(session, root, tenant, account, header, hints) for header in headers]
 
     @staticmethod
     def _check_header(header: ChunkHeader, expected: Geometry) -> None:
@@ -127,21 +132,19 @@ class TwoPhaseCommit:
         tenant: bytes,
         account: TenantAccount,
         header: ChunkHeader,
-        retention: Retention,
+        hints: PromptHints,
     ) -> ReserveResult:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
-        key, group = keys.prefix_hash(parent, ids), retention.group
-        expires_at = retention.deadline_at(header.start_position)
+        key, at = keys.prefix_hash(parent, ids), hints.at(header.start_position)
         present = self._tiers.index.get(key)
         if present is not None:
-            self._ttl.extend(present, expires_at)
-            self._groups.record_use_of_path(present, group)
+            self._hints.record_use(present, at)
+            self._hints.record_continuation(self._tiers.parent_of(present), at)
             return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._open_reservations:
             other = self._open_reservations[key][1]
-            other.expires_at = max(other.expires_at, expires_at)
-            other.group = group if group == other.group else ""
+            other.hints = other.hints.merge(at)
             return ReserveResult(RESERVE_OUTCOME_IN_PROGRESS, key)
         if not self._parent_is_known(session, root, parent, header.start_position):
             return ReserveResult(RESERVE_OUTCOME_PARENT_MISSING, key)
@@ -158,10 +161,9 @@ class TwoPhaseCommit:
         kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant, parent, key
         kept.content_hash = keys.content_hash(root, ids)
         reservation_id = secrets.token_bytes(ID_BYTES)
-        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, expires_at, group)
+        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, at)
         self._open_reservations[key] = session, made
-        self._ttl.extend(self._tiers.index.get(parent), expires_at)
-        self._groups.record_use_of_path(self._tiers.index.get(parent), group)
+        self._hints.record_continuation(self._tiers.index.get(parent), at)
         return ReserveResult(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
     def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:
@@ -170,9 +172,9 @@ class TwoPhaseCommit:
         return footprint(size_bytes) > (capacity if quota is None else min(capacity, quota))
 
     def _parent_is_known(self, session: Session, root: bytes, parent: bytes, start: int) -> bool:
-        """Return True if the parent ends at ``start`` and will be there.
+        """Return True if the parent ends at ``start`` and exists.
 
-        It is the root, stored, or reserved by this session.
+        It exists if it is the root, stored, or reserved by this session.
         """
         if parent == root or self._tiers.index.get(parent) is not None:
             return self._inserter.parent_is_live(root, parent, start)
@@ -187,10 +189,11 @@ class TwoPhaseCommit:
     async def commit(
         self, session: Session, epoch: int, items: Sequence[tuple[bytes, int]]
     ) -> list[CommitOutcome.ValueType]:
-        """Make reserved chunks visible. ``items`` are ``(reservation id, checksum)``, parents before children.
+        """Make reserved chunks visible.
 
-        Raises StaleEpoch, UnknownLease and InvalidRequest with nothing changed; otherwise all reservations named have
-        ended, and each item has its outcome. A caller that is cancelled meanwhile changes nothing about that.
+        ``items`` are ``(reservation id, checksum)``, parents before children. Raises StaleEpoch, UnknownLease and
+        InvalidRequest with nothing changed; otherwise all named reservations have ended, and each item has its outcome.
+        Cancelling the caller does not stop the commit.
         """
         if epoch != self._epoch:
             raise StaleEpoch(f"the reservations are of epoch {epoch}, the daemon's is {self._epoch}; attach again")
@@ -226,6 +229,7 @@ class TwoPhaseCommit:
                     outcomes += [self._insert(insertion, c, ok) for c, ok in zip(copies, is_valid, strict=True)]
                     await yield_timer.maybe_yield()
                     if refusal is not None and len(outcomes) < len(items_taken):
+                        self._record_refusal(items_taken[len(outcomes)][0], refusal)
                         outcomes.append(refusal)
         finally:
             for reservation, _ in items_taken:
@@ -235,11 +239,19 @@ class TwoPhaseCommit:
         self._touch([r for (r, _), o in zip(items_taken, outcomes, strict=True) if o == COMMIT_OUTCOME_COMMITTED])
         return outcomes
 
+    def _record_refusal(self, refused: Reservation, refusal: CommitOutcome.ValueType) -> None:
+        over = refusal == COMMIT_OUTCOME_QUOTA_EXCEEDED
+        cause, header = LossCause.ARENA_QUOTA if over else LossCause.ARENA_FULL, refused.header
+        lost = LostChunk(refused.tenant, header.parent_prefix_hash, header.start_position, refused.ids, cause)
+        self._tiers.record_loss(lost)
+
     async def _allocate_slots(
         self, items_taken: Sequence[tuple[Reservation, int]], wait_seconds: float
     ) -> tuple[list[_Copy], CommitOutcome.ValueType | None, float]:
-        """Allocate slots for the next copy. Also returns the refusal of the chunk after them, and the waiting time
-        left."""
+        """Allocate slots for the next copy.
+
+        Also returns the refusal of the chunk after them, and the remaining waiting time.
+        """
         copies: list[_Copy] = []
         size = 0
         for reservation, checksum in items_taken:
@@ -262,7 +274,7 @@ class TwoPhaseCommit:
         return copies, None, wait_seconds
 
     async def _copy_and_verify(self, session: Session, copies: Sequence[_Copy]) -> list[bool]:
-        """Copy from staging; returns for each copy whether it has the promised checksum."""
+        """Copy from staging; return for each copy whether it has the promised checksum."""
         staging, arena = session.staging, self._tiers.arena
         assert staging is not None, "staging is kept while a commit runs"
         views = [staging.view(c.reservation.staged) for c in copies]
@@ -296,8 +308,7 @@ class TwoPhaseCommit:
             reservation.ids,
             reservation.tenant,
             copy.slot,
-            reservation.expires_at,
-            reservation.group,
+            reservation.hints,
             reservation.invalidated,
         )
         outcome = insertion.insert([new_chunk])[0]
@@ -305,7 +316,7 @@ class TwoPhaseCommit:
         return _OUTCOMES[outcome]
 
     def _touch(self, committed: Sequence[Reservation]) -> None:
-        """Touch the ancestors of new chunks, unless a Match did so a moment ago."""
+        """Touch the ancestors of new chunks, unless a Match has just done so."""
         since = self._tiers.clock() - _RECENT_USE_SECONDS
         for reservation in committed:
             chunk = self._tiers.index.get(reservation.header.parent_prefix_hash)
@@ -317,7 +328,7 @@ class TwoPhaseCommit:
     # ---- abort and invalidation -----------------------------------------------------------------------------
 
     def abort(self, session: Session, reservation_ids: Iterable[bytes]) -> int:
-        """End reservations; unknown ones are ignored. Returns how many were open."""
+        """End reservations; unknown ones are ignored. Returns the number of known ones."""
         aborted = 0
         for reservation_id in reservation_ids:
             reservation = session.reservations.pop(reservation_id, None)
@@ -327,10 +338,11 @@ class TwoPhaseCommit:
         return aborted
 
     def invalidate(self, root: bytes, key: bytes, before: float = inf) -> None:
-        """Invalidate reservations that a deletion concerns, also in running commits: their chunks are not inserted.
+        """Invalidate reservations that a deletion concerns.
 
-        Those of a tenant, with an empty root of all, reserved by ``before`` (monotonic); with ``key`` those of that
-        chunk and its descendants. Their names can be reserved anew at once.
+        A running commit does not insert their chunks either. These are the reservations of a tenant (with an empty
+        root, of all) made by ``before`` (monotonic); with ``key``, only those of that chunk and its descendants. Their
+        names can be reserved again at once.
         """
         leads: dict[bytes, bool] = {}
         concerned = {
@@ -362,6 +374,12 @@ class TwoPhaseCommit:
         chunk = self._tiers.index.get(key)
         return chunk.parent_key if chunk is not None else None
 
+    def pending_tokens(self, parent_key: bytes, rest: bytes) -> int:
+        """Return how many leading tokens of ``rest`` a chunk behind a parent has that is being written now."""
+        newest = islice(reversed(self._open_reservations.values()), _MAX_COMPARED)
+        shared = (common_bytes(r.ids, rest) for _, r in newest if r.header.parent_prefix_hash == parent_key)
+        return max(shared, default=0) // keys.TOKEN_BYTES
+
     def _end_reservation(self, session: Session, reservation: Reservation) -> None:
         key = reservation.header.prefix_hash
         if self._open_reservations.get(key, (None, None))[1] is reservation:
@@ -371,10 +389,10 @@ class TwoPhaseCommit:
 
     @contextlib.contextmanager
     def scoped_reservation(
-        self, session: Session, tenant_salt: bytes, header: ChunkHeader, retention: Retention = NO_EXPIRY
+        self, session: Session, tenant_salt: bytes, header: ChunkHeader, hints: PromptHints = NO_HINTS
     ) -> Iterator[ReserveResult]:
         """Reserve one chunk for the length of a block; aborted at its end unless committed."""
-        reserved = self.reserve(session, tenant_salt, [header], retention)[0]
+        reserved = self.reserve(session, tenant_salt, [header], hints)[0]
         try:
             yield reserved
         finally:

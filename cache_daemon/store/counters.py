@@ -14,7 +14,10 @@ _HEARTBEAT_FIELDS = ("matches", "requested_tokens", "prompts", "prompt_tokens", 
 
 @dataclass
 class Counters:
-    """Monotonic totals, named as in StatsResponse. They do not overflow; the protobuf has them modulo 2^64."""
+    """Monotonic totals, named as in StatsResponse.
+
+    They do not overflow; the protobuf contains them modulo 2^64.
+    """
 
     matches: int = 0
     requested_tokens: int = 0

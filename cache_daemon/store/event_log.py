@@ -1,4 +1,4 @@
-"""The event log behind ``Watch``, from which readers can resume."""
+"""The event log of ``Watch``, from which readers can resume."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from cache_daemon.store.chunk import ChunkSnapshot
 
 MAX_EVENTS = 10_000
 _ALL = b""
-# Tenants whose last number is kept after their last event was dropped.
+# Number of tenants whose last event number is kept after their last event was dropped.
 _MAX_ROOTS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    number: int  # among all
-    of_root: int  # among its tenant's
+    number: int  # number among all events
+    of_root: int  # number among the events of its tenant
     kind: EventType.ValueType
     state: ChunkSnapshot
 
 
 class EventLog:
-    """Events numbered from 1 without gaps, for all and per tenant root.
+    """Events numbered from 1 without gaps, in all and per tenant root.
 
     It keeps the last ``MAX_EVENTS``.
     """
@@ -61,9 +61,10 @@ class EventLog:
     async def follow(
         self, epoch: int, after: int, root: bytes = _ALL, *, with_tokens: bool = False
     ) -> AsyncIterator[WatchResponse]:
-        """Yield events after a number, then new ones as they come: all, or those of one root by its own numbers.
+        """Yield the events after a number, then new ones as they arrive.
 
-        Raises EventsLost when they are no longer kept, InvalidRequest for a number that was never given.
+        Yields all events, or those of one root with its own numbers. Raises EventsLost when events after the number
+        were dropped, InvalidRequest for a number that no event had yet.
         """
         if epoch == 0:
             after = self._last_number[root]
@@ -79,7 +80,7 @@ class EventLog:
         while True:
             changed, due = self._changed, self._last_number[root] - after
             kept = self._events.get(root, ())
-            # Below 0: the tenant was forgotten meanwhile, and is counted anew.
+            # Below 0: the tenant was forgotten meanwhile, and its numbers restart.
             if not 0 <= due <= len(kept):
                 raise EventsLost(f"events after {after} are no longer kept; read the state with List, then watch anew")
             for event in [kept[i] for i in range(-due, 0)]:

@@ -1,7 +1,7 @@
 """Insertion of verified chunks: the only path into the index.
 
 Commit, remote fetch, bulk transfer and restart end in ``Insertion.insert`` or, for durable chunks, in
-``ChunkInserter.restore``. So a chunk is indexed once, behind its parent, even if several callers bring the same chunk;
+``ChunkInserter.restore``. So a chunk is indexed once, after its parent, even if several callers insert the same chunk;
 and no chunk of a group is evicted for the next one.
 """
 
@@ -16,12 +16,13 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.chunk_groups import ChunkGroups
+from cache_daemon.store.hint_applier import HintApplier
+from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
+from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
-from cache_daemon.store.ttl import TtlIndex
 
 
 class InsertOutcome(enum.Enum):
@@ -38,15 +39,14 @@ class InsertOutcome(enum.Enum):
 class NewChunk:
     """A verified payload in its slot, with its header.
 
-    ``header`` is complete; ``ids`` are its token ids (uint32 little-endian), which an inserted chunk's header loses.
+    ``header`` is complete. ``ids`` are its token ids (uint32 little-endian); insertion removes them from the header.
     """
 
     header: ChunkHeader
     ids: bytes
     tenant: TenantAccount
     slot: Slot
-    expires_at: float  # on the store's clock
-    group: str = ""  # see ChunkGroups
+    hints: ChunkHints
     invalidated: bool = False  # a deletion since the reservation concerns it
 
 
@@ -57,17 +57,19 @@ class ChunkInserter:
     tiers: TierManager
     persistence: Persistence | None
     pins: Pins
-    ttl: TtlIndex
-    groups: ChunkGroups
+    hints: HintApplier
 
     def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
-        """Begin a group of chunks, some of which are children of ``parents``. Use it as a context manager."""
+        """Begin a group of chunks, some of which are children of ``parents``.
+
+        Use the result as a context manager.
+        """
         return Insertion(self, parents)
 
     def parent_is_live(self, root: bytes, parent_key: bytes, start: int) -> bool:
         """Return True if a chunk's parent is indexed, ends at ``start`` and will stay.
 
-        The parent may have been evicted meanwhile, or superseded.
+        False if the parent was evicted or superseded meanwhile.
         """
         if parent_key == root:
             return start == 0
@@ -82,7 +84,7 @@ class ChunkInserter:
     def restore(self, chunk: Chunk) -> bool:
         """Index a durable chunk of an earlier start, after its parent.
 
-        Returns False when its parent is missing or ends elsewhere.
+        Returns False when its parent is missing or ends at another position.
         """
         if not self.parent_is_live(chunk.root, chunk.parent_key, chunk.start_position):
             return False
@@ -94,8 +96,8 @@ class ChunkInserter:
 class Insertion:
     """A group of chunks being inserted.
 
-    Until it is closed, the chunks that it has inserted or found, and their parents, are not evicted; they may leave the
-    arena once they are durable. Runs on the event loop.
+    Until it is closed, no chunk that it has inserted or found, and none of their parents, is evicted; they may leave
+    the arena once they are durable. Runs on the event loop.
     """
 
     inserter: ChunkInserter
@@ -118,8 +120,8 @@ class Insertion:
     def insert(self, new_chunks: Sequence[NewChunk], *, delay_persist: bool = False) -> list[InsertOutcome]:
         """Index chunks, parents before children, and queue them for the durable tier.
 
-        It takes over the slots: those of chunks that are not inserted are freed. With ``delay_persist`` a request waits
-        for more of the group, and the chunks are written a moment later.
+        Takes ownership of the slots, and frees those of chunks that it does not insert. ``delay_persist`` says that a
+        request waits for more of the group; the chunks are then written a moment later.
         """
         return [self._insert(new_chunk, delay_persist) for new_chunk in new_chunks]
 
@@ -132,14 +134,16 @@ class Insertion:
         elif present is not None:
             outcome = InsertOutcome.PRESENT
             self._anchor(present)
-            self.inserter.ttl.extend(present, new_chunk.expires_at)
-            self.inserter.groups.record_use((present,), new_chunk.group)
+            self.inserter.hints.record_use(present, new_chunk.hints)
         elif not self.inserter.parent_is_live(header.root, header.parent_prefix_hash, header.start_position):
             outcome = InsertOutcome.PARENT_MISSING
         else:
             self._anchor(parent)
             made = tiers.enforce_entry_quota(new_chunk.tenant)
             outcome = InsertOutcome.INSERTED if made else InsertOutcome.ENTRIES_EXCEEDED
+            if not made:
+                lost = (header.parent_prefix_hash, header.start_position, new_chunk.ids, LossCause.ENTRY_QUOTA)
+                tiers.record_loss(LostChunk(new_chunk.tenant, *lost))
         if outcome is not InsertOutcome.INSERTED:
             tiers.release_slot(new_chunk.slot)
             return outcome
@@ -151,8 +155,10 @@ class Insertion:
             new_chunk.slot,
             arena_state=Residency.PRESENT,
             last_used_at=tiers.clock(),
-            expires_at=new_chunk.expires_at,
-            group=new_chunk.group,
+            expires_at=new_chunk.hints.expires_at,
+            retained_until=new_chunk.hints.retained_until,
+            group=new_chunk.hints.group,
+            low_priority=new_chunk.hints.low_priority,
         )
         self._make_visible(chunk, delay_persist)
         self._anchor(chunk)
@@ -161,19 +167,18 @@ class Insertion:
     def _make_visible(self, chunk: Chunk, delay_persist: bool) -> None:
         """Index a chunk and let it supersede siblings that are a prefix of it.
 
-        A sibling stays if its pins cannot move on.
+        A sibling stays if its pins cannot move to the new chunk.
         """
         inserter, tiers, persistence = self.inserter, self.inserter.tiers, self.inserter.persistence
         tiers.index_chunk(chunk)
         for old in tiers.index.superseded_by(chunk):
             if not inserter.pins.transfer(old, chunk):
                 continue
-            inserter.ttl.extend(chunk, old.expires_at)
-            inserter.groups.record_use((chunk,), old.group)
+            inserter.hints.inherit(chunk, old)
             if persistence is not None:
                 persistence.supersede(chunk, old)
             else:
-                tiers.remove_subtree(old)
+                tiers.remove_subtree(old, LossCause.SUPERSEDED)
         tiers.emit(EVENT_TYPE_COMMITTED, chunk)
         if persistence is not None:
             (persistence.persist_delayed if delay_persist else persistence.persist)(chunk)

@@ -1,4 +1,7 @@
-"""Prefix and content match with leases: the path to the first token."""
+"""Lookup: longest prefix match and content match, with leases on the matched chunks.
+
+Requests wait for it before their first token, so slow bookkeeping happens after the answer.
+"""
 
 from __future__ import annotations
 
@@ -12,28 +15,27 @@ from math import inf
 
 import structlog
 from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_DELETED, EVENT_TYPE_EVICTED
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import UnknownSession
 
 from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
-from cache_daemon.store.chunk_groups import ChunkGroups
+from cache_daemon.store.hint_applier import HintApplier
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.prefix_index import MatchedChunk
-from cache_daemon.store.retention import NO_EXPIRY, Retention
+from cache_daemon.store.prompt_hints import NO_HINTS, ChunkHints, PromptHints
 from cache_daemon.store.sessions import LeaseGuard, Session
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tier_manager import TierManager
-from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Longest wait of a reader for a full arena, which may be full of chunks that are being written to disk.
+# Maximal time that a reader waits for a full arena, which may be full of chunks that are being written to disk.
 _ARENA_WAIT_SECONDS = 0.25
-# Chunks handled on the event loop before other work runs.
+# Chunks handled before other work runs on the event loop.
 _SLICE = 128
-# Uses reach the policies once the answer is on its way, in batches small enough not to delay the next request.
+# The eviction policies learn of uses after the answer was sent, in batches small enough not to delay the next request.
 _TOUCH_AFTER_SECONDS, _MAX_TOUCHES = 0.002, 32
 
 log = structlog.get_logger("cache_daemon")
@@ -47,10 +49,10 @@ TokenRanges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class FetchHints:
-    """Limits of a fetch from the remote tier: without ``chunk_ends`` nothing is fetched.
+    """Limits of a fetch from the remote tier; without ``chunk_ends`` nothing is fetched.
 
-    ``chunk_ends`` are the rising ends of the prompt's chunks in tokens, ``seconds_per_token`` the caller's prefill cost
-    (0: unknown), ``timeout_seconds`` the longest time that it waits.
+    ``chunk_ends`` are the ascending ends of the prompt's chunks in tokens, ``seconds_per_token`` is the caller's
+    prefill cost (0: unknown), and ``timeout_seconds`` is the longest time that it waits.
     """
 
     chunk_ends: Sequence[int] = ()
@@ -62,8 +64,8 @@ class FetchHints:
 class MatchResult:
     """Longest stored prefix and content matches, under one lease.
 
-    The prefix begins behind ``passed_tokens`` that are outside the window. ``contents`` are ``(start, match)`` with the
-    position in the prompt. ``fetched_tokens`` came from the remote tier in ``fetch_ms``.
+    The prefix starts after ``passed_tokens``, which are outside the window. ``contents`` are ``(start, match)`` with
+    the position in the prompt. ``fetched_tokens`` were fetched from the remote tier, which took ``fetch_ms``.
     """
 
     matches: tuple[MatchedChunk, ...]
@@ -77,7 +79,7 @@ class MatchResult:
 
     @property
     def matched_tokens(self) -> int:
-        """Tokens of the prefix, with those outside the window."""
+        """Tokens of the prefix, including those outside the window."""
         return self.passed_tokens + sum(m.tokens for m in self.matches)
 
 
@@ -87,13 +89,12 @@ class Lookup:
     def __init__(
         self,
         tiers: TierManager,
-        ttl: TtlIndex,
+        hints: HintApplier,
         durable: DurableTier | None,
         persistence: Persistence | None,
         threads: StoreThreads,
-        groups: ChunkGroups,
     ) -> None:
-        self._tiers, self._ttl, self._durable, self._groups = tiers, ttl, durable, groups
+        self._tiers, self._hints, self._durable = tiers, hints, durable
         self._persistence, self._threads = persistence, threads
         self._pending_touches: deque[Chunk] = deque()
 
@@ -108,23 +109,23 @@ class Lookup:
         ids: bytes,
         contents: TokenRanges = (),
         window: int = 0,
-        retention: Retention = NO_EXPIRY,
+        hints: PromptHints = NO_HINTS,
     ) -> MatchResult:
-        """Lease the longest stored prefix of ``ids`` (uint32 little-endian), promoting it to the arena.
+        """Lease the longest stored prefix of a prompt, and promote it to the arena.
 
-        It also leases chunks whose tokens are those of a range ``(start, tokens)`` of ``contents`` that reaches beyond
-        the prefix. With a ``window``, only the part of the prefix that has one of the last ``window`` tokens. What is
-        found is kept for ``retention``.
+        ``ids`` are uint32 little-endian. Also leases chunks whose tokens equal a range ``(start, tokens)`` of
+        ``contents`` that ends after the prefix. With a ``window``, leases only the chunks of the prefix that contain
+        one of its last ``window`` tokens. ``hints`` apply to all matched chunks.
 
-        A chunk that cannot be promoted (corrupt, arena full) ends the prefix; that is never an error. Raises
-        UnknownSession when the session ended meanwhile. A caller that is cancelled holds nothing.
+        A chunk that cannot be promoted (corrupt, arena full) ends the prefix without an error. Raises UnknownSession
+        when the session ended meanwhile. A cancelled caller holds no leases.
         """
-        limit: int | None = None  # the prefix ended before its window: try another one, then none
+        limit: int | None = None  # the prefix ended before its window: try another window, then none
         for _ in range(_MAX_WINDOW_TRIES):
-            result, limit = await self._match(session, root, ids, contents, window, retention, limit)
+            result, limit = await self._match(session, root, ids, contents, window, hints, limit)
             if result is not None:
                 return result
-        result, _ = await self._match(session, root, ids, contents, 0, retention, 0)
+        result, _ = await self._match(session, root, ids, contents, 0, hints, 0)
         assert result is not None
         return result
 
@@ -135,12 +136,12 @@ class Lookup:
         ids: bytes,
         contents: TokenRanges,
         window: int,
-        retention: Retention,
+        hints: PromptHints,
         limit: int | None,
     ) -> tuple[MatchResult | None, int]:
         """Match at most ``limit`` tokens. Returns the result and its end.
 
-        The result is None when the prefix ends earlier than the window was chosen for.
+        The result is None when the prefix ends before the position for which the window was chosen.
         """
         known = ids if limit is None else ids[: limit * keys.TOKEN_BYTES]
         found = self._drop_other_layout(session, self._drop_expired(self._tiers.index.match(root, known)))
@@ -172,24 +173,14 @@ class Lookup:
             missing_ids = set(map(id, missing))
             promoted = sum(m.tokens for m in matches if id(m.chunk) in missing_ids) if missing_ids else 0
             self._count(ids, num_passed, matches, content_matches, promoted)
-        except BaseException:  # the caller was cancelled or gets an error, and will never release these
+        except BaseException:  # the caller was cancelled or gets an error, so it will never release these leases
             lease.release()
             raise
         lease_id = session.add_lease(lease) if lease.chunks else b""
         used = [*(c for c, _ in found[:passed] if c.indexed), *(m.chunk for m in matches)]
         self._record_use(used, [m.chunk for _, m in content_matches])
-        self._retain(used, [m.chunk for _, m in content_matches], retention)
+        self._hints.record_match(used, [m.chunk for _, m in content_matches], hints)
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
-
-    def _retain(self, path: list[Chunk], contents: list[Chunk], retention: Retention) -> None:
-        """Extend the deadlines of used chunks, and take them out of other groups."""
-        for end, _ in retention.parts:  # a deadline reaches the ancestors, so the last chunk of each part suffices
-            last = next((chunk for chunk in reversed(path) if chunk.start_position < end), None)
-            if last is not None:
-                self._ttl.extend(last, retention.deadline_at(last.start_position))
-        for chunk in (*path[-1:], *contents):
-            self._ttl.extend(chunk, retention.deadline_at(chunk.start_position))
-        self._groups.record_use((*path, *contents), retention.group)
 
     async def acquire(self, chunk: Chunk) -> LeaseGuard | None:
         """Lease one chunk in the arena; None when it cannot be promoted."""
@@ -202,7 +193,7 @@ class Lookup:
             raise
         if _is_readable(chunk):
             self._record_use([chunk], [])
-            self._groups.record_use_of_path(chunk, "")
+            self._hints.record_continuation(chunk, ChunkHints())
             return lease
         lease.release()
         return None
@@ -210,25 +201,24 @@ class Lookup:
     # ---- helpers --------------------------------------------------------------------------------------------
 
     def _drop_expired(self, found: list[MatchedChunk]) -> list[MatchedChunk]:
-        """Cut a match at the first expired chunk, which is removed."""
+        """Cut a match at the first expired chunk, and remove that chunk."""
         if not found or (found[0][0].tenant.limits.ttl_seconds is None and found[-1][0].expires_at == inf):
             return found
         now = self._tiers.clock()
         for i, (chunk, _) in enumerate(found):
             if chunk.is_expired(now):
-                self._tiers.counters.expired_chunks += self._tiers.remove_subtree(chunk, EVENT_TYPE_EVICTED)
+                self._tiers.counters.expired_chunks += self._tiers.remove_subtree(chunk, LossCause.EXPIRED)
                 return found[:i]
         return found
 
     def _drop_other_layout(self, session: Session, found: list[MatchedChunk]) -> list[MatchedChunk]:
-        """Reject chunks of another layout than the session's.
+        """Reject and remove chunks of another layout than the session's.
 
-        An archive may have claimed their root, which cannot be verified. All chunks of a root have one layout; these
-        are removed.
+        An archive may have claimed their root, which cannot be verified. All valid chunks of a root have one layout.
         """
         if not found or Geometry.of(found[0].chunk.header) == session.geometry:
             return found
-        dropped = self._tiers.remove_subtree(found[0].chunk, EVENT_TYPE_DELETED)
+        dropped = self._tiers.remove_subtree(found[0].chunk, LossCause.CORRUPT)
         self._tiers.counters.corrupt_chunks += dropped
         log.error("removed chunks with another layout than their namespace's", chunks=dropped, client=session.name)
         return []
@@ -330,7 +320,7 @@ class Lookup:
             self._tiers.release_slot(slot)
             if outcome is not ReadResult.FAILED and chunk.indexed:
                 self._tiers.counters.corrupt_chunks += 1
-                self._tiers.remove_subtree(chunk, EVENT_TYPE_DELETED)
+                self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
         self._tiers.on_released(chunk)
         if load_future is not None and not load_future.done():
             load_future.set_result(None)
@@ -351,11 +341,11 @@ class Lookup:
         counts.content_tokens += sum(m.tokens for _, m in content_matches)
 
     def _record_use(self, path: list[Chunk], contents: list[Chunk]) -> None:
-        """Count a use now, and tell the eviction policies after the answer."""
+        """Count a use now; tell the eviction policies after the answer."""
         self._tiers.record_use((*path, *contents), self._tiers.clock(), is_hit=True)
         if not self._pending_touches:
             asyncio.get_running_loop().call_later(_TOUCH_AFTER_SECONDS, self._apply_some_touches)
-        # Parents count as used after their children, which they outlive.
+        # Parents count as used after their children, so that they are evicted later.
         self._pending_touches.extend(reversed(path))
         self._pending_touches.extend(contents)
 
@@ -365,7 +355,7 @@ class Lookup:
             asyncio.get_running_loop().call_soon(self._apply_some_touches)
 
     def apply_all_touches(self) -> None:
-        """Tell the eviction policies all uses that are pending."""
+        """Tell the eviction policies all pending uses."""
         self._apply_touches(len(self._pending_touches))
 
     def _apply_touches(self, limit: int) -> None:
@@ -374,7 +364,7 @@ class Lookup:
 
 
 def _num_outside_window(found: Sequence[MatchedChunk], window: int) -> int:
-    """Count leading chunks that end before the last ``window`` tokens of the whole matches."""
+    """Count leading chunks that end before the last ``window`` tokens of the prefix."""
     if not window:
         return 0
     ends = list(accumulate(n for _, n in found))

@@ -1,8 +1,8 @@
 """Writes chunks to the durable tier: supersession, eviction, retries, recency.
 
-The durable tier is always closed under parents: a chunk is queued only behind its parent, and superseded chunks are
-removed in the transaction that stores their successor. So after any crash what is found is whole, and no durable token
-is lost.
+The durable tier is always closed under parents: a chunk is queued only after its parent, and superseded chunks are
+removed in the transaction that stores their successor. So after any crash the stored chunks are complete, and no
+durable token is lost.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from kvsidecar.cache.v1.cache_pb2 import (
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult, whole_pages
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.tier_quotas import TierLedger
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Eviction goes on to this share of the budget, so that it does not run at every write; when the disk is
-# full although the ledger says otherwise, it goes on a little further.
+# Eviction continues to this share of the budget, so that it does not run at every write. If the disk is full although
+# the ledger is below the budget, it continues to the lower share.
 _LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _MAX_RETRIES_IN_FLIGHT = 256
 # Extra evictions in one slice on the event loop: about 4 ms.
 _MAX_EXTRA_EVICTIONS = 64
-# Delay of persist_delayed: until then the request that fetches has the cores.
+# Delay of persist_delayed: until then the fetching request can use the cores.
 _DELAY_SECONDS = 1.0
 # Size of a stored header and its index entries, beside up to five bytes per token.
 _HEADER_BYTES = 1024
@@ -46,13 +47,13 @@ class Persistence:
         self._tiers, self._ledger, self._writer = tiers, cold, writer
         self.budget_bytes = budget_bytes
         self._in_flight = 0
-        # In the arena only, oldest first: chunks whose write failed, and chunks that the budget does not admit.
+        # Chunks in the arena only, oldest first: their write failed, or the budget does not admit them.
         self._failed: dict[Chunk, None] = {}
         self._not_admitted: dict[Chunk, None] = {}
         self._delayed: dict[Chunk, None] = {}  # see persist_delayed
         self._timer: asyncio.TimerHandle | None = None
         self._progress_event = asyncio.Event()
-        # Bytes that the tier held when the disk was full although the budget says otherwise.
+        # Bytes that the tier held when the disk was full although the budget was not.
         self._max_bytes = self._target_bytes = float(budget_bytes)
         self._full_since, self._full_at = 0.0, float("-inf")
         tiers.on_unindexed.append(self._on_unindexed)
@@ -60,11 +61,11 @@ class Persistence:
     # ---- restore --------------------------------------------------------------------------------------------
 
     def discard(self, key: bytes) -> None:
-        """Remove a chunk from the tier that cannot be indexed."""
+        """Remove a chunk that cannot be indexed from the tier."""
         self._writer.remove([key])
 
     async def finish_restore(self) -> None:
-        """Evict what exceeds the budget once all chunks are indexed: the budget may have been larger."""
+        """Evict chunks beyond the budget once all are indexed: the budget may have been reduced."""
         if self._ledger.used_bytes > self.budget_bytes:
             self._target_bytes = self.budget_bytes * _LOW_WATERMARK
             yield_timer = YieldTimer()
@@ -74,7 +75,7 @@ class Persistence:
     # ---- writing --------------------------------------------------------------------------------------------
 
     def persist(self, chunk: Chunk) -> None:
-        """Queue a chunk that is in the arena if it may be durable now; otherwise it is retried later."""
+        """Queue a chunk in the arena if it may be durable now; otherwise retry later."""
         if not chunk.indexed or chunk.disk_state is not Residency.ABSENT or chunk.arena_state is not Residency.PRESENT:
             return
         self._failed.pop(chunk, None)
@@ -126,27 +127,27 @@ class Persistence:
             self.persist(chunk)
 
     def supersede(self, chunk: Chunk, old: Chunk) -> None:
-        """Let ``chunk`` replace a childless sibling whose tokens it begins with.
+        """Let ``chunk`` replace a childless sibling that is a prefix of it.
 
-        At once if the sibling is not durable, else as soon as the chunk is.
+        This happens at once if the sibling is not durable, else as soon as the chunk is durable.
         """
         if old.disk_state is Residency.ABSENT:
-            self._tiers.remove_subtree(old)
+            self._tiers.remove_subtree(old, LossCause.SUPERSEDED)
         else:
             old.write_state.superseder_count += 1
             chunk.write_state.supersedes.append(old)
 
     def retry_used(self, chunks: Iterable[Chunk]) -> None:
-        """Retry chunks that were used and are not on disk: the tier may admit them now."""
+        """Retry chunks that were used and are not on disk: the tier may now admit them."""
         for chunk in chunks:
             if chunk.disk_state is Residency.ABSENT and chunk not in self._delayed:
                 self.persist(chunk)
 
     def retry(self) -> None:
-        """Retry failed writes, parents before children, and chunks that the budget may admit now. Call it once a
-        second.
+        """Retry failed writes, and chunks that the budget may now admit. Call it once a second.
 
-        While the disk hangs, queued writes are given up, except those being written: the arena needs the memory.
+        Parents come before children. While the disk hangs, queued writes are failed, except those being written, since
+        the arena needs the memory.
         """
         if self._writer.hung and (given_up := self._writer.fail_queued()):
             log.error("the disk hangs; queued chunks stay in memory only", chunks=given_up)
@@ -155,7 +156,7 @@ class Persistence:
         if most > 0 and self._failed:
             self._retry_failed(most)
         elif most > 0 and self.failing and self._not_admitted:
-            # All failed chunks have left the arena: one that was not admitted shows whether the disk has space again.
+            # All failed chunks have left the arena. The next refused chunk shows whether the disk has space again.
             self._max_bytes = float(self.budget_bytes)
             self.persist(next(iter(self._not_admitted)))
         elif most > 0:
@@ -167,7 +168,7 @@ class Persistence:
                     self._not_admitted[chunk] = None
 
     def retry_all(self) -> None:
-        """Retry all failed writes once more: the daemon ends."""
+        """Retry all failed writes a last time, before the daemon ends."""
         self._retry_failed(len(self._failed))
 
     def _retry_failed(self, most: int) -> None:
@@ -211,12 +212,12 @@ class Persistence:
     def num_postponed(self) -> int:
         """Number of chunks that will be queued later or again.
 
-        Those that a full disk cannot take stay in the arena and do not count.
+        Chunks that a full disk cannot take stay in the arena and do not count.
         """
         return len(self._delayed) + (0 if self._is_full else len(self._failed))
 
     async def wait_progress(self, seconds: float) -> bool:
-        """Wait until a write has ended, at most ``seconds``. Returns False when none is in flight."""
+        """Wait at most ``seconds`` until a write ends. Returns False when none is in flight."""
         self.flush_delayed()
         if not self._in_flight:
             return False
@@ -238,8 +239,10 @@ class Persistence:
         elif stored:
             self._tiers.finish_write(chunk, result.stored_bytes)
             for old in replaced:
-                if old.indexed:  # the transaction removed it, but it may be in flight again
-                    self._tiers.remove_subtree(old, on_disk_too=old.disk_state is not Residency.PRESENT)
+                if old.indexed:  # the transaction removed it, but another write of it may be in flight
+                    self._tiers.remove_subtree(
+                        old, LossCause.SUPERSEDED, on_disk_too=old.disk_state is not Residency.PRESENT
+                    )
             for old in chunk.write_state.supersedes:
                 old.write_state.superseder_count -= 1
             chunk.write_state.supersedes.clear()
@@ -255,9 +258,9 @@ class Persistence:
         self._progress_event = asyncio.Event()
 
     def _drop_corrupt(self, chunk: Chunk) -> None:
-        """Remove a chunk whose bytes in the arena are no longer those committed."""
+        """Remove a chunk whose bytes in the arena differ from the committed ones."""
         self._tiers.counters.corrupt_chunks += 1
-        dropped = self._tiers.remove_subtree(chunk)
+        dropped = self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
         log.error("a chunk in memory is corrupt: removed with its descendants", chunk=chunk.key.hex(), dropped=dropped)
 
     def _record_failure(self, chunk: Chunk, outcome: PutOutcome) -> None:
@@ -276,12 +279,12 @@ class Persistence:
         self._failed.pop(chunk, None)
         self._not_admitted.pop(chunk, None)
         self._delayed.pop(chunk, None)
-        for old in chunk.write_state.supersedes:  # it never became durable: the chunks that it would replace stay
+        for old in chunk.write_state.supersedes:  # it never became durable: the chunks to replace stay
             old.write_state.superseder_count -= 1
         chunk.write_state.supersedes.clear()
 
     def _requeue(self, chunk: Chunk) -> None:
-        """Queue a superseded chunk again whose successor is gone.
+        """Queue a superseded chunk again after its successor was lost.
 
         The transaction that stored the successor had removed it from the tier.
         """
@@ -291,7 +294,7 @@ class Persistence:
         if chunk.arena_state is Residency.PRESENT:
             self._failed[chunk] = None
         else:
-            self._tiers.remove_subtree(chunk)
+            self._tiers.remove_subtree(chunk, LossCause.ARENA_FULL)
 
     # ---- eviction -------------------------------------------------------------------------------------------
 
@@ -314,12 +317,12 @@ class Persistence:
         return self._ledger.used_bytes + size <= most
 
     def _evict(self, newcomer: Chunk, own: bool) -> bool:
-        """Evict the worst victim for a new chunk, but not the new chunk's parent."""
+        """Evict the worst victim for a new chunk, but never the new chunk's parent."""
         victims = self._ledger.victims(newcomer.tenant, own)
         victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
         if victim is None:
             return False
-        self._tiers.evict_from_disk(victim)
+        self._tiers.evict_from_disk(victim, LossCause.DISK_QUOTA if own else LossCause.DISK_FULL)
         return True
 
     def _shrink_some(self) -> None:
@@ -328,7 +331,10 @@ class Persistence:
             asyncio.get_running_loop().call_soon(self._shrink_some)
 
     def _shrink_once(self, most: int) -> bool:
-        """Evict up to ``most`` victims of all tenants until the target is met. Returns True if more must go."""
+        """Evict up to ``most`` victims of all tenants until the target is met.
+
+        Returns True if more must be evicted.
+        """
         for _ in range(most):
             if self._ledger.used_bytes <= self._target_bytes:
                 return False
@@ -350,7 +356,7 @@ class Persistence:
 
 
 def _max_stored_bytes(chunk: Chunk) -> int:
-    """Return the most bytes that a chunk can take in the tier; the exact size is known when it is written."""
+    """Return the maximal size of a chunk in the tier; the write determines the exact size."""
     return whole_pages(chunk.size_bytes) + whole_pages(_HEADER_BYTES + len(chunk.ids) * 5 // 4)
 
 

@@ -23,7 +23,7 @@ _ARENA_SHARE = 0.5
 @dataclass(eq=False, slots=True)
 class _Pin:
     requested_key: bytes  # the prefix hash that was pinned
-    chunk: Chunk  # the chunk now: a longer one may have superseded it
+    chunk: Chunk  # the chunk that now has the pin: a longer one may have superseded the original
     count: int
 
 
@@ -31,8 +31,11 @@ class Pins:
     """Pinned prefixes of one store. A pin counts for a chunk and all its ancestors."""
 
     def __init__(self, tiers: TierManager, budget_bytes: int) -> None:
-        """``budget_bytes`` bounds all pinned chunks; half of the arena bounds those that are not durable."""
-        self._tiers, self._budget = tiers, budget_bytes
+        """Create the table; ``budget_bytes`` limits all pinned chunks.
+
+        Half of the arena limits those that are not durable.
+        """
+        self._tiers, self.budget_bytes = tiers, budget_bytes
         self._pins: dict[tuple[bytes, bytes], _Pin] = {}
         self._pins_of: dict[Chunk, list[_Pin]] = {}
         self.pinned_bytes = 0
@@ -54,7 +57,7 @@ class Pins:
         return len(path)
 
     def remove(self, root: bytes, prefix_hash: bytes) -> int:
-        """End one pin, by the hash that was pinned or its successor's.
+        """End one pin, named by the pinned hash or its successor's.
 
         Returns the number of chunks of the prefix. Raises ChunkNotFound.
         """
@@ -75,7 +78,7 @@ class Pins:
     def transfer(self, old: Chunk, new: Chunk) -> bool:
         """Move the pins of a chunk to the longer sibling that supersedes it.
 
-        Returns False when the pin budget has no capacity for that: the chunk must not be superseded then.
+        Returns False when the pin budget does not suffice; the chunk must then not be superseded.
         """
         if old in self._pins_of and not new.pins:
             try:
@@ -91,7 +94,7 @@ class Pins:
         return True
 
     def restore(self, name: bytes, value: bytes) -> None:
-        """Restore a pin of an earlier start; one whose chunk is gone ends."""
+        """Restore a pin of an earlier start; a pin without its chunk ends."""
         root, asked = name[len(NOTE_PREFIX) :][:HASH_BYTES], name[len(NOTE_PREFIX) + HASH_BYTES :]
         if len(value) == _COUNT.size + HASH_BYTES:
             count, current = _COUNT.unpack_from(value)[0], value[_COUNT.size :]
@@ -106,7 +109,7 @@ class Pins:
 
     def _check_budget(self, chunk: Chunk, added: int) -> None:
         tenant = chunk.tenant
-        for limit, used in ((self._budget, self.pinned_bytes), (tenant.limits.pin_bytes, tenant.pinned_bytes)):
+        for limit, used in ((self.budget_bytes, self.pinned_bytes), (tenant.limits.pin_bytes, tenant.pinned_bytes)):
             if limit is not None and used + added > limit:
                 raise QuotaExceeded(
                     f"the prefix has {format_size(added)} more to pin; {format_size(used)} of {format_size(limit)} are "
@@ -114,9 +117,9 @@ class Pins:
                 )
 
     def _check_arena(self, added: Sequence[Chunk]) -> None:
-        """Check the share of the arena that pinned chunks without a durable copy occupy: they cannot leave it."""
+        """Check the arena share of pinned chunks without a durable copy: they cannot be demoted."""
         size, most = sum(footprint(c.size_bytes) for c in added), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
-        used = sum(footprint(c.size_bytes) for c in self._tiers.arena_only_pins)
+        used = self._tiers.arena_only_pins_bytes
         if size and used + size > most:
             raise QuotaExceeded(
                 f"{format_size(size)} of the prefix are not durable; {format_size(used)} of {format_size(most)} are "
@@ -145,7 +148,7 @@ class Pins:
                 self._tiers.update_evictable(member)
 
     def _on_unindexed(self, chunk: Chunk) -> None:
-        """End the pins of a deleted chunk. It has left the index, its ancestors have not."""
+        """End the pins of a deleted chunk, which has left the index before its ancestors."""
         for pin in self._pins_of.pop(chunk, []):
             self._pins.pop((chunk.root, pin.requested_key), None)
             self._add_to_path(chunk, -pin.count)

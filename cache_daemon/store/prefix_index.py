@@ -1,7 +1,7 @@
 """Prefix index: token-granular longest-prefix match, and lookup by content hash.
 
-Children hang on their parent's prefix hash with their token ids. The content hash finds chunks that were computed
-behind another prefix.
+Each parent's prefix hash maps to its children with their token ids. The content hash finds chunks that were computed
+after another prefix.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from sortedcontainers import SortedDict, SortedList
 
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.common_bytes import common_bytes, nearest
 
-# Copies of one text behind different prefixes that are considered for reuse.
+# Maximal number of copies of one text, after different prefixes, that are considered for reuse.
 _MAX_COPIES = 16
 # Enough for 2^20 tokens in chunks of 128.
 MAX_MATCHED_CHUNKS = 8192
@@ -33,22 +34,12 @@ class MatchedChunk(NamedTuple):
     tokens: int
 
 
-def _common_bytes(a: bytes, b: bytes) -> int:
-    """Return the length in bytes of the common token prefix."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n - n % TOKEN_BYTES
-    differ = int.from_bytes(a[:n], "little") ^ int.from_bytes(b[:n], "little")
-    shared = ((differ & -differ).bit_length() - 1) // 8
-    return shared - shared % TOKEN_BYTES
-
-
 @dataclass(slots=True)
 class _Siblings:
-    """Children of one parent, sorted by token bytes: those that share most with a query are next to its position."""
+    """Children of one parent, sorted by token bytes."""
 
     by_tokens: SortedDict[bytes, Chunk] = field(default_factory=SortedDict)
-    lengths: Counter[int] = field(default_factory=Counter)  # length in bytes -> how many
+    lengths: Counter[int] = field(default_factory=Counter)  # length in bytes -> number of children
 
     def add(self, chunk: Chunk) -> None:
         self.by_tokens[chunk.ids] = chunk
@@ -61,11 +52,8 @@ class _Siblings:
             del self.lengths[len(chunk.ids)]
 
     def nearest(self, rest: bytes) -> tuple[Chunk, int]:
-        """Return the child that shares most leading tokens with ``rest``, and the bytes shared."""
-        at = self.by_tokens.bisect_left(rest)
-        around = [self.by_tokens.peekitem(i) for i in (at - 1, at) if 0 <= i < len(self.by_tokens)]
-        chunk, shared = max(((c, _common_bytes(t, rest)) for t, c in around), key=lambda found: found[1])
-        return chunk, shared
+        """Return the child with the longest common prefix with ``rest``, and its length in bytes."""
+        return nearest(self.by_tokens, rest)
 
 
 class PrefixIndex:
@@ -92,7 +80,10 @@ class PrefixIndex:
         return self._chunks.get(prefix_hash)
 
     def add(self, chunk: Chunk) -> None:
-        """Add a chunk. Raises KeyError for a key that is there: two chunks of one name would tear the maps apart."""
+        """Add a chunk. Raises KeyError for an existing key.
+
+        A second chunk of the same name would make the maps inconsistent.
+        """
         if chunk.key in self._chunks:
             raise KeyError(f"the index has a chunk {chunk.key.hex()} already")
         siblings = self._children.get(chunk.parent_key)
@@ -140,7 +131,7 @@ class PrefixIndex:
         found = self._children.get(parent)
         if found is None:
             return []
-        # In any order, which costs a thirtieth of theirs.
+        # Unordered, which costs a thirtieth of the ordered list.
         return [found] if isinstance(found, Chunk) else list(dict.values(found.by_tokens))
 
     def subtree(self, chunk: Chunk) -> list[Chunk]:
@@ -151,7 +142,7 @@ class PrefixIndex:
         return out
 
     def path(self, chunk: Chunk) -> list[Chunk]:
-        """Return the chunk's ancestors and the chunk, first one first."""
+        """Return the chunk's ancestors and the chunk, root first."""
         out = [chunk]
         while (parent := self._chunks.get(out[-1].parent_key)) is not None:
             out.append(parent)
@@ -183,10 +174,10 @@ class PrefixIndex:
     def match(self, root: bytes, tokens: bytes) -> list[MatchedChunk]:
         """Return the longest stored prefix of ``tokens`` (uint32 little-endian).
 
-        All but the last chunk match wholly; the last may match only at its start, which is as good, because attention
-        is causal. Token ids are compared, never only hashes. Time is linear in what matches; at most
-        ``MAX_MATCHED_CHUNKS`` are found. Of a prompt that is stored in many cuts only some branches are followed, so
-        that it takes no longer.
+        All chunks but the last match completely. The last may match only with its first tokens, which are valid because
+        attention is causal. Compares token ids, never only hashes. Takes time linear in the matched tokens, and finds
+        at most ``MAX_MATCHED_CHUNKS`` chunks. If a prompt is stored in many different cuts, it follows only some of the
+        branches, so that the time stays the same.
         """
         best, last, shared_last = 0, None, 0
         open_ends, ways, steps = [(root, 0, 0)], 0, 0
@@ -194,7 +185,7 @@ class PrefixIndex:
             parent, at, depth = open_ends.pop()
             ways, steps = ways + 1, steps - depth
             siblings = self._children.get(parent)
-            # Most of a path has one child at each step: a long prompt spends its time in this loop.
+            # Most parents on a path have one child: a long prompt spends its time in this loop.
             only: Chunk | None = None
             while isinstance(siblings, Chunk) and depth < MAX_MATCHED_CHUNKS and tokens.startswith(siblings.ids, at):
                 only, at, depth = siblings, at + len(siblings.ids), depth + 1
@@ -204,7 +195,7 @@ class PrefixIndex:
                 best, last, shared_last = at, only, len(only.ids)
             if siblings is None or at == len(tokens) or depth == MAX_MATCHED_CHUNKS:
                 continue
-            # The child that shares most comes first in the list: pushed last, it is followed first.
+            # The list begins with the child that shares most tokens: pushed last, it is followed first.
             for chunk, shared in reversed(list(self._continuations(siblings, tokens, at))):
                 if at + shared > best:
                     best, last, shared_last = at + shared, chunk, shared
@@ -217,11 +208,13 @@ class PrefixIndex:
 
     @staticmethod
     def _continuations(siblings: Chunk | _Siblings, tokens: bytes, at: int) -> Iterator[tuple[Chunk, int]]:
-        """Yield children that match ``tokens`` from ``at``, with the bytes shared: all whole matches and the longest
-        partial one."""
+        """Yield children that match ``tokens`` from ``at``, with the number of shared bytes.
+
+        Yields all complete matches and the longest partial one.
+        """
         if isinstance(siblings, Chunk):
             own = siblings.ids
-            shared = len(own) if tokens.startswith(own, at) else _common_bytes(own, tokens[at : at + len(own)])
+            shared = len(own) if tokens.startswith(own, at) else common_bytes(own, tokens[at : at + len(own)])
             if shared:
                 yield siblings, shared
             return
@@ -235,7 +228,10 @@ class PrefixIndex:
                 yield whole, length
 
     def find_by_content(self, content_hash: bytes, tokens: bytes) -> Chunk | None:
-        """Return a chunk with these tokens behind any prefix: one in memory if there is, else the newest."""
+        """Return a chunk with these tokens after any prefix.
+
+        Prefers one in memory, else the newest.
+        """
         same = self._contents.get(content_hash)
         if same is None:
             return None

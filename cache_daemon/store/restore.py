@@ -22,7 +22,10 @@ log = structlog.get_logger("cache_daemon")
 
 @dataclass(frozen=True)
 class StoreRestorer:
-    """Indexes what an earlier start made durable. ``note`` is called with the name and value of every note."""
+    """Indexes the chunks that an earlier start made durable.
+
+    ``note`` is called with the name and value of every note.
+    """
 
     inserter: ChunkInserter
     persistence: Persistence

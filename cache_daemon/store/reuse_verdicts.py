@@ -1,4 +1,4 @@
-"""Results of verifying approximate reuse, by namespace."""
+"""Verdicts on approximate reuse, by namespace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WRITTEN_SECONDS = 10.0
 class ReuseVerdicts:
     """Verdicts in memory, and as notes in the durable tier if there is one.
 
-    So a heartbeat reads no disk.
+    The copy in memory lets a heartbeat avoid the disk.
     """
 
     def __init__(self, writer: GroupCommitWriter | None) -> None:
@@ -30,9 +30,9 @@ class ReuseVerdicts:
         return self._verdicts.get(namespace)
 
     async def put(self, namespace: bytes, verdict: ReuseVerdict) -> None:
-        """Store a verdict, and wait until it is on disk if there is one.
+        """Store a verdict, durably if there is a durable tier.
 
-        Raises StoreUnavailable when the disk does not take it in time: the verdict is in use all the same, and is
+        Raises StoreUnavailable when the disk does not take it in time; the verdict is then in use all the same, and is
         written as soon as the disk works again.
         """
         self._verdicts[namespace] = verdict

@@ -19,6 +19,7 @@ from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging import Staging, StagingBudget
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 _Handle = TypeVar("_Handle")
@@ -51,7 +52,7 @@ class LeaseGuard:
         self.chunks.extend(chunks)
 
     def retain_only(self, wanted: Sequence[Chunk]) -> None:
-        """Release all but ``wanted``, which are among its chunks."""
+        """Release all chunks but ``wanted``, which must be among the leased ones."""
         if len(wanted) == len(self.chunks):
             return
         kept = set(map(id, wanted))
@@ -79,8 +80,7 @@ class Reservation:
     ids: bytes
     tenant: TenantAccount
     staged: Slot
-    expires_at: float  # on the store's clock
-    group: str = ""
+    hints: ChunkHints
     reserved_at: float = field(default_factory=time.monotonic)
     invalidated: bool = False  # a deletion since the reservation concerns it
 
@@ -88,7 +88,7 @@ class Reservation:
 def rename_handle(handles: dict[bytes, _Handle], generated: bytes, name: bytes) -> bytes:
     """Rename a lease or reservation to the client's ``name``. Returns its name.
 
-    It keeps its generated one if ``name`` is empty or taken.
+    It keeps its generated name if ``name`` is empty or taken.
     """
     if not generated or not name or name in handles:
         return generated
@@ -104,12 +104,12 @@ class Session:
     namespace: bytes
     descriptor: NamespaceDescriptor
     staging: Staging | None  # None once the session has ended
-    shares_memory: bool = True  # the caller maps arena and staging; if not, bytes are streamed
+    shares_memory: bool = True  # the caller maps arena and staging; otherwise bytes are streamed
     id: bytes = field(default_factory=lambda: secrets.token_bytes(ID_BYTES))
     opened_at: float = field(default_factory=lambda: time.monotonic())
     leases: dict[bytes, LeaseGuard] = field(default_factory=dict)
     reservations: dict[bytes, Reservation] = field(default_factory=dict)
-    committing: int = 0  # commits that copy from staging now
+    committing: int = 0  # commits that are copying from staging
     closed: bool = False
     heartbeat_totals: tuple[int, ...] = ()  # totals of its last heartbeat
     owner: object = None  # the principal that opened it
@@ -118,7 +118,7 @@ class Session:
         self.geometry = Geometry.of(self.descriptor)
 
     def add_lease(self, lease: LeaseGuard) -> bytes:
-        """Make a lease the session's. Returns its id, opaque and not to be guessed by another session."""
+        """Add a lease to the session. Returns its id, which other sessions cannot guess."""
         lease_id = secrets.token_bytes(ID_BYTES)
         self.leases[lease_id] = lease
         return lease_id
@@ -157,9 +157,9 @@ class SessionTable:
         owner: object = None,
         listed: bool = True,
     ) -> Session:
-        """Open a session of ``owner``; the daemon's own, for the length of one call, is not ``listed``.
+        """Open a session of ``owner``. Raises NamespaceMismatch.
 
-        Raises NamespaceMismatch.
+        The daemon's own session for the duration of one call is not ``listed``.
         """
         expected = keys.namespace_id(descriptor)
         if namespace != expected:
@@ -179,17 +179,17 @@ class SessionTable:
         return session
 
     def _allowance(self, owner: object) -> StagingBudget:
-        """Return the staging allowance that an owner's sessions without shared memory share."""
+        """Return the staging budget that an owner's sessions without shared memory share."""
         found = self._allowances.get(owner)
         if found is None:
             found = self._allowances[owner] = StagingBudget(self._staging_bytes)
         return found
 
     def expire_leases(self, older_than_seconds: float = LEASE_SECONDS) -> None:
-        """Release leases of sessions without shared memory after ``older_than_seconds``.
+        """Release old leases of sessions that do not map the arena.
 
-        Nobody reads by such a lease, except calls that lease what they send; and a caller that forgets leases, or means
-        to, is not this machine's user.
+        Without this, a remote caller that never releases its leases could keep the arena full. Releasing them is safe:
+        such a session cannot read the arena, and calls that stream chunks lease them themselves.
         """
         before = time.monotonic() - older_than_seconds
         for session in self:
@@ -221,7 +221,7 @@ class SessionTable:
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
         """Raise AssertionError unless leases and staging add up."""
         leased: Counter[int] = Counter(id(c) for s in self for guard in s.leases.values() for c in guard.chunks)
-        # Calls that run now lease chunks, too.
+        # Running calls lease chunks, too.
         assert all(c.leases >= leased[id(c)] for c in chunks), "a lease on a chunk that is not kept"
         for session in self:
             staged = sum(footprint(r.staged.size_bytes) for r in session.reservations.values())

@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 import structlog
 
-# Deadlines since the begin of the shutdown: of all, of queued writes, and of the writer's end.
+# Deadlines since the begin of the shutdown: for everything, for queued writes, and for the writer's end.
 SECONDS, SETTLE_SECONDS, WRITE_SECONDS = 20.0, 14.0, 18.0
 
 log = structlog.get_logger("cache_daemon")
 
 
 class Shutdown:
-    """A deadline over several pieces of blocking work.
+    """A common deadline for several pieces of blocking work.
 
     Each runs on a daemon thread that does not delay the exit.
     """
@@ -41,7 +41,10 @@ class Shutdown:
         return max(0.1, self._began + of_seconds - time.monotonic())
 
     async def run(self, work: Callable[[], object]) -> object:
-        """Run blocking work; returns None when it does not end in time. Raises what the work raises."""
+        """Run blocking work; return None when it does not end in time.
+
+        Raises the exception of the work.
+        """
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         outcome: list[object] = []
         raised: list[BaseException] = []
@@ -51,7 +54,7 @@ class Shutdown:
                 outcome.append(work())
             except BaseException as error:
                 raised.append(error)
-            with contextlib.suppress(RuntimeError):  # the loop closed meanwhile: there is no reader
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(ended.set)
 
         threading.Thread(target=run, name="store-end", daemon=True).start()

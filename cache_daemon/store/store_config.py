@@ -12,7 +12,10 @@ from cache_daemon.store.tier_manager import Clock
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Settings of a store. ``clock`` gives Unix seconds that never go back; ``span(name)`` traces work on threads."""
+    """Settings of a store.
+
+    ``clock`` returns Unix seconds that never decrease; ``span(name)`` traces work on threads.
+    """
 
     new_policy: Callable[[], EvictionPolicy]
     durable_budget_bytes: int = 0

@@ -14,7 +14,10 @@ from cache_daemon.store.tier_manager import TierManager
 
 @dataclass(frozen=True)
 class StoreServices:
-    """Components of one store, as the remote tier uses them. ``persistence`` is None without a durable tier."""
+    """Components of one store that the remote tier uses.
+
+    ``persistence`` is None without a durable tier.
+    """
 
     tiers: TierManager
     bulk: BulkOps
@@ -24,5 +27,5 @@ class StoreServices:
     threads: StoreThreads
 
     async def wait_progress(self, seconds: float) -> bool:
-        """Wait until the durable tier has written something, see ``Persistence.wait_progress``."""
+        """Wait until a durable write ends; see ``Persistence.wait_progress``."""
         return self.persistence is not None and await self.persistence.wait_progress(seconds)

@@ -17,6 +17,8 @@ class TenantAccount:
     limits: TenantLimits
     entries: int = 0
     pinned_bytes: int = 0
+    retained_bytes: int = 0
+    retained_chunks: int = 0
 
     def is_expired(self, idle_seconds: float) -> bool:
         """Return True if a chunk unused for ``idle_seconds`` has passed the tenant's TTL."""
@@ -25,10 +27,10 @@ class TenantAccount:
 
 
 class TenantAccounts:
-    """Accounts of tenants that have chunks, or are about to; weakly referenced.
+    """Accounts of tenants that have chunks or are about to; weakly referenced.
 
-    ``limits_of`` returns the limits of an account, ``account_of`` the account id of a tenant id: unnamed tenants share
-    one, or each new salt would come with a new quota.
+    ``limits_of`` returns the limits of an account, ``account_of`` the account id of a tenant id: tenants that the
+    tenants file does not name share one account, or each new salt would come with a new quota.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class TenantAccounts:
         return found
 
     def reload(self) -> None:
-        """Read all limits anew. Stored chunks stay on the account that they are on."""
+        """Read all limits again. Stored chunks stay on their account."""
         for tenant in list(self._tenants.values()):
             tenant.limits = self._limits_of(tenant.id)
 

@@ -1,6 +1,6 @@
 """Tier manager: admits chunks to arena and disk, evicts and removes them.
 
-The only code that changes the index, the arena and both tiers' ledgers.
+Only this module changes the index, the arena and both tiers' ledgers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 
 from kvsidecar.cache.v1.cache_pb2 import (
     EVENT_TYPE_COMMITTED,
-    EVENT_TYPE_DELETED,
     EVENT_TYPE_DEMOTED,
-    EVENT_TYPE_EVICTED,
     EVENT_TYPE_PROMOTED,
     EVENT_TYPE_UNPERSISTED,
     EventType,
@@ -25,18 +23,22 @@ from cache_daemon.memory.arena import Arena, Slot, footprint
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_quotas import TierLedger
 
-# One allocation evicts at most this multiple of its size before it gives up on a contiguous slot.
+# One allocation evicts at most this multiple of its size before it gives up looking for a contiguous slot.
 _MAX_EVICTED_FACTOR = 16
 _MIN_EVICTED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class StoreContext:
-    """Objects that all parts of a store share. ``clock`` gives Unix seconds that never go back and survive restarts."""
+    """Objects that all parts of a store share.
+
+    ``clock`` returns Unix seconds that never decrease, also over restarts.
+    """
 
     events: EventLog
     accounts: TenantAccounts
@@ -46,7 +48,7 @@ class StoreContext:
 
 @dataclass(eq=False)
 class TierManager:
-    """Moves chunks between the tiers and keeps index, ledgers and events in step.
+    """Moves chunks between the tiers and keeps index, ledgers and events consistent.
 
     The ``on_*`` lists hold subscribers.
     """
@@ -65,11 +67,12 @@ class TierManager:
     on_indexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
-    pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots that no chunk has yet
-    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned chunks that only the arena has
-    unsaved_recency: dict[bytes, float] = field(
-        default_factory=dict
-    )  # durable chunks used since recency was last persisted
+    on_lost: list[Callable[[LostChunk], None]] = field(default_factory=list)
+    pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots without a chunk so far
+    arena_only_pins: set[Chunk] = field(default_factory=set)  # pinned or retained, without a durable copy
+    arena_only_pins_bytes: int = 0
+    # Durable chunks used since recency was last persisted.
+    unsaved_recency: dict[bytes, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.events, self.accounts = self.context.events, self.context.accounts
@@ -78,7 +81,7 @@ class TierManager:
     # ---- admission ------------------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
-        """Add a chunk to the index. Its parent is there, or it is the first of a prompt."""
+        """Add a chunk to the index. Its parent must be indexed, unless it starts a prompt."""
         parent = self.parent_of(chunk)
         self.index.add(chunk)
         chunk.tenant.entries += 1
@@ -93,11 +96,11 @@ class TierManager:
             notify(chunk)
 
     def begin_load(self, chunk: Chunk) -> None:
-        """Record that a durable chunk is being read; ``load_future`` ends with that."""
+        """Record that a durable chunk is being read; ``load_future`` resolves at its end."""
         chunk.arena_state, chunk.load_future = Residency.IN_FLIGHT, asyncio.get_running_loop().create_future()
 
     def end_load(self, chunk: Chunk) -> asyncio.Future[None] | None:
-        """Record that the read has ended. Returns the future to resolve once its result is recorded."""
+        """Record the end of a read. Returns the future to resolve once its result is recorded."""
         future, chunk.load_future = chunk.load_future, None
         chunk.arena_state = Residency.ABSENT
         return future
@@ -114,7 +117,7 @@ class TierManager:
     def begin_write(self, chunk: Chunk, most_bytes: int) -> None:
         """Record that a chunk is being written.
 
-        ``most_bytes``, the most that it can take, count as used meanwhile.
+        Until the write ends, ``most_bytes``, its maximal size, counts as used.
         """
         assert self.disk_ledger is not None
         chunk.disk_state = Residency.IN_FLIGHT
@@ -129,11 +132,11 @@ class TierManager:
         self.update_evictable(chunk)
 
     def discard_write(self, chunk: Chunk) -> None:
-        """Record the end of a write whose chunk has left the index meanwhile."""
+        """Record the end of a write of a chunk that has left the index meanwhile."""
         chunk.disk_state = Residency.ABSENT
 
     def abort_write(self, chunk: Chunk) -> None:
-        """Record that the disk did not take the chunk, or has removed it unasked."""
+        """Record that the disk refused the chunk, or removed it by itself."""
         assert self.disk_ledger is not None
         chunk.disk_state, chunk.stored_bytes = Residency.ABSENT, 0
         self.disk_ledger.remove(chunk)
@@ -164,33 +167,41 @@ class TierManager:
         self.arena_ledger.touch(chunk)
         if self.disk_ledger is not None:
             self.disk_ledger.touch(chunk)
-        if chunk.disk_state is not Residency.ABSENT:  # one in flight may be written with an earlier use
+        if chunk.disk_state is not Residency.ABSENT:  # a write in flight may store an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
+
+    def raise_priority(self, chunk: Chunk) -> None:
+        """Give a chunk of low priority its tenant's priority."""
+        chunk.low_priority = False
+        for ledger in (self.arena_ledger, self.disk_ledger):
+            if ledger is not None:
+                ledger.move(chunk)
 
     def update_evictable(self, chunk: Chunk) -> None:
         """Recompute in both tiers whether a chunk may be evicted.
 
-        Pinned chunks, parents of an insertion, and parents of indexed chunks must stay; but one tier may evict what the
-        other one has. A pinned chunk that both have is kept by the disk only: the arena is for what is used.
+        Pinned and retained chunks, parents of an insertion, and parents of indexed chunks must stay in the store; but
+        one tier may evict a chunk that the other also has. A pinned or retained chunk in both tiers is protected on
+        disk only, since the arena is for chunks in use.
         """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
-        protected = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
+        protected = (needed or chunk.is_spared) and chunk.disk_state is not Residency.PRESENT
         self.arena_ledger.set_protected(chunk, protected)
         if self.disk_ledger is not None:
             self.disk_ledger.set_protected(
-                chunk, chunk.pins > 0 or (needed and chunk.arena_state is not Residency.PRESENT)
+                chunk, chunk.is_spared or (needed and chunk.arena_state is not Residency.PRESENT)
             )
-        if chunk.pins > 0 and protected:
-            self.arena_only_pins[chunk] = None
-        else:
-            self.arena_only_pins.pop(chunk, None)
+        is_arena_only = chunk.is_spared and protected
+        if is_arena_only is not (chunk in self.arena_only_pins):
+            self.arena_only_pins ^= {chunk}
+            self.arena_only_pins_bytes += footprint(chunk.size_bytes) * (1 if is_arena_only else -1)
 
     # ---- arena slots and eviction ---------------------------------------------------------------------------
 
     def allocate(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
         """Allocate an arena slot for a new payload, evicting as long as that helps.
 
-        Returns None when all that could be evicted is in use, pinned, or another tenant's. The slot goes to
+        Returns None when all remaining chunks are in use, pinned, or another tenant's. The caller passes the slot to
         ``index_chunk``, ``finish_load`` or ``release_slot``.
         """
         if size_bytes > self.arena.size_bytes:
@@ -210,7 +221,7 @@ class TierManager:
         return slot
 
     def release_slot(self, slot: Slot) -> None:
-        """Free a slot that no chunk got."""
+        """Free a slot without a chunk."""
         del self.pending_slots[slot]
         self.arena.free(slot)
 
@@ -234,16 +245,19 @@ class TierManager:
             self._free_slot(victim)
             self.emit(EVENT_TYPE_DEMOTED, victim)
         else:
-            self.remove_subtree(victim, EVENT_TYPE_EVICTED)
+            self.remove_subtree(victim, LossCause.ARENA_QUOTA if own else LossCause.ARENA_FULL)
         return victim.size_bytes
 
-    def evict_from_disk(self, victim: Chunk) -> None:
-        """Evict a chunk without durable children from the durable tier; it stays in the arena if it is there."""
+    def evict_from_disk(self, victim: Chunk, cause: LossCause = LossCause.DISK_FULL) -> None:
+        """Evict a chunk without durable children from the durable tier.
+
+        It stays in the arena if it is there.
+        """
         assert self.disk_ledger is not None
         assert self.writer is not None
         self.counters.durable_evictions += 1
         if victim.arena_state is not Residency.PRESENT:
-            self.remove_subtree(victim, EVENT_TYPE_EVICTED)
+            self.remove_subtree(victim, cause)
             return
         self.writer.remove([victim.key])
         self.unsaved_recency.pop(victim.key, None)
@@ -253,7 +267,10 @@ class TierManager:
         self.emit(EVENT_TYPE_UNPERSISTED, victim)
 
     def enforce_entry_quota(self, tenant: TenantAccount) -> bool:
-        """Remove a tenant's own chunks until it may have one more. Returns False if that cannot be done."""
+        """Remove a tenant's own chunks until it may have one more.
+
+        Returns False if that is impossible.
+        """
         most = tenant.limits.entries
         while most is not None and tenant.entries >= most:
             ledgers = [s for s in (self.disk_ledger, self.arena_ledger) if s is not None]
@@ -261,29 +278,27 @@ class TierManager:
             victim = next((c for c in own if self._is_evictable(c)), None)
             if victim is None:
                 return False
-            self.remove_subtree(victim, EVENT_TYPE_EVICTED)
+            self.remove_subtree(victim, LossCause.ENTRY_QUOTA)
         return True
 
     def _is_evictable(self, chunk: Chunk) -> bool:
         """Return True if a chunk may leave both tiers."""
-        return not (chunk.in_use or chunk.pins or chunk.anchors or self.index.has_children(chunk))
+        return not (chunk.in_use or chunk.is_spared or chunk.anchors or self.index.has_children(chunk))
 
     # ---- removal --------------------------------------------------------------------------------------------
 
-    def remove_subtree(
-        self, chunk: Chunk, why: EventType.ValueType = EVENT_TYPE_DELETED, *, on_disk_too: bool = True
-    ) -> int:
-        """Remove a chunk and its descendants. Returns how many.
+    def remove_subtree(self, chunk: Chunk, cause: LossCause, *, on_disk_too: bool = True) -> int:
+        """Remove a chunk and its descendants. Returns their number.
 
-        With ``on_disk_too`` False the durable tier has removed the chunk itself already.
+        ``on_disk_too`` False says that the durable tier has already removed the chunk itself.
         """
         members = self.index.subtree(chunk) if chunk.indexed else []
         for member in reversed(members):
             if member.indexed:  # removing one may remove another
-                self._unindex(member, why, on_disk_too=on_disk_too or member is not chunk)
+                self._unindex(member, cause, on_disk_too=on_disk_too or member is not chunk)
         return len(members)
 
-    def _unindex(self, chunk: Chunk, why: EventType.ValueType, *, on_disk_too: bool = True) -> None:
+    def _unindex(self, chunk: Chunk, cause: LossCause, *, on_disk_too: bool = True) -> None:
         """Remove a chunk without children."""
         self.index.remove(chunk)
         self.arena_ledger.remove(chunk)
@@ -300,15 +315,22 @@ class TierManager:
         if chunk.disk_state is Residency.PRESENT:
             chunk.disk_state = Residency.ABSENT
         self.unsaved_recency.pop(chunk.key, None)
-        self.emit(why, chunk)
+        self.emit(cause.event, chunk)
         for notify in self.on_unindexed:
             notify(chunk)
+        self.record_loss(LostChunk(chunk.tenant, chunk.parent_key, chunk.start_position, chunk.ids, cause))
         parent = self.parent_of(chunk)
         if parent is not None:
             self.update_evictable(parent)
         if chunk.slot is not None or chunk.in_use:
             self.zombies.add(chunk)
         self.on_released(chunk)
+
+    def record_loss(self, lost: LostChunk) -> None:
+        """Tell the subscribers about a removed or refused chunk."""
+        if lost.cause is not LossCause.SUPERSEDED:
+            for notify in self.on_lost:
+                notify(lost)
 
     def on_released(self, chunk: Chunk) -> None:
         """Free a released chunk's slot if it has no other user and is not indexed."""
@@ -325,7 +347,10 @@ class TierManager:
                 self.update_evictable(chunk)
 
     def write_note(self, key: bytes, value: bytes | None) -> None:
-        """Persist a small record for the next start, None deletes it; without a durable tier nothing is kept."""
+        """Persist a small record for the next start; None deletes it.
+
+        Does nothing without a durable tier.
+        """
         if self.writer is not None:
             self.writer.note(key, value)
 
@@ -366,7 +391,7 @@ class TierManager:
 
 
 class Clock:
-    """Unix time in seconds that never goes back while the process runs."""
+    """Unix time in seconds that never decreases while the process runs."""
 
     def __init__(self) -> None:
         self._base = time.time() - time.monotonic()

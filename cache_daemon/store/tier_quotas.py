@@ -1,7 +1,8 @@
 """Accounting of one tier: its chunks, usage, quotas and eviction victims.
 
-A tenant with a quota has a partition of its own: other tenants do not evict from it, and it evicts from no other once
-it is full. All other tenants share one partition per priority.
+A tenant with a quota has partitions of its own: other tenants never evict from them, and once it is full the tenant
+evicts only its own chunks. All other tenants share one partition per priority. Chunks of low priority are evicted
+first: they have a second partition of a tenant with a quota, or share the partition of the lowest priority.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 PartitionKey = bytes | Priority
+_LOW = b"low "  # before the id of a tenant with a quota: its chunks of low priority
 
 
 @dataclass(slots=True)
@@ -35,13 +37,16 @@ class _Entry:
     size_bytes: int
     parent: Chunk | None
     children: int = 0  # in this tier
-    protected: bool = False  # whatever continues it
+    protected: bool = False  # protected even without children
     unevictable: bool = False
 
 
 @dataclass(eq=False)
 class TierLedger:
-    """Usage and eviction partitions of one tier. ``quota_of`` reads a tenant's limit for this tier."""
+    """Usage and eviction partitions of one tier.
+
+    ``quota_of`` returns a tenant's limit for this tier.
+    """
 
     new_policy: Callable[[], EvictionPolicy]
     quota_of: Callable[[TenantLimits], int | None]
@@ -56,8 +61,8 @@ class TierLedger:
         return chunk in self._entries
 
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
-        """Add a chunk, after its parent if that is in this tier."""
-        part = self._partition_of(chunk.tenant)
+        """Add a chunk, after its parent if this tier has that."""
+        part = self._partition_of(chunk.tenant, chunk.low_priority)
         self._entries[chunk] = _Entry(part, size_bytes, parent)
         part.used_bytes += size_bytes
         self.used_bytes += size_bytes
@@ -80,6 +85,19 @@ class TierLedger:
         place.partition.used_bytes += more
         self.used_bytes += more
 
+    def move(self, chunk: Chunk) -> None:
+        """Move a chunk to the partition of its new priority; an unknown one is ignored."""
+        place = self._entries.get(chunk)
+        if place is None:
+            return
+        place.partition.policy.remove(chunk)
+        place.partition.used_bytes -= place.size_bytes
+        place.partition = self._partition_of(chunk.tenant, chunk.low_priority)
+        place.partition.used_bytes += place.size_bytes
+        place.partition.policy.insert(chunk, place.parent, chunk.hits)
+        if place.unevictable:
+            place.partition.policy.make_unevictable(chunk)
+
     def touch(self, chunk: Chunk) -> None:
         """Record a use of a chunk."""
         place = self._entries.get(chunk)
@@ -87,7 +105,10 @@ class TierLedger:
             place.partition.policy.touch(chunk)
 
     def set_protected(self, chunk: Chunk, kept: bool) -> None:
-        """Protect a chunk from eviction, whatever its children in this tier, or end that. Idempotent."""
+        """Set or end the protection of a chunk from eviction. Idempotent.
+
+        It is independent of the chunk's children in this tier.
+        """
         place = self._entries.get(chunk)
         if place is not None:
             place.protected = kept
@@ -110,25 +131,27 @@ class TierLedger:
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
         """Return True if ``size_bytes`` more exceed the tenant's quota."""
         quota = self.quota_of(tenant.limits)
-        return quota is not None and self._partition_of(tenant).used_bytes + size_bytes > quota
+        return quota is not None and self.usage_of(tenant) + size_bytes > quota
 
     def usage_of(self, tenant: TenantAccount) -> int:
         """Return the bytes used by a tenant that has a quota."""
-        return self._partition_of(tenant).used_bytes
+        return sum(part.used_bytes for part in self._own(tenant))
 
     def admits(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Return True if a full tier admits a new chunk."""
-        return self._partition_of(chunk.tenant).policy.admit(chunk, parent)
+        return self._partition_of(chunk.tenant, chunk.low_priority).policy.admit(chunk, parent)
 
     def victims(self, tenant: TenantAccount, own: bool) -> Iterator[Chunk]:
-        """Yield chunks to evict for a tenant's new chunk, worst first; with ``own`` only its own.
+        """Yield chunks to evict for a tenant's new chunk, worst first.
 
-        Chunks with children in this tier are not among them. The caller skips those in use, evicts one, and asks again.
+        ``own`` yields only the tenant's chunks. Chunks with children in this tier are left out. The caller skips chunks
+        in use, evicts one, and calls again.
         """
         if self.quota_of(tenant.limits) is not None:
             if not own:
                 yield from self._shared(tenant.limits.priority)
-            yield from _victims_of(self._partition_of(tenant).policy)
+            for part in self._own(tenant):
+                yield from _victims_of(part.policy)
         elif own:
             yield from (c for c in self._shared(tenant.limits.priority) if c.tenant is tenant)
         else:
@@ -136,7 +159,10 @@ class TierLedger:
 
     def all_victims(self) -> Iterator[Chunk]:
         """Yield victims of all tenants: low priority first, tenants with a quota last."""
-        names = sorted(self._partitions, key=lambda name: name if isinstance(name, Priority) else len(Priority))
+        names = sorted(
+            self._partitions,
+            key=lambda name: name if isinstance(name, Priority) else len(Priority) + (not name.startswith(_LOW)),
+        )
         for name in names:
             yield from _victims_of(self._partitions[name].policy)
 
@@ -146,8 +172,17 @@ class TierLedger:
             if part is not None and priority <= highest:
                 yield from _victims_of(part.policy)
 
-    def _partition_of(self, tenant: TenantAccount) -> _Partition:
-        name: PartitionKey = tenant.id if self.quota_of(tenant.limits) is not None else tenant.limits.priority
+    def _own(self, tenant: TenantAccount) -> list[_Partition]:
+        """Return the partitions of a tenant with a quota, low priority first."""
+        parts = (self._partitions.get(name) for name in (_LOW + tenant.id, tenant.id))
+        return [part for part in parts if part is not None]
+
+    def _partition_of(self, tenant: TenantAccount, low_priority: bool) -> _Partition:
+        name: PartitionKey
+        if self.quota_of(tenant.limits) is not None:
+            name = _LOW + tenant.id if low_priority else tenant.id
+        else:
+            name = Priority.LOW if low_priority else tenant.limits.priority
         part = self._partitions.get(name)
         if part is None:
             part = self._partitions[name] = _Partition(self.new_policy())

@@ -1,7 +1,7 @@
 """Chunk expiry: the TTL index.
 
 A request may set a TTL on the chunks that it uses or stores. The longest TTL wins; a request without one removes the
-expiry. A parent never expires before its children, so that no chunk is removed with a parent before its own time.
+expiry. A parent never expires before its children, because removing it would remove them before their own expiry.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TtlIndex:
         return self._tiers.clock() + ttl_seconds if ttl_seconds else inf
 
     def extend(self, chunk: Chunk | None, deadline: float) -> None:
-        """Extend the expiry of a chunk and its ancestors to ``deadline`` at least."""
+        """Extend the expiry of a chunk and its ancestors to at least ``deadline``."""
         while chunk is not None and chunk.expires_at < deadline:
             chunk.expires_at = deadline
             if chunk.indexed:
@@ -39,7 +39,7 @@ class TtlIndex:
             chunk = self._tiers.parent_of(chunk)
 
     def expired(self) -> list[Chunk]:
-        """Return expired chunks; a pinned one stays, and so do its ancestors."""
+        """Return expired chunks; a pinned chunk and its ancestors stay."""
         now = self._tiers.clock()
         return [chunk for chunk in self._expiring.values() if chunk.expires_at < now and not chunk.pins]
 
@@ -55,7 +55,7 @@ class TtlIndex:
                 self._tiers.write_note(EXPIRY_NOTE_PREFIX + key, encode_expiry(chunk.expires_at))
                 self._persisted.add(key)
             else:
-                continue  # it may reach the disk later
+                continue  # it may become durable later
             del self._changed[key]
 
     def restore(self, name: bytes, value: bytes) -> None:
@@ -70,7 +70,7 @@ class TtlIndex:
         self._expiring[key] = chunk
 
     def finish_restore(self) -> None:
-        """Repair lost notes: a chunk without one does not expire, and neither do its ancestors."""
+        """Repair lost notes: a chunk without a note, and its ancestors, never expire."""
         for chunk in list(self._expiring.values()):
             for child in self._tiers.index.children(chunk.key):
                 self.extend(chunk, child.expires_at)

@@ -1,4 +1,4 @@
-"""Periodic upkeep of a store: retries, memory trimming, recency, lease expiry and the TTL sweep."""
+"""Periodic upkeep of a store: retries, trimming, recency, lease expiry, TTL sweep."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import structlog
 from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.persistence import Persistence
+from cache_daemon.store.retained_chunks import RetainedChunks
 from cache_daemon.store.sessions import SessionTable
 from cache_daemon.store.ttl import TtlIndex
 
@@ -19,7 +20,10 @@ log = structlog.get_logger("cache_daemon")
 
 
 class Upkeep:
-    """A task that ticks once a second from ``start`` to ``stop``. ``persistence`` is None without a durable tier."""
+    """A task that runs once a second from ``start`` to ``stop``.
+
+    ``persistence`` is None without a durable tier.
+    """
 
     def __init__(
         self,
@@ -27,10 +31,11 @@ class Upkeep:
         bulk: BulkOps,
         counters: Counters,
         ttl: TtlIndex,
+        retained: RetainedChunks,
         persistence: Persistence | None,
     ) -> None:
         self._sessions, self._bulk, self._counters = sessions, bulk, counters
-        self._ttl, self._persistence = ttl, persistence
+        self._ttl, self._retained, self._persistence = ttl, retained, persistence
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -68,5 +73,6 @@ class Upkeep:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Remove expired chunks."""
+        """Remove expired chunks, and end retentions."""
+        self._retained.end_due()
         self._counters.expired_chunks += await self._bulk.expire()

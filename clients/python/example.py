@@ -1,6 +1,7 @@
-"""Asks a chat question and streams the answer, then asks again: the second time the prompt comes from the cache.
+"""Asks a chat question twice; the second prompt comes from the cache.
 
-Run it against ``kvsidecar serve``; an argument names another worker (``unix:/PATH`` or ``host:port``).
+Streams the answers. Run it against ``kvsidecar serve``; an argument names another worker (``unix:/PATH`` or
+``host:port``).
 """
 
 import sys

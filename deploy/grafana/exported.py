@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import httpx
+from kvsidecar.integrations.vllm import transfer_stats as vllm
 
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
 from inference_svc.gateway.fleet.discovery import NodeDiscovery
@@ -18,6 +19,11 @@ _EXTRA = {
     "calls_total": "counter",
     "call_seconds_total": "counter",
 }
+# Metrics of our connector in vLLM (clients/python/kvsidecar/integrations/vllm/vllm_metrics.py).
+_VLLM = {f"vllm:kvsidecar_{name}_total": "counter" for name in (*vllm.COUNTERS, "lookups")} | {
+    f"vllm:kvsidecar_{vllm.ATTACHED}": "gauge"
+}
+_SUFFIXES = {"counter": "_total", "info": "_info"}
 # In addition to the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
 _WORKER_EXTRA = {"engine_up": "gauge", "corrupt_hits_total": "counter"}
 
@@ -34,5 +40,5 @@ def exported() -> dict[str, str]:
     of_fleet.watch(NodeDiscovery([], httpx.AsyncClient(), 1.0))
     for registry in (GatewayMetrics(WorkerRouter([])).registry, of_fleet.registry):
         for family in registry.collect():
-            found[family.name + ("_total" if family.type == "counter" else "")] = family.type
-    return found
+            found[family.name + _SUFFIXES.get(family.type, "")] = "gauge" if family.type == "info" else family.type
+    return found | _VLLM

@@ -17,13 +17,25 @@ from deploy.grafana.panels import ROWS, Panel, quantile, rate
 
 FILE = Path(__file__).with_name("kvsidecar.json")
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
-_WIDTH, _HEIGHT, _ACROSS = 8, 8, 3
+_WIDTH, _HEIGHT, _ACROSS = 24, 8, 3
+# Every process of ours has one of the two.
+_OURS = '__name__=~"kvsidecar_build_info|vllm:kvsidecar_attached"'
+_SELECTED = 'job=~"$job",instance=~"$instance"'
 
 
 def metrics_in(expression: str) -> set[str]:
     """Return the metrics of a query; histograms without ``_bucket``, ``_sum`` and ``_count``."""
     found = re.findall(r"\b(?:kvsidecar_|vllm:)[a-z0-9_]+", expression)
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
+
+
+def selected(expression: str) -> str:
+    """Return a query for the jobs and instances that the dashboard's variables select."""
+    return re.sub(
+        r"\b((?:kvsidecar_|vllm:)[a-z0-9_]+)(\{)?",
+        lambda found: f"{found[1]}{{{_SELECTED}{',' if found[2] else '}'}",
+        expression,
+    )
 
 
 def rows() -> dict[str, tuple[Panel, ...]]:
@@ -48,11 +60,13 @@ def dashboard() -> dict[str, Any]:
     panels: list[dict[str, Any]] = []
     y = 0
     for title, row in rows().items():
-        panels.append({"type": "row", "title": title, "collapsed": False, "gridPos": _place(0, y, 3 * _WIDTH, 1)})
+        panels.append({"type": "row", "title": title, "collapsed": False, "gridPos": _place(0, y, _WIDTH, 1)})
+        across = 4 if len(row) == 4 else _ACROSS
+        width = _WIDTH // across
         for i, panel in enumerate(row):
-            at = _place(i % _ACROSS * _WIDTH, y + 1 + i // _ACROSS * _HEIGHT, _WIDTH, _HEIGHT)
+            at = _place(i % across * width, y + 1 + i // across * _HEIGHT, width, _HEIGHT)
             panels.append(_graph(panel, at))
-        y += 1 + -(-len(row) // _ACROSS) * _HEIGHT
+        y += 1 + -(-len(row) // across) * _HEIGHT
     for number, panel in enumerate(panels, 1):
         panel["id"] = number
     source = {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Prometheus"}
@@ -64,8 +78,25 @@ def dashboard() -> dict[str, Any]:
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-3h", "to": "now"},
-        "templating": {"list": [source]},
+        "templating": {"list": [source, _variable("job"), _variable("instance", ',job=~"$job"')]},
         "panels": panels,
+    }
+
+
+def _variable(label: str, selector: str = "") -> dict[str, Any]:
+    """Return a variable with the values that a label has in our metrics; all of them by default."""
+    query = f"label_values({{{_OURS}{selector}}}, {label})"
+    return {
+        "name": label,
+        "type": "query",
+        "datasource": _DATASOURCE,
+        "query": query,
+        "definition": query,
+        "refresh": 2,
+        "multi": True,
+        "includeAll": True,
+        "allValue": ".*",
+        "current": {"text": ["All"], "value": ["$__all"]},
     }
 
 
@@ -75,7 +106,12 @@ def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:
 
 def _graph(panel: Panel, at: dict[str, int]) -> dict[str, Any]:
     targets = [
-        {"refId": chr(ord("A") + i), "datasource": _DATASOURCE, "expr": query, "legendFormat": legend or "__auto"}
+        {
+            "refId": chr(ord("A") + i),
+            "datasource": _DATASOURCE,
+            "expr": selected(query),
+            "legendFormat": legend or "__auto",
+        }
         for i, (legend, query) in enumerate(panel.queries)
     ]
     custom = {"lineWidth": 1, "fillOpacity": 10, "showPoints": "never"}

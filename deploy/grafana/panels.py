@@ -30,11 +30,42 @@ def quantile(q: float, histogram: str) -> str:
     return f"histogram_quantile({q}, sum by (le) (rate({histogram}_bucket[$__rate_interval])))"
 
 
+# Requests for answers; polls and probes have other paths.
+ANSWERS = 'path=~"/v1/(chat/completions|completions|responses|messages)"'
 PROMPT = "kvsidecar_cache_prompt_tokens_total"
 FIRST = "vllm:time_to_first_token_seconds"
 FIRST_OF_FLEET = "kvsidecar_gateway_ttft_seconds"
 
+# Gateways of our workers and vLLM export the same counters.
+QUERIES = "vllm:prefix_cache_queries_total"
+POOL_HITS, CACHE_HITS = "vllm:prefix_cache_hits_total", "vllm:external_prefix_cache_hits_total"
+
 ROWS: dict[str, tuple[Panel, ...]] = {
+    "Overview": (
+        Panel("Does the cache pay? Cached share of prompt tokens", "percentunit",
+              (("all engines", f"({rate(POOL_HITS)} + {rate(CACHE_HITS)}) / ({rate(QUERIES)} > 0)"),
+               ("engines' own prefix caches", share(POOL_HITS, QUERIES)),
+               ("cache daemon", share(CACHE_HITS, QUERIES)))),
+        Panel("Is it healthy? 0 failures, all processes", "short",
+              (("{{process}} processes", "count by (process) (kvsidecar_build_info)"),
+               ("failed share of answers",
+                f"(sum(rate(kvsidecar_gateway_requests_total{{{ANSWERS},code=~'5..'}}[$__rate_interval])) or vector(0))"
+                f" / (sum(rate(kvsidecar_gateway_requests_total{{{ANSWERS}}}[$__rate_interval])) > 0)"),
+               ("stores whose disk fails", "sum(kvsidecar_cache_durable_failing)"),
+               ("daemons without their remote tier", "sum(kvsidecar_cache_remote_failing)"),
+               ("vLLM engines without a daemon", "count(vllm:kvsidecar_attached == 0)"))),
+        Panel("Is it full?", "percentunit",
+              (("arena", "sum(kvsidecar_cache_arena_used_bytes) / sum(kvsidecar_cache_arena_bytes)"),
+               ("disk", "sum(kvsidecar_cache_durable_bytes) / (sum(kvsidecar_cache_durable_budget_bytes) > 0)"),
+               ("workers' KV pools",
+                "1 - sum(kvsidecar_worker_pool_free_pages) / sum(kvsidecar_worker_pool_pages)")),
+              "A full arena or disk is normal: chunks are evicted. A full pool lets requests wait."),
+        Panel("What is slow?", "s",
+              (("time to first token, p95", quantile(0.95, FIRST)),
+               ("Match, mean", "sum(rate(kvsidecar_cache_call_seconds_total{method='Match'}[$__rate_interval])) / "
+                               "(sum(rate(kvsidecar_cache_calls_total{method='Match'}[$__rate_interval])) > 0)"),
+               ("stall of a daemon's event loop, longest", "max(kvsidecar_cache_loop_stall_ms) / 1000"))),
+    ),
     "Reuse": (
         Panel("Cached share of prompt tokens", "percentunit",
               (("all", share("kvsidecar_cache_cached_tokens_total", PROMPT)),
@@ -103,6 +134,18 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                ("refused by a limit", rate("kvsidecar_cache_refused_total")))),
         Panel("Requests without the cache after a failure", "cps",
               (("{{instance}}", "rate(kvsidecar_worker_cache_failures_total[$__rate_interval])"),)),
+    ),
+    "vLLM engines": (
+        Panel("Lookups by outcome", "cps", (("{{outcome}}", rate("vllm:kvsidecar_lookups_total", "outcome")),)),
+        Panel("Tokens loaded; chunks stored", "cps",
+              (("tokens loaded", rate("vllm:kvsidecar_loaded_tokens_total")),
+               ("chunks stored", rate("vllm:kvsidecar_stored_chunks_total")))),
+        Panel("Failed, refused and dropped", "cps",
+              (("failed loads", rate("vllm:kvsidecar_failed_loads_total")),
+               ("failed stores", rate("vllm:kvsidecar_failed_stores_total")),
+               ("refused chunks", rate("vllm:kvsidecar_refused_chunks_total")),
+               ("dropped stores", rate("vllm:kvsidecar_dropped_stores_total"))),
+              "The engine computes instead: no request fails."),
     ),
     "Remote tier": (
         Panel("Remote lookups", "cps",

@@ -1,4 +1,4 @@
-"""Chat templates: messages and tools to prompts.
+"""Chat templates: convert messages and tools to prompts.
 
-Imports ``tool_calls`` and ``structured_output``; ``request`` uses it.
+Imports ``tool_calls`` and ``structured_output``; ``request`` imports it.
 """

@@ -1,8 +1,10 @@
-"""Chat template of one model: renders prompts; the grammar of its tool calls and their parser."""
+"""Chat template of one model: prompts, and grammar and parser of its tool calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from kvsidecar.errors import InvalidRequest
@@ -29,17 +31,19 @@ from inference_svc.tool_calls.tool_call_format import (
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 from inference_svc.tool_calls.tool_grammar import optional_calls_grammar, required_calls_grammar
 
+_NOTHING: Mapping[int, str] = MappingProxyType({})
+
 
 class ChatTemplate:
     """Chat template and tool calls of one model.
 
-    Methods may be called on any thread, and raise InvalidRequest in one sentence.
+    Any thread may call the methods; they raise InvalidRequest with one sentence.
     """
 
     def __init__(
         self, name: str, tokenizer: PreTrainedTokenizerBase, grammars: GrammarCompiler, parser: str = "auto"
     ) -> None:
-        """``parser`` is the format of the model's calls; ``auto`` detects it in the chat template."""
+        """``parser`` is the format of the model's calls; ``auto``: detect it in the chat template."""
         self._name, self._tokenizer, self._grammars = name, tokenizer, grammars
         template = self._template(True)
         self._dialect: ToolCallFormat = format_of(template) if parser == "auto" else parser  # type: ignore[assignment]
@@ -54,8 +58,11 @@ class ChatTemplate:
             template = template.get("tool_use" if with_tools else "default") or next(iter(template.values()), None)
         return template if isinstance(template, str) else None
 
-    def render(self, chat: pb.Chat, generation_prompt: bool) -> str:
-        """Render a conversation with the model's template."""
+    def render(self, chat: pb.Chat, generation_prompt: bool, written: Mapping[int, str] = _NOTHING) -> str:
+        """Render a conversation with the model's template.
+
+        ``written`` has texts of messages by their index, which stand for their content and calls.
+        """
         check_chat(chat)
         more, start = template_arguments(chat), chat.answer_start
         more["add_generation_prompt"] = generation_prompt and start == pb.ANSWER_START_UNSPECIFIED
@@ -63,34 +70,24 @@ class ChatTemplate:
         if not self._tokenizer.chat_template:
             raise InvalidRequest(f"{self._name} has no chat template; send text or token_ids instead", param="messages")
         if self._knows_tools or not uses_tools(chat):
-            return self._written(template_messages(chat, self._dialect), template_tools(chat), more)
+            return self._written(template_messages(chat, self._dialect, written), template_tools(chat), more)
         try:
-            return self._written(messages_with_described_tools(chat, in_system=True), [], more)
+            return self._written(messages_with_described_tools(chat, True, written), [], more)
         except InvalidRequest:
             if chat.messages[0].role == "system":
                 raise
         # Some templates support no system message.
-        return self._written(messages_with_described_tools(chat, in_system=False), [], more)
+        return self._written(messages_with_described_tools(chat, False, written), [], more)
 
-    def end_of_messages(self, chat: pb.Chat, messages: int, whole: str) -> int:
-        """Return where the first ``messages`` messages end in the rendered ``whole``, in characters.
-
-        0 for templates that refuse the beginning of the conversation by itself.
-        """
-        if messages == len(chat.messages):
-            return len(whole)
+    def text_of_first(self, chat: pb.Chat, messages: int) -> str:
+        """Render a conversation's first messages; empty if the template refuses them by themselves."""
         first = pb.Chat(messages=chat.messages[:messages], tools=chat.tools, template_arguments=chat.template_arguments)
-        for _ in range(2):
-            try:
-                begin = self.render(first, False)
-            except InvalidRequest:  # some templates want a question
-                first.messages.add(role="user", content="")
-                continue
-            if whole.startswith(begin):
-                return len(begin)
-            pairs = enumerate(zip(begin, whole, strict=False))
-            return next((i for i, (a, b) in pairs if a != b), len(whole))
-        return 0
+        with suppress(InvalidRequest):
+            return self.render(first, False)
+        first.messages.add(role="user", content="")  # some templates want a question
+        with suppress(InvalidRequest):
+            return self.render(first, False)
+        return ""
 
     def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
         try:
@@ -108,9 +105,9 @@ class ChatTemplate:
         return str(text)
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Grammar state of the request's grammar or of its required or strict calls; None for free text."""
-        use, tools, grammar = request.tool_use, request.prompt.chat.tools, request.grammar
-        given = request.HasField("grammar")
+        """Create the grammar state for the request's grammar or required or strict calls; None for free text."""
+        use, grammar = request.tool_use, request.grammar
+        tools, given = _allowed_tools(request), request.HasField("grammar")
         if use.mode == pb.TOOL_MODE_REQUIRED:
             able = [tool for tool in tools if use.name in ("", tool.name)]
             if not able:
@@ -122,10 +119,10 @@ class ChatTemplate:
                 )
             return self._required_calls(able, use.single or bool(use.name))
         if not given:
-            return self._optional_calls(list(tools), use.single) if _strict(request) else None
+            return self._optional_calls(tools, use.single) if _strict(request) else None
         steering = self._grammars.compile(grammar)
         if tools and use.mode != pb.TOOL_MODE_NONE:
-            return self._required_calls(list(tools), use.single).union(steering)
+            return self._required_calls(tools, use.single).union(steering)
         return steering
 
     def _required_calls(self, tools: list[pb.Tool], single: bool) -> GrammarState:
@@ -148,7 +145,7 @@ class ChatTemplate:
 
     def parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """Create a parser of calls in the answer's text; None if the request allows none."""
-        tools, use = request.prompt.chat.tools, request.tool_use
+        tools, use = _allowed_tools(request), request.tool_use
         if not tools or use.mode == pb.TOOL_MODE_NONE:
             return None
         functions = {tool.name: parameters_schema(tool) for tool in tools}
@@ -158,11 +155,22 @@ class ChatTemplate:
         return ToolCallParser(self._dialect, functions, single, exact, whole=either)
 
     def shows_special(self, request: pb.GenerateRequest) -> bool:
-        """True if special tokens must appear in the answer's text, because they mark calls."""
+        """True if special tokens must be in the answer's text, because they mark calls."""
         return self._marked_by_special and self.parser(request) is not None
 
 
+def _allowed_tools(request: pb.GenerateRequest) -> list[pb.Tool]:
+    """Return the tools that may be called. Raises InvalidRequest for an unknown name."""
+    tools, allowed = list(request.prompt.chat.tools), set(request.tool_use.allowed)
+    unknown = allowed.difference(tool.name for tool in tools)
+    if unknown:
+        raise InvalidRequest(
+            f"the tool {min(unknown)[:80]!r} is allowed and is not among the request's tools", param="tool_choice"
+        )
+    return [tool for tool in tools if tool.name in allowed] if allowed else tools
+
+
 def _strict(request: pb.GenerateRequest) -> bool:
-    """True if the model decides whether to call, and calls must match strict schemas."""
+    """True if calls are optional but a grammar limits them: strict schemas, or allowed tools."""
     decides = request.tool_use.mode == pb.TOOL_MODE_UNSPECIFIED and not request.HasField("grammar")
-    return decides and any(tool.strict for tool in request.prompt.chat.tools)
+    return decides and (bool(request.tool_use.allowed) or any(tool.strict for tool in request.prompt.chat.tools))

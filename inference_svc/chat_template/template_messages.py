@@ -1,15 +1,15 @@
-"""Messages and tools in the form that chat templates expect.
+"""Template messages: messages and tools in the form that chat templates expect.
 
-Templates that support tools get them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
-``tool_calls`` of a message, arguments as an object). For others, tools are described in the system message, calls are
-written as JSON, and results are user messages, because such templates often allow no other roles.
+A template that supports tools gets them as Hugging Face documents it (``tools=`` of ``apply_chat_template``, calls as
+``tool_calls`` of a message, arguments as an object). For other templates, the system message describes the tools, calls
+are JSON text, and results are user messages, because such templates often allow no other roles.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsidecar.errors import InvalidRequest
@@ -20,7 +20,7 @@ from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters
 _ROLES = ("system", "user", "assistant", "tool")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS, _MAX_NAME, _MAX_ARGUMENTS_BYTES = 128, 256, 1 << 16
-# Reserved arguments: set by us, or not the template's.
+# Arguments that a request may not set: the worker sets them, or they are not arguments of the template.
 _NOT_ARGUMENTS = frozenset(
     "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation"
     " max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
@@ -33,7 +33,7 @@ _INSTRUCTIONS = (
 
 
 def check_chat(chat: pb.Chat) -> None:
-    """Raise InvalidRequest for conversations that no template could render."""
+    """Raise InvalidRequest for a conversation that no template can render."""
     if not chat.messages:
         raise InvalidRequest("messages is empty; at least one message is needed", param="messages")
     for message in chat.messages:
@@ -82,17 +82,17 @@ def template_arguments(chat: pb.Chat) -> dict[str, Any]:
 
 
 def _names_in(message: pb.ChatMessage) -> list[str]:
-    """Names and ids in a message: its own, and those of its calls."""
+    """Names and ids of a message and of its calls."""
     return [message.name, message.tool_call_id, *(s for call in message.tool_calls for s in (call.id, call.name))]
 
 
 def uses_tools(chat: pb.Chat) -> bool:
-    """True if the conversation has tools, or contains calls."""
+    """True if the conversation has tools or contains calls."""
     return bool(chat.tools) or any(m.tool_calls or m.tool_call_id for m in chat.messages)
 
 
 def chat_texts(chat: pb.Chat) -> list[str]:
-    """All texts that a template will render, for counting."""
+    """All texts that a template will render, for a count of characters."""
     written = [m.content for m in chat.messages]
     written += [call.arguments for m in chat.messages for call in m.tool_calls]
     written += [name for m in chat.messages for name in _names_in(m) if name]
@@ -100,38 +100,46 @@ def chat_texts(chat: pb.Chat) -> list[str]:
     return [*written, chat.template_arguments]
 
 
+def prompt_texts(prompt: pb.Prompt) -> list[str]:
+    """Return all texts of a prompt that will be tokenized, for counting."""
+    return [prompt.text, *chat_texts(prompt.chat)]
+
+
 def template_tools(chat: pb.Chat) -> list[dict[str, Any]]:
-    """Tools as templates expect them. Raises InvalidRequest."""
+    """Convert tools to the form that templates expect. Raises InvalidRequest."""
     return [{"type": "function", "function": _function(tool)} for tool in chat.tools]
 
 
-def template_messages(chat: pb.Chat, dialect: ToolCallFormat) -> list[dict[str, Any]]:
-    """Messages for a template that supports tools, or for a conversation without tools."""
+def template_messages(chat: pb.Chat, dialect: ToolCallFormat, written: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Convert messages for a template that supports tools, or for a conversation without tools.
+
+    ``written`` has texts of messages by their index, which stand for their content and calls.
+    """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
     messages = []
-    for m in chat.messages:
-        message: dict[str, Any] = {"role": m.role, "content": m.content}
+    for i, m in enumerate(chat.messages):
+        message: dict[str, Any] = {"role": m.role, "content": written.get(i, m.content)}
         name = m.name or (names.get(m.tool_call_id, "") if m.role == "tool" else "")
         if name:
             message["name"] = name
         if m.tool_call_id:
             message["tool_call_id"] = _shown_id(m.tool_call_id, dialect)
-        if m.tool_calls:
+        if m.tool_calls and i not in written:
             message["tool_calls"] = [_call(call, dialect) for call in m.tool_calls]
         messages.append(message)
     return messages
 
 
-def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[str, Any]]:
-    """Messages for a template without support for tools.
+def messages_with_described_tools(chat: pb.Chat, in_system: bool, written: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Convert messages for a template without support for tools.
 
-    Describes the tools in the system message with ``in_system``, otherwise in the first message. Raises InvalidRequest.
+    The system message describes the tools with ``in_system``, otherwise the first message does. Raises InvalidRequest.
     """
     names = {call.id: call.name for m in chat.messages for call in m.tool_calls}
-    said: list[tuple[str, list[str]]] = []  # a role, and what it says in a row
-    for m in chat.messages:
-        role, content = m.role, m.content
-        if m.tool_calls:
+    said: list[tuple[str, list[str]]] = []  # a role, and its consecutive messages
+    for i, m in enumerate(chat.messages):
+        role, content = m.role, written.get(i, m.content)
+        if m.tool_calls and i not in written:
             calls = [{"name": call.name, "arguments": _arguments(call)} for call in m.tool_calls]
             content = "\n".join(filter(None, (content, _json({"tool_calls": calls}))))
         if m.role == "tool":
@@ -153,7 +161,7 @@ def messages_with_described_tools(chat: pb.Chat, in_system: bool) -> list[dict[s
 
 
 def _ordered(first: dict[str, Any], text: str) -> Sequence[str]:
-    """Order the first message and the tools: a system message comes before them, a user message after."""
+    """Order the first message and the description of tools: a system message is first, a user message second."""
     return (first["content"], text) if first["role"] == "system" else (text, first["content"])
 
 
@@ -167,7 +175,7 @@ def _call(call: pb.ToolCall, dialect: ToolCallFormat) -> dict[str, Any]:
 
 
 def _arguments(call: pb.ToolCall) -> Any:
-    """Arguments as an object, which templates write as JSON; as text if they were truncated."""
+    """Return arguments as an object, which templates write as JSON; as text if they are truncated."""
     try:
         return json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -175,7 +183,7 @@ def _arguments(call: pb.ToolCall) -> Any:
 
 
 def _shown_id(name: str, dialect: ToolCallFormat) -> str:
-    """Id in the form of the template: Mistral's templates require nine characters."""
+    """Convert an id to the template's form: Mistral's templates require nine characters."""
     return re.sub(r"[^A-Za-z0-9]", "", name)[-9:].rjust(9, "0") if dialect == "mistral" else name
 
 

@@ -1,15 +1,15 @@
-"""Chunkers: where a prompt is split into chunks.
+"""Chunkers: split a prompt into chunks.
 
-Every chunker splits from the start and depends only on tokens up to a boundary and a few after it, so that a longer
-prompt with the same beginning has the same chunks there. Only ``document`` and ``content_defined`` split the same text
-alike at any position.
+A boundary depends only on the tokens before it and a few after it, so two prompts with the same first tokens have the
+same first chunks. Only ``document`` and ``content_defined`` split the same text in the same way at any position.
 
 ================  ==============================================================================================
 fixed             every N tokens
 boundary          every N tokens, moved back to the last end of a sentence within a window
-document          before every separator and at segment ends marked by the client; long documents every N
-content_defined   where the hash of the last tokens is a local maximum (local maximum chunking: Bjorner,
-                  Blass, Gurevich, "Content-dependent chunking for differential compression", JCSS 2010)
+document          at the client's marks only; long documents every N
+content_defined   at the client's marks, by preference at the ends of paragraphs and chat messages, and in between
+                  where the hash of the last tokens is a local maximum (local maximum chunking: Bjorner, Blass,
+                  Gurevich, "Content-dependent chunking for differential compression", JCSS 2010)
 ================  ==============================================================================================
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
@@ -24,22 +25,30 @@ from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from inference_svc.context_reuse.text_structure import TextStructure
+
 Strategy = Literal["fixed", "boundary", "document", "content_defined"]
 
 _HASH_WINDOW = 8
 _MIX = np.uint64(0x9E3779B97F4A7C15)
+# There is no cut between two paragraphs that are both shorter than this, so that the lines of a list stay together.
+_MIN_PARAGRAPH = 24
 
 
 @dataclass(frozen=True)
 class DocumentMarks:
-    """Document structure of a request: token ids of its separator, and the ends of marked segments."""
+    """Document structure of a request: token ids of the separator, and ends of marked segments.
+
+    ``prompt_end`` is the end of the prompt in a sequence that may have an answer after it; 0 without one.
+    """
 
     separator: tuple[int, ...] = ()
     segment_ends: tuple[int, ...] = ()
+    prompt_end: int = 0
 
 
 class Chunker(Protocol):
-    """Splits token ids. ``ends`` returns rising end indices, the last one ``len(tokens)``."""
+    """Splits token ids into chunks. ``ends`` returns ascending end indices; the last is ``len(tokens)``."""
 
     def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]: ...
 
@@ -56,7 +65,10 @@ class FixedChunker:
 
 @dataclass(frozen=True)
 class SentenceChunker:
-    """Chunks of up to ``size`` tokens that end with a sentence, if one ends in their last ``window`` tokens."""
+    """Chunks of up to ``size`` tokens that end with a sentence.
+
+    If no sentence ends in the last ``window`` of ``size`` tokens, the chunk has ``size`` tokens.
+    """
 
     size: int
     sentence_ends: frozenset[int]
@@ -77,27 +89,26 @@ class SentenceChunker:
 
 @dataclass(frozen=True)
 class DocumentChunker:
-    """One chunk per document; documents of more than ``max_tokens`` tokens are split further."""
+    """One chunk per document; documents of more than ``max_tokens`` tokens are split further.
+
+    The end of the prompt is a cut, too: the answer is not part of the last document.
+    """
 
     separator: tuple[int, ...]
     max_tokens: int
 
     def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]:
-        separator = marks.separator or self.separator
-        cuts = set(marks.segment_ends) | set(_occurrences(tokens, separator))
-        out, start = [], 0
-        for end in sorted(c for c in cuts | {len(tokens)} if 0 < c <= len(tokens)):
-            out += _fixed_ends(self.max_tokens, start, end)
-            start = end
-        return out
+        cuts = _marked_cuts(tokens, marks, self.separator) | {min(marks.prompt_end, len(tokens)), 0, len(tokens)}
+        return [end for a, b in pairwise(sorted(cuts)) for end in _fixed_ends(self.max_tokens, a, b)]
 
 
 @dataclass(frozen=True)
-class ContentDefinedChunker:
-    """Chunks that end where the rolling hash exceeds that of ``reach`` positions on both sides.
+class LocalMaximumChunker:
+    """Chunks that end at local maxima of a rolling hash.
 
-    No boundary depends on the one before it, so that the same text is split alike after its first ``reach`` tokens. No
-    chunk but the last is shorter than ``reach``; the average is ``2 * reach + 1`` tokens.
+    A local maximum is the largest hash of ``reach`` positions on both sides. No boundary depends on the one before it,
+    so the same text has the same boundaries after its first ``reach`` tokens. Only the last chunk may be shorter than
+    ``reach`` tokens; the average is ``2 * reach + 1`` tokens.
     """
 
     reach: int
@@ -116,8 +127,29 @@ class ContentDefinedChunker:
         return out + _fixed_ends(self.max_tokens, start, len(tokens))
 
 
+@dataclass(frozen=True)
+class ContentDefinedChunker:
+    """Cuts at marks and paragraph ends; ``inside`` splits each part between two cuts.
+
+    So a text between two cuts has the same chunks at any position. The end of the prompt is not a cut, because in the
+    next turn of a conversation it is in the middle of the prompt.
+    """
+
+    separator: tuple[int, ...]
+    structure: TextStructure
+    inside: LocalMaximumChunker
+
+    def ends(self, tokens: Sequence[int], marks: DocumentMarks = DocumentMarks()) -> list[int]:
+        marked = _marked_cuts(tokens, marks, self.separator) | {0, len(tokens)}
+        cuts = np.union1d(np.asarray(sorted(marked), np.int64), self.structure.ends(np.asarray(tokens, np.int64)))
+        gaps = np.diff(cuts)
+        longer = np.maximum(np.append(gaps, 0), np.append(0, gaps)) >= _MIN_PARAGRAPH
+        kept = [int(cut) for cut, keep in zip(cuts, longer, strict=True) if keep or int(cut) in marked]
+        return [a + end for a, b in pairwise(kept) for end in self.inside.ends(tokens[a:b])]
+
+
 def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
-    """Hashes ``[len(tokens) + 1]``: number ``i`` covers the ``_HASH_WINDOW`` tokens before index ``i``."""
+    """Compute hashes ``[len(tokens) + 1]``: hash ``i`` covers the ``_HASH_WINDOW`` tokens before index ``i``."""
     mixed = (np.asarray(tokens, np.uint64) + np.uint64(1)) * _MIX
     mixed ^= mixed >> np.uint64(29)
     out = np.zeros(len(tokens) + 1, np.uint64)
@@ -131,15 +163,32 @@ def rolling_hashes(tokens: Sequence[int]) -> NDArray[np.uint64]:
     return out
 
 
-def new_chunker(strategy: Strategy, size: int, separator: Sequence[int], sentence_ends: frozenset[int]) -> Chunker:
-    """Build the chunker of a worker's settings; ``size`` is the (target) number of tokens."""
+def new_chunker(
+    strategy: Strategy,
+    size: int,
+    separator: Sequence[int] = (),
+    sentence_ends: frozenset[int] = frozenset(),
+    structure: TextStructure | None = None,
+) -> Chunker:
+    """Build the chunker of a worker's settings; ``size`` is the maximum or average number of tokens.
+
+    ``structure`` is that of the tokenizer; without it, ``content_defined`` does not cut at paragraphs.
+    """
     if strategy == "fixed":
         return FixedChunker(size)
     if strategy == "boundary":
         return SentenceChunker(size, sentence_ends, max(1, size // 4))
+    longest = min(4 * size, MAX_CHUNK_TOKENS)
     if strategy == "document":
-        return DocumentChunker(tuple(separator), min(4 * size, MAX_CHUNK_TOKENS))
-    return ContentDefinedChunker(max(1, 3 * size // 8), min(4 * size, MAX_CHUNK_TOKENS))
+        return DocumentChunker(tuple(separator), longest)
+    inside = LocalMaximumChunker(max(1, 3 * size // 8), longest)
+    return ContentDefinedChunker(tuple(separator), structure or TextStructure(), inside)
+
+
+def _marked_cuts(tokens: Sequence[int], marks: DocumentMarks, separator: tuple[int, ...]) -> set[int]:
+    """Ends of marked segments, and the starts of separators (the request's, or else ``separator``)."""
+    ends = {end for end in marks.segment_ends if end <= len(tokens)}
+    return ends | set(_occurrences(tokens, marks.separator or separator))
 
 
 def _fixed_ends(size: int, start: int, end: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Approximate reuse without processes: store, relocate, recompute, compare logits.
+"""Reuse lab: approximate reuse in one process, with logits for comparison.
 
-Uses the worker's decoder, kernels, chunk format and selective recompute. ``verify`` and the quality benchmarks are
-built on it.
+It stores, relocates and recomputes chunks with the worker's decoder, kernels, chunk format and selective recompute.
+``verify`` and the quality benchmarks use it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 from inference_svc.models.loader import LoadedModel
 
-# A width at which reuse must fail: a benchmark that does not notice has no statistical power.
+# Reuse must fail at this storage width: a benchmark that does not detect it has no statistical power.
 _COARSE_BITS = 2
 
 
@@ -50,9 +50,9 @@ class StoredChunk:
 class LabResult:
     """Logits of a prompt and of its answer.
 
-    ``logits [wanted, vocabulary]`` are float32; ``answer_logits [answer, vocabulary]`` predict each token of the answer
-    (the greedy one, or a given one). ``recomputed_ratio`` is the share of approximate tokens that was recomputed,
-    ``cost`` the computed rows times layers as a share of those of all tokens that are not exact.
+    ``logits [wanted, vocabulary]`` are float32. ``answer_logits [answer, vocabulary]`` predict each token of the
+    answer, which is greedy or given. ``recomputed_ratio`` is the share of approximate tokens that was recomputed.
+    ``cost``: computed rows times layers, as a share of a prefill of all tokens that are not exact.
     """
 
     logits: Tensor
@@ -65,7 +65,7 @@ class LabResult:
 
 @dataclass(frozen=True)
 class LabDocuments:
-    """Documents after a common head, in their order or in another."""
+    """Head and documents, to store in one order and use in another."""
 
     lab: ReuseLab
     head: list[int]
@@ -73,23 +73,24 @@ class LabDocuments:
 
     @property
     def tokens(self) -> list[int]:
-        """Head and documents in their order."""
+        """Head and documents in the original order."""
         return self.head + [t for part in self.parts for t in part]
 
     def stored(self, bits: int) -> list[StoredChunk]:
-        """Chunks in their order: the head, and each document."""
+        """Store head and documents in the original order, one chunk each."""
         return self.stored_at((bits,))[0]
 
     def stored_at(self, widths: Sequence[int]) -> list[list[StoredChunk]]:
-        """As ``stored``, at several widths."""
+        """Do the same as ``stored``, at several widths."""
         return self.lab.store_at(self.tokens, self._ends(range(len(self.parts))), widths)
 
     def stored_in_order(
         self, order: Sequence[int], bits: int
     ) -> tuple[list[StoredChunk], list[tuple[int, StoredChunk]]]:
-        """Chunks of another order: the head, and documents with their start positions in this order.
+        """Store head and documents in another order.
 
-        They are the arguments ``exact`` and ``placed`` of ``ReuseLab.reuse``.
+        Returns the head's chunk, and each document's chunk with its start position in the original order: the arguments
+        ``exact`` and ``placed`` of ``ReuseLab.reuse``.
         """
         elsewhere = self.head + [t for i in order for t in self.parts[i]]
         head, *chunks = self.lab.store(elsewhere, self._ends(order), bits)
@@ -97,7 +98,7 @@ class LabDocuments:
         return [head], [(starts[i], by_document[i]) for i in range(len(self.parts))]
 
     def prefill_once(self, bits: int, longest: int) -> PrefilledText:
-        """Context that prefills them once for several continuations of up to ``longest`` tokens."""
+        """Context that prefills the documents once, for several continuations of up to ``longest`` tokens."""
         return PrefilledText(self.lab, self.tokens, self._ends(range(len(self.parts))), bits, longest)
 
     def _ends(self, order: Sequence[int]) -> list[int]:
@@ -107,12 +108,14 @@ class LabDocuments:
 class ReuseLab:
     """One model with a pool for one prompt at a time.
 
-    A loaded model has one Decoder: pass it if there is one. Raises ModelUnsupported if the model's keys cannot be
-    shifted.
+    A loaded model can have only one Decoder: pass it if it exists. A prefill computes at most ``piece_rows`` rows at
+    once. Raises ModelUnsupported if the model's keys cannot be shifted.
     """
 
-    def __init__(self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None) -> None:
-        self.loaded = loaded
+    def __init__(
+        self, loaded: LoadedModel, longest: int = 4096, decoder: Decoder | None = None, piece_rows: int = 512
+    ) -> None:
+        self.loaded, self._piece_rows = loaded, piece_rows
         self.key_rotation = key_rotation_of(loaded.model)
         self.decoder = decoder or Decoder(loaded)
         self.pool = KVPool(
@@ -128,11 +131,11 @@ class ReuseLab:
         self,
         tokens: Sequence[int],
         logits_at: Positions,
-        piece: int = 512,
+        piece: int | None = None,
         go_on: int = 0,
         answer: Sequence[int] = (),
     ) -> LabResult:
-        """Prefill without reuse, ``piece`` rows at a time, then ``go_on`` greedy tokens or the given ``answer``."""
+        """Prefill without reuse, ``piece`` rows at a time; then ``go_on`` greedy tokens or the given ``answer``."""
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             logits = self.prefill(tokens, table, logits_at, piece)
@@ -142,18 +145,18 @@ class ReuseLab:
     def store(self, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
         """Prefill a prompt and store its chunks, which end at ``ends``.
 
-        ``bits`` 2, which the format does not offer, rounds values to 2 bits and stores the result in 8.
+        The chunk format has no 2-bit width: for ``bits`` 2, values are rounded to 2 bits and stored at 4 bits.
         """
         return self.store_at(tokens, ends, (bits,))[0]
 
     def store_at(self, tokens: Sequence[int], ends: Sequence[int], widths: Sequence[int]) -> list[list[StoredChunk]]:
-        """As ``store``, at several widths (2 bits last) after one prefill."""
+        """Do the same as ``store``, at several widths after one prefill. A width of 2 bits must be the last."""
         with self.pages(len(tokens)) as table:
             self.prefill(tokens, table, np.asarray([len(tokens) - 1]))
             return [self.chunks(table, tokens, ends, bits) for bits in widths]
 
     def chunks(self, table: BlockTable, tokens: Sequence[int], ends: Sequence[int], bits: int) -> list[StoredChunk]:
-        """Pack prefilled pages as chunks that end at ``ends``. For 2 bits it rounds the pages in place."""
+        """Pack prefilled tokens as chunks that end at ``ends``. For 2 bits it rounds the pool's values in place."""
         out = []
         if bits == _COARSE_BITS:
             self._round_coarsely(table, len(tokens))
@@ -178,13 +181,21 @@ class ReuseLab:
     ) -> LabResult:
         """Run a prompt with leading chunks ``exact`` and relocated chunks ``placed`` as ``(start, chunk)``.
 
-        ``strategy`` selects the tokens to recompute. Then come ``go_on`` greedy tokens or the given ``answer``.
+        ``strategy`` selects the tokens to recompute. Then it computes ``go_on`` greedy tokens or the given ``answer``.
         """
         with self.pages(len(tokens) + max(go_on, len(answer))) as table:
             began = time.perf_counter()
             plan = self.place_chunks(table, tokens, exact, placed)
             work = SelectiveRecompute(
-                self.decoder, self.pool, list(tokens), table, plan, strategy, ratio, logits_at=logits_at
+                self.decoder,
+                self.pool,
+                list(tokens),
+                table,
+                plan,
+                strategy,
+                ratio,
+                piece_rows=lambda: self._piece_rows,
+                logits_at=logits_at,
             )
             for _ in work.steps():
                 pass
@@ -212,19 +223,19 @@ class ReuseLab:
         return ReusePlan(len(tokens), at, tuple(RelocatedSpan(start, start + len(c.tokens)) for start, c in placed))
 
     def documents(self, head: Sequence[int], parts: Sequence[Sequence[int]]) -> LabDocuments:
-        """Build documents to store in one order and use in another."""
+        """Build LabDocuments of this lab from token ids."""
         return LabDocuments(self, list(head), tuple(list(part) for part in parts))
 
     def continue_answer(
         self, table: BlockTable, at: int, logits: Tensor, go_on: int, answer: Sequence[int]
     ) -> tuple[list[int], Tensor]:
-        """Answer tokens after the prompt, and the logits that predict each of them."""
+        """Return the answer's tokens after the prompt, and the logits that predict each of them."""
         if answer:
             return list(answer), self.teacher_forced_logits(table, at, logits, answer)
         return self._generate_greedy(table, at, logits, go_on)
 
     def _generate_greedy(self, table: BlockTable, at: int, logits: Tensor, count: int) -> tuple[list[int], Tensor]:
-        """Greedy tokens after the last logits, and the logits that predict each of them."""
+        """Generate greedy tokens after the last logits; return them and the logits that predict each of them."""
         out: list[int] = []
         found = [logits[-1:].float()]
         for i in range(count):
@@ -235,7 +246,7 @@ class ReuseLab:
         return out, torch.cat(found[:count]) if count else logits[:0]
 
     def teacher_forced_logits(self, table: BlockTable, at: int, logits: Tensor, answer: Sequence[int]) -> Tensor:
-        """Logits ``[answer, vocabulary]`` that predict each token of a given answer after the last logits."""
+        """Compute the logits ``[answer, vocabulary]`` that predict each token of a given answer."""
         if len(answer) == 1:
             return logits[-1:].float()
         span = forward_batch.SequenceSlice(list(answer[:-1]), at, table, False)
@@ -262,9 +273,11 @@ class ReuseLab:
         rotation = self.key_rotation.by(delta) if delta else None
         unpack_chunk(self.pool.keys, self.pool.values, slots, chunk.header, chunk.payload, rotation)
 
-    def prefill(self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int = 512) -> Tensor:
-        """Prefill a prompt into its pages; return float32 logits at positions ``logits_at``."""
-        out = []
+    def prefill(
+        self, tokens: Sequence[int], table: BlockTable, logits_at: Positions, piece: int | None = None
+    ) -> Tensor:
+        """Prefill a prompt into its blocks; return float32 logits at positions ``logits_at``."""
+        out, piece = [], piece or self._piece_rows
         for start in range(0, len(tokens), piece):
             span = forward_batch.SequenceSlice(list(tokens[start : start + piece]), start, table, False)
             wanted = logits_at[(logits_at >= start) & (logits_at < start + piece)] - start
@@ -274,14 +287,14 @@ class ReuseLab:
         return torch.cat(out)
 
     def pages(self, tokens: int) -> _Pages:
-        """Context with pages for one prompt. Raises ValueError for more tokens than the pool holds."""
+        """Context with blocks for one prompt. Raises ValueError if the pool is too small."""
         return _Pages(self.pool, tokens)
 
 
 class PrefilledText:
     """A prefilled text: its chunks at a storage width, and continuations after it.
 
-    Where a row's bits do not depend on its batch (``models.mkl_determinism``), the result is that of a new prefill.
+    If a row's bits do not depend on its batch (``models.mkl_determinism``), results equal those of a new prefill.
     """
 
     def __init__(self, lab: ReuseLab, tokens: Sequence[int], ends: Sequence[int], bits: int, longest: int) -> None:
@@ -311,7 +324,7 @@ class PrefilledText:
 
 
 class _Pages:
-    """Context that allocates pages for one prompt and frees them."""
+    """Context that allocates blocks for one prompt and frees them."""
 
     def __init__(self, pool: KVPool, tokens: int) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Exact, relocated and uncached tokens of a prompt."""
+"""Reuse plan: the exact, relocated and uncached tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ Positions = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RelocatedSpan:
-    """Tokens ``start`` to ``end`` of a prompt whose keys and values were computed behind another prefix."""
+    """Relocated tokens ``start`` to ``end`` of a prompt.
+
+    Their keys and values were computed behind another prefix.
+    """
 
     start: int
     end: int
@@ -26,8 +29,8 @@ class RelocatedSpan:
 class ReusePlan:
     """Reuse of a prompt of ``tokens`` tokens.
 
-    The first ``exact`` tokens have the keys and values of a prefill; ``approximate`` spans, in order and disjoint, are
-    relocated; all others are uncached. The last token is always uncached.
+    The first ``exact`` tokens have the keys and values of a prefill. The ``approximate`` spans, which are in order and
+    disjoint, are relocated. All other tokens are uncached; the last token always is.
     """
 
     tokens: int
@@ -54,5 +57,5 @@ class ReusePlan:
         return np.flatnonzero(~known)
 
     def budget(self, ratio: float) -> int:
-        """Number of approximate tokens that a share is."""
+        """Number of approximate tokens that make up the share ``ratio``."""
         return round(ratio * len(self.approximate_positions))

@@ -1,9 +1,8 @@
-"""A worker's policy for approximate reuse."""
+"""Reuse policy: a worker's settings for approximate reuse."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kvsidecar.cache.v1.cache_pb2 import ReuseVerdict
 
@@ -11,12 +10,10 @@ from inference_svc.context_reuse.chunking import Chunker
 from inference_svc.context_reuse.rope_shift import KeyRotation
 from inference_svc.context_reuse.selectors import DEFAULT_RATIO, DEFAULT_SELECTOR, SELECTORS, TokenSelector
 
-Mode = Literal["off", "verified", "always"]
-
 
 @dataclass(frozen=True)
 class RecomputeSetting:
-    """A selector, and the share of approximate tokens that it selects for recomputation."""
+    """A selector, and the share of approximate tokens to recompute."""
 
     selector: TokenSelector
     ratio: float
@@ -24,26 +21,27 @@ class RecomputeSetting:
 
 @dataclass(frozen=True)
 class ReusePolicy:
-    """Chunking, and whether and how relocated chunks are reused.
+    """Chunker, and conditions and recompute of relocated chunks.
 
-    ``key_rotation`` is None for a model without RoPE shift. ``selector`` and ``ratio`` are None for those of the
-    verdict.
+    ``key_rotation`` is None for a model without RoPE shift. If ``selector`` or ``ratio`` is None, the verdict's is
+    used. ``enabled`` applies to requests that do not set their own; with ``unverified``, reuse needs no verdict.
     """
 
     chunker: Chunker
     key_rotation: KeyRotation | None
     selector: TokenSelector | None
     ratio: float | None
-    mode: Mode = "verified"
+    enabled: bool = False
+    unverified: bool = False
 
     def recompute_setting(self, verdict: ReuseVerdict | None) -> RecomputeSetting | None:
         """Selector and ratio for approximate tokens; None if they may not be reused.
 
-        Unless the operator set ``always``, reuse needs a passed verification of this very selector.
+        Unless the operator set ``unverified``, the same selector must have passed verification.
         """
-        if self.key_rotation is None or self.mode == "off":
+        if self.key_rotation is None:
             return None
-        if self.mode == "always":
+        if self.unverified:
             return RecomputeSetting(self.selector or SELECTORS[DEFAULT_SELECTOR], self._ratio(DEFAULT_RATIO))
         if verdict is None or not verdict.passed or verdict.ratio > self._ratio(verdict.ratio) + 1e-9:
             return None

@@ -1,9 +1,9 @@
 """Selective recompute: prefill of a prompt with relocated chunks.
 
-Their stored keys and values are in the pool already. If the selector needs measurements, the lowest layers are first
-computed for all approximate tokens: exactly, since they start from the embeddings. Then the selected and the uncached
-tokens are computed in the other layers; each sees every earlier key, recomputed or stored. The work is done in pieces,
-so that other sequences run meanwhile.
+The stored keys and values of the chunks are in the pool already. If the selector needs measurements, the lowest layers
+are first computed for all approximate tokens; their results are exact, because they start from the embeddings. Then the
+selected and the uncached tokens are computed in the other layers; each attends to all earlier keys, recomputed or
+stored. The work is split into pieces, so that other sequences can run between them.
 """
 
 from __future__ import annotations
@@ -26,37 +26,40 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
-# The last tokens of the question are enough to measure its attention.
+# Attention is measured for at most this many last tokens of the question.
 _QUESTION_TOKENS = 64
 
 
 @dataclass
 class AttentionMass:
-    """Attention of a batch's rows to each key, ``mass [keys]``: see ``SelectionSignals.attention``."""
+    """Attention of a batch's rows to each key, ``mass [keys]``; see ``SelectionSignals.attention``."""
 
     mass: Tensor
 
     def see(self, strongest: Tensor) -> None:
-        """Add ``strongest [heads, keys]``, the largest probability that any row gives each key."""
-        # Squared, so that one head with strong attention is not outvoted by heads with diffuse attention.
+        """Add ``strongest [heads, keys]``: the maximum over all rows of each key's probability."""
+        # Squared, so that one head with strong attention outweighs many heads with diffuse attention.
         mass = strongest[:, : len(self.mass)].square().sum(0)
         self.mass[: len(mass)] += mass
 
 
 class KVDeviation:
-    """Deviation of recomputed keys and values from the stored ones: see ``SelectionSignals.deviation``."""
+    """Deviation of recomputed keys and values from the stored ones; see ``SelectionSignals.deviation``."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[np.float32], NDArray[np.float32]]] = []
 
     def add(self, before: list[Tensor], after: list[Tensor]) -> None:
-        """Add computed rows, a tensor ``[kv_heads, rows, head_dim]`` for keys and values of each layer."""
+        """Add rows ``before`` and ``after`` their computation.
+
+        Each list has a tensor ``[kv_heads, rows, head_dim]`` for the keys and for the values of each layer.
+        """
         moved = torch.stack([(b.float() - a.float()).square().sum((0, 2)) for a, b in zip(before, after, strict=True)])
         size = torch.stack([b.float().square().sum((0, 2)) for b in after])
         self._parts.append((moved.cpu().numpy(), size.cpu().numpy()))
 
     def relative(self) -> NDArray[np.float32]:
-        """Deviations ``[rows]``, in the order in which the rows were added."""
+        """Return the deviations ``[rows]``, in the order in which the rows were added."""
         moved, size = (np.concatenate(p, axis=1) for p in zip(*self._parts, strict=True))
         found: NDArray[np.float32] = np.sqrt((moved / np.maximum(size.mean(1, keepdims=True), 1e-12)).sum(0))
         return found
@@ -65,8 +68,9 @@ class KVDeviation:
 class SelectiveRecompute:
     """Selective recompute of one prompt.
 
-    ``steps`` yields after every piece of work. Afterwards ``logits`` holds those of the wanted rows, ``chosen`` the
-    positions of the recomputed approximate tokens, and ``row_layers`` the work in rows times layers.
+    ``steps`` yields after each piece. After the last piece, ``logits`` are those of the rows at ``logits_at``,
+    ``chosen`` are the positions of the recomputed approximate tokens, and ``row_layers`` is the work in rows times
+    layers.
     """
 
     def __init__(
@@ -95,7 +99,7 @@ class SelectiveRecompute:
         self.logits: list[Tensor] = []
 
     def steps(self) -> Iterator[int]:
-        """Yield the rows of each piece, weighted by the share of layers that computed them."""
+        """Compute piece by piece; yield the rows of each, weighted by the share of layers computed."""
         depth, fresh = min(self._strategy.depth, self._decoder.layers - 1), self._plan.uncached_positions
         if not depth:
             chosen = self._choose(SelectionSignals())
@@ -130,7 +134,7 @@ class SelectiveRecompute:
         return batch
 
     def _measure(self, positions: Positions, depth: int, changed: KVDeviation | None) -> Tensor:
-        """Compute the lowest layers, and keys and values of layer ``depth``.
+        """Compute the layers below ``depth``, and keys and values of layer ``depth``.
 
         Returns the hidden states ``[rows, width]``, and adds the rows to ``changed``.
         """
@@ -146,11 +150,11 @@ class SelectiveRecompute:
         return hidden[: batch.real]
 
     def _read(self, slots: Tensor, layers: range) -> list[Tensor]:
-        """Copy keys and values of some layers at ``slots``, each ``[kv_heads, slots, head_dim]``."""
+        """Copy keys and values of ``layers`` at ``slots``, each ``[kv_heads, slots, head_dim]``."""
         return [t[i].index_select(1, slots) for i in layers for t in (self._pool.keys, self._pool.values)]
 
     def _look(self) -> NDArray[np.float32]:
-        """Read the question over the stored keys, and return its attention ``[approximate tokens]``."""
+        """Compute the question over the stored keys, and return its attention ``[approximate tokens]``."""
         question = self._plan.uncached_positions[-_QUESTION_TOKENS:]
         observer = AttentionMass(torch.zeros(self._plan.tokens, device=self._device))
         batch = replace(self._batch(question), observer=observer)
@@ -182,9 +186,10 @@ def _padded(states: Tensor, rows_: int) -> Tensor:
 
 
 def _pieces(positions: Positions, most: Callable[[], int]) -> Iterator[Positions]:
-    """Split positions into pieces of nearly equal size, at most ``most()`` each, and at least one piece.
+    """Split positions into at least one piece, each of at most ``most()`` positions.
 
-    A small last piece would cost more than its share. ``most`` is called before each piece.
+    The pieces have nearly equal sizes, because a small last piece would cost more than its share. ``most`` is called
+    before each piece.
     """
     first = True
     while first or len(positions):

@@ -1,4 +1,4 @@
-"""Provenance of a prompt's keys and values, for requests with ``explain``."""
+"""Token provenance: origin of a prompt's keys and values, for requests with ``explain``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Provenance(enum.Enum):
 
 @dataclass(frozen=True)
 class ProvenanceSpan:
-    """Tokens ``start`` to ``end`` of a prompt, all of one provenance."""
+    """Tokens ``start`` to ``end`` of a prompt, all with the same provenance."""
 
     provenance: Provenance
     start: int
@@ -34,8 +34,8 @@ def provenance_spans(
 ) -> tuple[ProvenanceSpan, ...]:
     """Split a prompt of ``tokens`` tokens into spans of equal provenance.
 
-    The first ``exact`` tokens were loaded exactly. With a ``plan``, its approximate tokens are relocated, except for
-    the recomputed ones at ``repaired``.
+    The first ``exact`` tokens were reused exactly. The approximate tokens of ``plan`` are relocated, except the
+    recomputed ones at ``repaired``.
     """
     found = np.full(tokens, Provenance.COMPUTED.value, np.uint8)
     found[:exact] = Provenance.EXACT.value

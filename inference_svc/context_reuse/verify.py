@@ -1,10 +1,10 @@
-"""Verifies approximate reuse for a model: thresholds, measurement, report and verdict.
+"""Verification of approximate reuse for a model: thresholds, measurement, report, verdict.
 
-Each prompt is documents and a question. The documents are stored in another order, relocated into the prompt,
-selectively recomputed, and compared with a full prefill over every token of the question and of the greedy answer. A
-control quotes one of the documents instead of asking: its continuation needs no other document, so that reuse without
-recomputation does no harm, and recomputation must not. A verification can fail; workers with ``approximate=verified``
-use only a selector that passed.
+A prompt consists of documents and a question. The documents are stored in another order, relocated into the prompt and
+selectively recomputed. The result is compared with a full prefill, at every token of the question and of the greedy
+answer. A control has a quote from one of the documents instead of the question: its continuation needs no other
+document, so reuse without recomputation is harmless there, and recomputation must be harmless, too. A verification can
+fail; workers with ``reuse_anywhere`` use only a selector that passed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from inference_svc.context_reuse.selectors import (
 )
 
 if TYPE_CHECKING:
-    # They need torch: `kvsidecar verify` reads its flags first.
+    # These modules import torch, which `kvsidecar verify` does only after it has parsed its flags.
     from inference_svc.context_reuse.reuse_lab import LabDocuments, LabResult, ReuseLab
 
 BUILT_IN = Path(__file__).parent / "verify_prompts.jsonl"
 _ANSWER = 16
-# The prompt is prefilled again in pieces of this size: the difference is the noise floor.
+# The noise floor is the difference to a second prefill of the prompt in pieces of this size.
 _NOISE_PIECE = 40
-# A control quotes this many tokens; the predictions of the last ones are judged.
+# Number of tokens of a control's quote, and of its last tokens whose predictions are compared.
 _QUOTED, _JUDGED = 32, 16
 
 
@@ -49,9 +49,9 @@ Outcome = Literal["passed", "failed", "inconclusive"]
 class Thresholds:
     """Limits that a selector must meet.
 
-    ``max_kl`` is the mean KL divergence in nats per token, ``min_agreement`` the share of equal top-1 tokens, both over
-    questions and answers. On controls it may be worse than no recomputation by ``max_harm`` nats. With fewer than
-    ``min_prompts`` prompts the result is inconclusive.
+    ``max_kl`` limits the mean KL divergence in nats per token, ``min_agreement`` the share of equal top-1 tokens, both
+    over questions and answers. ``max_harm`` limits, in nats, how much worse than no recomputation the selector may be
+    on controls. With fewer than ``min_prompts`` prompts the result is inconclusive.
     """
 
     max_kl: float = 0.05
@@ -62,11 +62,11 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Finding:
-    """Measurements of one arm over ``prompts`` prompts.
+    """Measurements of one arm (a selector at a ratio) over ``prompts`` prompts.
 
-    ``first_divergence`` is the mean number of equal greedy tokens, of 16; ``control_kl`` the mean divergence of the
-    controls; ``cost`` rows times layers as a share of a prefill; ``why`` the reason of a failure, empty if it passed.
-    An arm is not run on further prompts once none of them could make it pass.
+    ``first_divergence``: mean number of equal first greedy tokens, of 16. ``control_kl``: mean divergence of the
+    controls. ``cost``: rows times layers as a share of a prefill. ``why``: reason of a failure; empty if it passed. An
+    arm that must fail whatever the results of further prompts is not run on them.
     """
 
     arm: str
@@ -102,8 +102,8 @@ def failure_reason(finding: Finding, none: Finding, limits: Thresholds) -> str:
 class Report:
     """All findings of a verification.
 
-    ``noise_kl`` is the divergence between full prefills in pieces of different size. ``chosen`` is the cheapest
-    candidate that passes, else the closest one.
+    ``noise_kl`` is the divergence between two full prefills in pieces of different sizes. ``chosen`` is the cheapest
+    candidate that passes; if none does, the one with the smallest divergence.
     """
 
     model: str
@@ -139,7 +139,7 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """One sentence for operators: the text that workers will and will not reuse."""
+        """Summary for operators in one sentence: which text workers will reuse."""
         exact = next(f for f in self.findings if f.arm == EXACT)
         known = f"Prefixes that were read before are reused (KL {exact.kl_mean:.2g} with {exact.bits}-bit storage)"
         c = self.chosen
@@ -154,7 +154,7 @@ class Report:
         return f"{known}; text that was read in another context is not reused: {why}."
 
     def verdict(self) -> ReuseVerdict:
-        """The verdict to store with the namespace."""
+        """Build the verdict to store with the namespace."""
         c = self.chosen
         return ReuseVerdict(
             strategy=c.strategy,
@@ -164,6 +164,8 @@ class Report:
             top1_agreement=c.top1_agreement,
             prompts=c.prompts or self.prompts,
             measured_at=int(time.time()),
+            cost=c.cost,
+            reason="" if self.passed else self.inconclusive_reason or c.why,
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -176,7 +178,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt: documents in order, then a question."""
+    """A prompt: documents in order, followed by a question."""
 
     documents: tuple[str, ...]
     question: str
@@ -184,14 +186,17 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A selector to verify, at a share of the relocated tokens."""
+    """A selector to verify, and its share of the relocated tokens."""
 
     strategy: str
     ratio: float
 
 
 def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]:
-    """Candidates for a worker's settings ``repair`` (``auto``: several) and ``repair_ratio`` (None: the defaults)."""
+    """List the candidates for a worker's settings ``repair`` and ``repair_ratio``.
+
+    ``auto`` gives several selectors; a ratio of None gives the default ratios.
+    """
     names = AUTO_SELECTORS if repair == "auto" else (repair,)
     found = [Candidate(name, DEFAULT_RATIO if ratio is None else ratio) for name in names]
     if ratio is None and THOROUGH_SELECTOR in names:
@@ -200,7 +205,7 @@ def candidates(repair: str, ratio: float | None = None) -> tuple[Candidate, ...]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read JSONL of ``{"documents": [...], "question": "..."}``. Raises InvalidRequest naming the line."""
+    """Read JSONL of ``{"documents": [...], "question": "..."}``. Raises InvalidRequest with the line number."""
     out = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -226,9 +231,10 @@ class Verifier:
         compare: Sequence[str] = (),
         progress: Callable[[], None] = lambda: None,
     ) -> Report:
-        """Measure candidates, and for comparison ``none`` and ``compare`` at the first candidate's ratio.
+        """Measure candidates and choose the cheapest that passes. Raises InvalidRequest.
 
-        The cheapest candidate that passes is chosen. ``progress`` is called after each prompt. Raises InvalidRequest.
+        For comparison it also measures ``none``, and the selectors ``compare`` at the first candidate's ratio.
+        ``progress`` is called after each prompt.
         """
         if not questions or any(len(q.documents) < 2 or not q.question for q in questions):
             raise InvalidRequest("at least one prompt is needed, each with two documents or more and a question")
@@ -257,7 +263,7 @@ class Verifier:
         return Report(self._lab.loaded.id, len(questions), noise_kl, (prefix, *found), chosen, self._thresholds)
 
     def _positions(self, question: Question) -> int:
-        """Number of judged predictions of a question and its answer."""
+        """Number of compared predictions of a question and its answer."""
         return len(self._asked(question)) + _ANSWER - 1
 
     def _asked(self, question: Question) -> list[int]:
@@ -267,10 +273,10 @@ class Verifier:
     def _undecided_arms(
         self, arms: dict[Candidate, _Divergence], none: Candidate, total: int
     ) -> dict[Candidate, _Divergence]:
-        """Arms whose result further prompts can change.
+        """Select the arms whose result further prompts can change.
 
-        A divergence is never negative, so an arm whose sum is too large for all ``total`` predictions has failed. The
-        arm without recomputation is needed beside every arm that may pass.
+        A divergence is never negative, so an arm has failed as soon as its sum is too large for all ``total``
+        predictions. The arm without recomputation runs while any other arm may pass, for comparison.
         """
         undecided = {c for c, d in arms.items() if not d.must_fail(self._thresholds, total)}
         judged = undecided | {none} if undecided - {none} else undecided
@@ -322,7 +328,7 @@ class Verifier:
 
 
 class _Tail:
-    """Tokens after the documents, and the positions of the judged logits (all, or the ``last`` ones)."""
+    """Tokens after the documents, and the positions of the compared logits: all, or the ``last`` ones."""
 
     def __init__(self, read: LabDocuments, tail: Sequence[int], last: int | None = None) -> None:
         self.tail = list(tail)
@@ -331,7 +337,7 @@ class _Tail:
 
 
 def shuffled_order(count: int, rng: random.Random) -> list[int]:
-    """A random order of ``count`` documents other than the original. Raises ValueError for fewer than two."""
+    """Return a random order of ``count`` documents, but not the original. Raises ValueError for fewer than two."""
     if count < 2:
         raise ValueError(f"{count} documents have no other order")
     order = list(range(count))
@@ -341,16 +347,17 @@ def shuffled_order(count: int, rng: random.Random) -> list[int]:
 
 
 def _quote(parts: Sequence[Sequence[int]], rng: random.Random) -> list[int]:
-    """A run of tokens from inside a random document."""
+    """Quote ``_QUOTED`` consecutive tokens of a random document."""
     part = list(rng.choice(parts))
     start = rng.randrange(max(1, len(part) - _QUOTED))
     return part[start : start + _QUOTED]
 
 
 def divergence(full: LabResult, got: LabResult) -> tuple[list[float], list[bool]]:
-    """KL divergence from full prefill in nats, and top-1 agreement, of each judged position and answer token.
+    """Compute KL divergence (nats) and top-1 agreement with a full prefill.
 
-    The logits of the last position predict the first token of the answer.
+    It returns them for each compared position and answer token. The logits of the last position predict the first token
+    of the answer, so it is not compared twice.
     """
     pairs = ((full.logits, got.logits), (full.answer_logits[1:], got.answer_logits[1:]))
     kl: list[float] = []
@@ -377,13 +384,13 @@ class _Divergence:
         self.kl += kl
         self.same += same
         self.costs.append(got.cost)
-        # Top-1 tokens along the same answer: a greedy continuation would differ after the first other token.
+        # Top-1 tokens along the same answer, up to the first difference: there a greedy answer would diverge.
         likeliest = got.answer_logits.argmax(-1).tolist()
         pairs = enumerate(zip(full.greedy_tokens, likeliest, strict=True))
         self.first_differences.append(next((i for i, (a, b) in pairs if a != b), len(full.greedy_tokens)))
 
     def must_fail(self, limits: Thresholds, total: int) -> bool:
-        """True if the arm fails whatever the rest of the ``total`` predictions are."""
+        """True if the arm fails for any values of the remaining of ``total`` predictions."""
         right = total - len(self.same) + sum(self.same)
         return sum(self.kl) > limits.max_kl * total or right / total < limits.min_agreement
 

@@ -27,15 +27,15 @@ class BatchSampler:
         finish: Callable[[Sequence], None],
         fail: Callable[[Sequence, Exception], None],
     ) -> None:
-        """``max_tokens`` limits prompt and answer together. ``finish`` takes a complete answer out of the batch,
-        ``fail`` a sequence that cannot be sampled."""
+        """``max_tokens`` limits prompt and answer together. ``finish`` removes a sequence with a complete answer from
+        the batch, ``fail`` a sequence for which sampling failed."""
         self._speculator, self._branch_tables, self._max_tokens = speculator, branch_tables, max_tokens
         self._finish, self._fail = finish, fail
 
     def run(self, slices: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
-        """Samples a token per sequence, and the next one while it equals a draft token.
+        """Samples tokens of each sequence until one equals no draft token.
 
-        Every token is sampled as it is without drafts: from the same distribution, by the same random number.
+        Each token is sampled as without drafts: from the same distribution, with the same random number.
         """
         known = [len(sequence.tokens) for sequence, _ in slices]
         verifier = TreeVerifier(slices, logits, self._branch_tables)
@@ -47,9 +47,10 @@ class BatchSampler:
                 self._speculator.forget(sequence)
 
     def sample(self, sequences: list[Sequence], logits: Tensor, drafts: list[Collection[int]]) -> list[bool]:
-        """Samples a token per row of ``logits``. True for sequences that continue because a draft token was accepted.
+        """Samples a token per row of ``logits``. True for each sequence whose draft token was accepted.
 
-        When a batch of several raises, each sequence is sampled alone, so that an error fails only its own.
+        If sampling raises for several sequences together, each is sampled alone, so that an error fails only the
+        sequence that causes it.
         """
         try:
             results = sample(logits, [s.sampling for s in sequences])
@@ -62,7 +63,7 @@ class BatchSampler:
         return [self._accept(s, result, draft) for s, result, draft in zip(sequences, results, drafts, strict=True)]
 
     def _accept(self, sequence: Sequence, result: SampleResult, drafts: Collection[int]) -> bool:
-        """Appends a sampled token. True if it was among the draft tokens and the answer continues."""
+        """Appends a sampled token. True if it equals one of ``drafts`` and the answer continues."""
         if isinstance(result, GenerationFailed):
             self._fail(sequence, result)
             return False

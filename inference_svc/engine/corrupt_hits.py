@@ -1,4 +1,7 @@
-"""Corrupt hits: reused keys and values with NaN or infinity, from chunks damaged before their checksum."""
+"""Corrupt hits: reused keys and values with NaN or infinity.
+
+Their chunks were damaged before the checksum was computed.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ log = structlog.get_logger("engine")
 
 
 class CorruptHits:
-    """Finds and drops corrupt hits, so that the prompt is computed. Only the engine's thread uses it."""
+    """Finds and drops corrupt hits, so that the prompt is computed instead. Only the engine's thread uses it."""
 
     def __init__(self, pool: KVPool, prefix_cache: PrefixCache, connector: KVConnector, stats: EngineStats) -> None:
         self._pool, self._prefix_cache, self._connector, self._stats = pool, prefix_cache, connector, stats
 
     def drop(self, sequence: Sequence) -> bool:
-        """Drops a corrupt prefix: the sequence's pages, cached sequences with the same damage, the daemon's chunks.
+        """Drops a corrupt prefix: the sequence's blocks, cached sequences with this prefix, the daemon's chunks.
 
-        False, with nothing changed, if everything it reused is finite.
+        False, with nothing changed, if all reused keys and values are finite.
         """
         kv = sequence.kv
         if kv.table is None or not sequence.reads_cache:

@@ -1,7 +1,7 @@
-"""The engine: one thread that batches rows of all running sequences, step by step.
+"""Engine: one thread that computes rows of all running sequences in batches.
 
-Loading from and storing to the cache happen on the cache's own thread; a sequence's pages belong to that thread
-meanwhile.
+The connector loads from and stores to the cache on its own threads. While it does, these threads own the sequence's
+blocks.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from inference_svc.spec_decode.step_cost_model import StepCostModel, time_once, 
 
 log = structlog.get_logger("engine")
 T = TypeVar("T")
-# A step that takes longer hangs: so long, or so much longer than is expected of a full batch.
+# A step hangs if it takes longer than _MAX_STEP_SECONDS and than _MAX_STEP_RATIO times a full batch's expected time.
 _MAX_STEP_SECONDS, _MAX_STEP_RATIO = 60.0, 4.0
 _WARM_ROWS = 64
 
 
 class Engine:
-    """Runs sequences. ``submit`` and ``cancel`` may be called from any thread; all else is the engine's own."""
+    """Runs sequences on its own thread. Any other thread may call the public methods."""
 
     def __init__(
         self,
@@ -62,12 +62,15 @@ class Engine:
         adapters: Many[AdapterWeights] = (),
         decoder: Decoder | None = None,
     ) -> None:
-        """``adapters`` are placed beside the model. ``draft`` guesses for those who ask for it. With ``speculates``,
-        what passes cost is measured before the first request, not with them. ``decoder`` is the model's, if it has
-        one. Raises ModelUnsupported when the first forward fails."""
+        """Starts the engine's thread and runs a first forward. Raises ModelUnsupported if it fails.
+
+        ``threads``: compute threads, 0 for torch's default. ``draft``: proposer for requests with a draft model.
+        ``speculates``: measure the cost of steps before the first request. ``decoder``: the model's decoder, if it
+        exists already.
+        """
         self.loaded, self.pool, self.stats = loaded, pool, EngineStats()
         self.decoder = decoder or Decoder(loaded)
-        # Only the engine's thread changes it; others copy it before they walk over it.
+        # Only the engine's thread changes this dict; other threads copy it before they iterate.
         self.adapters = {weights.name: self.decoder.adopt(weights) for weights in adapters}
         self._limits = limits or EngineLimits()
         graphs = make_cuda_graphs(self.decoder, pool, self._limits.max_num_seqs)
@@ -92,9 +95,9 @@ class Engine:
         self._threads = threads
         self._ready = threading.Event()
         self._broken: Exception | None = None
-        self._step_began = 0.0  # 0 between steps
+        self._step_began = 0.0  # start of the current step; 0 between steps
         self.died: Future[Unavailable] = Future()
-        """Done when the engine's thread has ended by an error: what callers are told. Everybody who waited was told."""
+        """Done after an error ended the engine's thread, with the error that callers get. Waiting ones have got it."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -107,12 +110,12 @@ class Engine:
 
     @property
     def context_length(self) -> int:
-        """Most tokens of prompt and answer together: the model's, or the pool's if that is less."""
+        """Maximum tokens of prompt and answer together: the limit of the model or of the pool."""
         return self.capacity.longest
 
     @property
     def capacity(self) -> PoolCapacity:
-        """Limits of a prompt and its answer, by the pool and the context length."""
+        """Limits of prompt and answer, from the pool and the model's context length."""
         return PoolCapacity.of(self.pool, self._limits.max_num_batched_tokens, self.loaded.context_length)
 
     def submit(self, sequence: Sequence) -> None:
@@ -124,13 +127,15 @@ class Engine:
             raise self._why_not()
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a sequence at the next step; its pages are free then. Idempotent."""
+        """Ends a sequence at the next step, and frees its blocks. Idempotent."""
         sequence.cancelled.set()
         self._events.post(CancelRequested(sequence))
 
     def adopt(self, weights: AdapterWeights) -> LoraAdapter:
-        """Places an adapter, which no other has the name of, beside the model; requests go on. Blocks, and raises
-        Unavailable, or what its first forward does: nobody may name it then."""
+        """Adds an adapter with a new name while requests run. Blocks.
+
+        Raises Unavailable, or the error of the adapter's first forward; the adapter is then not added.
+        """
         adapter = self.decoder.place(weights)
 
         def let_in() -> LoraAdapter:
@@ -142,7 +147,7 @@ class Engine:
         return self.between_steps(let_in)
 
     def drop(self, name: str) -> LoraAdapter:
-        """Ends an adapter, and its requests. Blocks. Raises UnknownModel, Unavailable."""
+        """Removes an adapter, and ends its requests. Blocks. Raises UnknownModel, Unavailable."""
 
         def end() -> LoraAdapter:
             adapter = self.adapters.pop(name, None)
@@ -154,7 +159,7 @@ class Engine:
         return self.between_steps(end)
 
     def between_steps(self, work: Callable[[], T]) -> T:
-        """Runs ``work`` on the engine's thread between two steps and returns its result. Raises what it raises."""
+        """Runs ``work`` on the engine's thread between two steps. Returns its result, or raises its error."""
         done: Future[T] = Future()
 
         def run() -> None:
@@ -168,13 +173,15 @@ class Engine:
         return done.result()
 
     def _why_not(self) -> Unavailable:
-        """Why no sequence and no work is taken any more."""
+        """Returns the reason for which the engine accepts no more sequences or tasks."""
         return self.died.result() if self.died.done() else _shutting_down()
 
     @property
     def ailment(self) -> str:
-        """Why nothing is computed here: the engine has stopped, or its step takes too long to be one; empty when it is
-        well. Any thread may ask."""
+        """Reason for which the engine computes nothing: it has stopped, or a step hangs. Empty if it works.
+
+        Any thread may read it.
+        """
         if self.died.done():
             return str(self.died.result())
         began = self._step_began
@@ -185,13 +192,13 @@ class Engine:
 
     @property
     def max_step_seconds(self) -> float:
-        """Seconds after which a step is taken for one that hangs: a minute, more where a full batch takes long."""
+        """Seconds after which a step counts as hung: a minute, or more if a full batch takes long."""
         full = self._core.prefill_budget.seconds(self._limits.max_num_batched_tokens)
         return max(_MAX_STEP_SECONDS, 0.0 if full is None else _MAX_STEP_RATIO * full)
 
     @property
     def load(self) -> tuple[int, int, int]:
-        """Sequences running, waiting, being saved."""
+        """Number of sequences that are running, waiting, and being saved."""
         core = self._core
         waiting = self._events.num_pending_requests + len(core.waiting) + len(core.preemption_saver.sequences)
         return len(core.running) + len(core.loading), waiting, len(core.saving) + core.window_releaser.num_orphans
@@ -202,7 +209,7 @@ class Engine:
         self._thread.join()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless live sequences and the prefix cache hold exactly the pages in use."""
+        """Raises AssertionError unless all blocks in use belong to live sequences or the prefix cache."""
         with self._stepping:
             self.pool.check_integrity()
             tables = self._core.tables() + self._core.prefix_cache.tables
@@ -213,21 +220,21 @@ class Engine:
 
     @property
     def free_pages(self) -> int:
-        """Pages that a new sequence could have, as of the last step: free, or only kept for reuse."""
+        """Blocks that a new sequence could get, as of the last step: free, or only in the prefix cache."""
         return self._free_pages
 
     @property
     def free_overflow_pages(self) -> int:
-        """The same of the pool's overflow."""
+        """Blocks that a new sequence could get in the overflow, as of the last step."""
         return self._free_overflow_pages
 
     @property
     def resident_sequences(self) -> int:
-        """Finished sequences that are kept for reuse."""
+        """Number of sequences in the prefix cache."""
         return len(self._core.prefix_cache)
 
     def resident(self, number: int) -> CachedSequence:
-        """One of them, the least recently used first. Call it when idle."""
+        """Returns an entry of the prefix cache; number 0 is the least recently used. For an idle engine."""
         with self._stepping:
             return self._core.prefix_cache.entries[number]
 
@@ -253,7 +260,7 @@ class Engine:
             self._die(error)
 
     def _step(self) -> None:
-        """Letters and a forward. What it raises ends the engine."""
+        """Handles events and runs a step. An error that it raises ends the engine."""
         self._step_began = time.perf_counter()
         try:
             self._events.drain(self._read)
@@ -261,7 +268,7 @@ class Engine:
         except Exception as error:
             log.exception("step failed")
             check_device(self.loaded.device, error)
-            # The last resort: everything that the step may have been about ends.
+            # The step may have left any of these sequences in an undefined state, so all of them end.
             for sequence in [*self._core.running, *self._core.waiting]:
                 self._core.fail(sequence, error)
         self._free_pages = self._core.count_free_pages()
@@ -269,7 +276,7 @@ class Engine:
         self._step_began = 0.0
 
     def _die(self, error: BaseException) -> None:
-        """Tells everybody that the engine has stopped, and touches nothing that may be broken."""
+        """Reports to all callers that the engine has stopped. Does not use the pool or the device."""
         told = Unavailable(
             f"the engine has stopped: {type(error).__name__}: {error}; send the request to another worker, or start a "
             "new one"
@@ -281,13 +288,15 @@ class Engine:
         self.died.set_result(told)
 
     def _tell_all(self, error: Unavailable) -> None:
-        """Tells everybody who waits that no step will come any more. It computes nothing, and pages stay as they are.
-        Other workers may take over what is not finished."""
+        """Ends all unfinished sequences with ``error``, so that their callers may use another worker.
+
+        Computes nothing and frees no blocks.
+        """
         core = self._core
         for sequence in [*core.waiting, *core.running, *core.loading, *core.preemption_saver.sequences]:
-            sequence.queue.abort_error = error  # whoever would load it need not
+            sequence.queue.abort_error = error  # the connector stops loading it
             emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=error))
-        for sequence in list(core.saving):  # the answer is whole, and whether it is stored nobody will hear
+        for sequence in list(core.saving):  # the answer is complete; only the result of its save is missing
             emit(sequence, SequenceOutput(error=error))
 
     @staticmethod
@@ -302,10 +311,10 @@ class Engine:
         self._core.handle(event)
         adapter = event.sequence.request.adapter if isinstance(event, RequestSubmitted) else None
         if adapter is not None and self.adapters.get(adapter.name) is not adapter:
-            self._end_all(adapter, _gone(adapter))  # it went while the prompt was being read
+            self._end_all(adapter, _gone(adapter))  # the adapter was unloaded while the request was being prepared
 
     def _end_all(self, adapter: LoraAdapter, error: KVSidecarError) -> None:
-        """Ends all sequences of an adapter that are not finished."""
+        """Ends all unfinished sequences of an adapter."""
         core = self._core
         for sequence in [s for s in (*core.running, *core.waiting) if s.request.adapter is adapter]:
             core.fail(sequence, error)
@@ -314,28 +323,28 @@ class Engine:
             self._cache.forget(sequence)
 
     def _warm_up(self) -> None:
-        """Runs every kernel once, so that none is compiled while a request waits."""
+        """Runs every kernel once, so that no kernel is compiled while a request waits. Measures step costs."""
         for count in (1, _WARM_ROWS):
             seconds = time_once(lambda count: self._run_rows(count, 0), count)
-        if self.loaded.streamed is None:  # its passes take what reading the weights takes, however many rows they have
+        if self.loaded.streamed is None:  # a streamed model's step takes the time to read weights, with any rows
             self._core.prefill_budget.learn(0, time_once(lambda count: self._run_rows(count, 0), 1))
             self._core.prefill_budget.learn(_WARM_ROWS, seconds)
         for adapter in self.adapters.values():
             self._run_rows(1, 0, adapter)
         if self._speculates:
-            # One row is a recorded pass where there are such, and has a price of its own.
+            # With CUDA graphs, a step of one row is recorded and has a separate cost.
             drafted = time_steps(lambda count: self._run_rows(count, count - 1), min_rows=2 if self._recorded else 1)
             self._run_rows(1, 0)
             self.speculator.costs.calibrate(drafted, time_once(lambda count: self._run_rows(count, 0), 1))
 
     def _run_rows(self, count: int, drafted: int, adapter: LoraAdapter | None = None) -> None:
-        """Computes rows of a dummy sequence, as a step does; nothing when the pool is too small."""
+        """Computes ``count`` rows of a dummy sequence, as a step does; none if the pool is too small."""
         table = self.pool.allocate(count)
         if table is not None:
             logits = self._core.compute(
                 [forward_batch.SequenceSlice([0] * count, 0, table, True, num_drafted=drafted, adapter=adapter)]
             )
-            logits[0, 0].item()  # a device works on by itself
+            logits[0, 0].item()  # waits for the device, which computes asynchronously
             self.pool.free(table)
 
 

@@ -1,8 +1,7 @@
-"""EngineCore: the scheduling loop that runs on the engine's thread.
+"""Engine core: one step of the engine, and the state of its sequences.
 
-Each step handles events, admits waiting sequences, plans a batch, computes it and samples. Failures are isolated: an
-error of one sequence ends that one. When a batch of several raises, each is computed alone, and only those that fail
-alone have failed.
+A step admits waiting sequences, plans a batch, computes it and samples. An error of one sequence ends only that
+sequence: if a batch of several sequences raises, each is computed alone, and only the ones that raise again fail.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ log = structlog.get_logger("engine")
 
 @dataclass(frozen=True)
 class EngineServices:
-    """Parts that the engine core works with."""
+    """Parts that the engine core uses."""
 
     decoder: Decoder
     pool: KVPool
@@ -68,10 +67,7 @@ class EngineServices:
 
 
 class EngineCore:
-    """All sequences of an engine.
-
-    ``post`` receives events from the connector's threads; everything else runs on the engine's thread.
-    """
+    """All sequences of an engine, and its step. Runs on the engine's thread; the connector's threads call ``post``."""
 
     def __init__(
         self,
@@ -124,22 +120,22 @@ class EngineCore:
 
     @property
     def busy(self) -> bool:
-        """True if the next step has work without any further event."""
+        """True if the next step has work without a further event."""
         if self._stuck:
             return False
         elsewhere = self.loading or self.saving or self.window_releaser.busy or self.preemption_saver.sequences
         return bool(self.running) or bool(self.waiting and not elsewhere)
 
     def live(self) -> list[Sequence]:
-        """Sequences with pages."""
+        """Sequences with blocks."""
         return [*self.running, *self.loading, *self.saving, *self.preemption_saver.sequences]
 
     def count_free_pages(self) -> int:
-        """Pages that are free or held by the prefix cache only."""
+        """Number of blocks that are free, or only in the prefix cache."""
         return self.pool.pages - self.pool.count_distinct_pages(self.tables())
 
     def count_free_overflow_pages(self) -> int:
-        """Overflow pages that are free or held by the prefix cache only."""
+        """Number of overflow blocks that are free, or only in the prefix cache."""
         held = sum(pages for table in self.tables() if table.in_overflow for _, pages in table.mapped_ranges)
         return self.pool.overflow_pages - held
 
@@ -151,7 +147,7 @@ class EngineCore:
     # ---- events ---------------------------------------------------------------------------------------------
 
     def handle(self, event: EngineEvent) -> None:
-        """Applies an event of another thread."""
+        """Handles an event of another thread."""
         self._stuck = False
         match event:
             case RequestSubmitted(sequence):
@@ -180,7 +176,7 @@ class EngineCore:
                 run()
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence by an error. Raises EngineLost."""
+        """Ends a sequence with an error. Raises EngineLost."""
         if not isinstance(error, KVSidecarError):
             check_device(self._device, error)
         self._remove(sequence)
@@ -191,7 +187,7 @@ class EngineCore:
     # ---- a step ---------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Runs one step: retry failed loads, admit, plan, compute, sample."""
+        """Runs one step: requeue failed loads, admit, plan, compute, sample."""
         for sequence in [s for s in self.running if s.kv.layers is not None and s.kv.layers.failed]:
             self._compute_uncached(sequence)
         for sequence in [s for s in self.running if s.kv.table is not None and not s.kv.table.in_overflow]:
@@ -203,16 +199,16 @@ class EngineCore:
         slices = self._run_batch(recomputing)
         if recomputing is not None and recomputing in self._recompute and not (slices and recomputing.kv.is_loading):
             self._recompute_piece(recomputing)
-        # A preemption freed pages, so that another sequence can continue.
+        # After a preemption another sequence can continue in the freed blocks, so the engine is not idle.
         preempted = self._stats.preemptions > preemptions
         idle = not slices and recomputing is None and not self._recompute and not preempted
         oldest = min((s for s in self.running if s.kv.is_loading), key=lambda s: s.request.arrived_at, default=None)
         if idle and oldest is not None and oldest.kv.layers is not None:
-            oldest.kv.layers.wait_done()  # no event announces loaded layers
+            oldest.kv.layers.wait_done()  # the loader posts no event when layers are loaded
         self._stuck = idle and oldest is None and bool(self.running)
 
     def _run_batch(self, recomputing: Sequence | None) -> bool:
-        """Plans and computes a batch beside a piece of ``recomputing``. False when no sequence got a row."""
+        """Plans and computes a batch, without prompts if ``recomputing`` runs a piece. False if it has no rows."""
         ready = [
             s
             for s in self.running
@@ -234,7 +230,7 @@ class EngineCore:
         return bool(batch.slices)
 
     def _max_piece_rows(self) -> int:
-        """Rows of one piece of a selective recompute."""
+        """Maximum rows of one piece of a selective recompute."""
         decoding = any(s.num_uncomputed == 1 and s not in self._recompute for s in self.running)
         max_rows = self.prefill_budget.max_rows if decoding else None
         return min(max_rows or self._limits.max_num_batched_tokens, self._limits.max_num_batched_tokens)
@@ -274,7 +270,7 @@ class EngineCore:
         self.admission.probe(self.waiting, self._on_probed)
 
     def _start(self, sequence: Sequence, result: LoadResult) -> None:
-        """Puts a loaded sequence into the batch."""
+        """Adds a loaded sequence to the batch."""
         apply_load_result(sequence, result)
         if self._finisher.finish_if_pending(sequence):
             return
@@ -291,13 +287,13 @@ class EngineCore:
     # ---- computing ------------------------------------------------------------------------------------------
 
     def _forward(self, slices: list[tuple[Sequence, forward_batch.SequenceSlice]]) -> None:
-        """Computes a batch and samples for the sequences whose last token was in it."""
+        """Computes a batch, and samples for each sequence whose last token is in it."""
         began = time.perf_counter()
         try:
             logits = collect(slices, self.compute([piece for _, piece in slices]))
             self._planner.branch_tables.check_finite(slices, logits)
         except LayerLoadFailed:
-            # The other sequences compute their rows again in the next step: nothing was counted yet.
+            # The other sequences compute their rows again in the next step, because no progress is recorded yet.
             for sequence in [s for s, _ in slices if s.kv.layers is not None and s.kv.layers.failed]:
                 self._compute_uncached(sequence)
             return
@@ -334,16 +330,16 @@ class EngineCore:
         return self._decoder(forward_batch.build_batch(slices, self.pool, self._device))
 
     def _finish(self, sequence: Sequence) -> None:
-        """Stores a complete answer and takes the sequence out of the batch."""
+        """Starts to store a complete answer, and removes the sequence from the batch."""
         self._speculator.finish(sequence)
-        # Added here before it leaves the batch: another thread that counts sequences must find it in one of the two.
+        # Add before removing: another thread that counts sequences must find this one in one of the two.
         self.saving.add(sequence)
         self.running.remove(sequence)
         if not self._finisher.complete(sequence, self._on_saved):
             self.saving.discard(sequence)
 
     def _sampling_failed(self, sequence: Sequence, error: Exception) -> None:
-        """Computes a sequence again if a corrupt cached prefix is the cause; fails it otherwise."""
+        """Computes a sequence again if its cached prefix is corrupt; otherwise ends it with the error."""
         if isinstance(error, LogitsNotFinite) and self._corrupt_hits.drop(sequence):
             self._planner.branch_tables.zero(sequence)
             self._compute_uncached(sequence)
@@ -351,7 +347,7 @@ class EngineCore:
             self.fail(sequence, error)
 
     def _recompute_piece(self, sequence: Sequence) -> None:
-        """Runs one piece of a selective recompute; after the last, samples the first token."""
+        """Runs one piece of a selective recompute; after the last piece, samples the next token."""
         try:
             logits = self._recompute.run_piece(sequence)
         except LayerLoadFailed:
@@ -367,7 +363,7 @@ class EngineCore:
     # ---- leaving the batch ----------------------------------------------------------------------------------
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Returns a sequence to the front of the queue without pages, after its tokens are stored."""
+        """Preempts a sequence: stores its tokens, frees its blocks, and puts it at the front of the queue."""
         self._remove(sequence)
         self._stats.preemptions += 1
         if not self.preemption_saver.save(sequence):
@@ -375,7 +371,7 @@ class EngineCore:
 
     def _requeue(self, sequence: Sequence) -> None:
         if self.admission.exceeds_pool(sequence):
-            self._finisher.retain_prefix(sequence)  # the overflow copies it from the prefix cache
+            self._finisher.retain_prefix(sequence)  # admission to the overflow copies it from the prefix cache
         else:
             self._finisher.free_pages(sequence)
         sequence.restart()
@@ -383,12 +379,12 @@ class EngineCore:
             self.waiting.appendleft(sequence)
 
     def _compute_uncached(self, sequence: Sequence) -> None:
-        """Returns a sequence whose cached prefix failed to load to the queue, to be computed without the cache."""
+        """Returns a sequence to the queue after its load failed; it will not use the cache."""
         sequence.kv.load_failed = True
         self._preempt(sequence)
 
     def _remove(self, sequence: Sequence) -> bool:
-        """Removes a sequence from queue or batch; False when it is in neither. Raises EngineLost."""
+        """Removes a sequence from queue or batch; False if it is in neither. Raises EngineLost."""
         if sequence.kv.layers is not None:
             sequence.kv.layers.wait_done()
         self._recompute.remove(sequence)

@@ -37,7 +37,7 @@ class SaveFinished:
 
 @dataclass(frozen=True)
 class PartialSaveFinished:
-    """A part of a running sequence was stored; ``stored`` is None when that failed."""
+    """A partial save of a running sequence ended; ``stored`` is None if it failed."""
 
     sequence: Sequence
     stored: StoredPrefix | None
@@ -45,7 +45,7 @@ class PartialSaveFinished:
 
 @dataclass(frozen=True)
 class PreemptionSaved:
-    """The tokens of a preempted sequence were stored; ``stored`` is None when that failed."""
+    """The save of a preempted sequence ended; ``stored`` is None if it failed."""
 
     sequence: Sequence
     stored: StoredPrefix | None
@@ -59,7 +59,7 @@ class ProbeFinished:
 
 @dataclass(frozen=True)
 class EngineTask:
-    """A function to run between two steps, which must not raise; ``fail`` is called if no step follows."""
+    """A function to run between two steps. ``run`` must not raise; ``fail`` is called if the engine has stopped."""
 
     run: Callable[[], None]
     fail: Callable[[Exception], None]
@@ -78,7 +78,7 @@ EngineEvent = (
 
 
 class EventQueue:
-    """FIFO of events. Any thread posts, one drains."""
+    """FIFO of events. Any thread posts events; the engine's thread drains them."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -92,7 +92,7 @@ class EventQueue:
 
     @property
     def num_pending_requests(self) -> int:
-        """Submitted sequences that the engine has not handled yet."""
+        """Number of submitted sequences that the engine has not handled yet."""
         return self._submitted
 
     def post(self, event: EngineEvent) -> bool:
@@ -106,13 +106,16 @@ class EventQueue:
             return True
 
     def close(self) -> None:
-        """Ends the reader; no submission or task is accepted any more."""
+        """Ends ``wait``; ``post`` accepts no submissions or tasks any more."""
         with self._changed:
             self._closed = True
             self._changed.notify()
 
     def wait(self, busy: Callable[[], bool], wake_at: float | None = None) -> bool:
-        """Waits for an event, for ``busy()`` or until ``wake_at`` (time.perf_counter). False after ``close``."""
+        """Waits for an event, until ``busy()`` is true, or until ``wake_at`` (time.perf_counter).
+
+        False after ``close``.
+        """
         seconds = None if wake_at is None else max(0.0, wake_at - time.perf_counter())
         with self._changed:
             self._changed.wait_for(lambda: self._closed or bool(self._events) or busy(), seconds)

@@ -1,4 +1,4 @@
-"""Counters and limits of the engine."""
+"""Engine statistics and limits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class EngineStats:
     """Counters since the start."""
 
     requests: int = 0
-    bypassing_requests: int = 0  # the part of requests that may not read the cache
+    bypassing_requests: int = 0  # requests that may not read the cache
     cancelled: int = 0
     failed: int = 0
     prompt_tokens: int = 0
@@ -21,8 +21,8 @@ class EngineStats:
     recomputed_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    corrupt_hits: int = 0  # reused prefixes with NaN or infinity, which were computed instead
-    overflow_admissions: int = 0  # sequences that got pages of the disk overflow
+    corrupt_hits: int = 0  # reused prefixes with NaN or infinity, computed again
+    overflow_admissions: int = 0  # sequences admitted to the disk overflow
     steps: int = 0
 
     @property
@@ -39,6 +39,6 @@ class EngineLimits:
     max_num_seqs: int = 64
     max_queue: int = 1024
     prefix_cache_sequences: int = 64
-    num_speculative_tokens: int = 16  # depth of a draft tree
-    num_speculative_branches: int = 2  # branches of a draft tree
-    max_prefill_step_seconds: float = 0.25  # of a step that reads prompts while others decode; 0 for no limit
+    num_speculative_tokens: int = 16  # maximum depth of a draft tree
+    num_speculative_branches: int = 2  # maximum paths of a draft tree
+    max_prefill_step_seconds: float = 0.25  # of a step with prompt rows while others decode; 0 for no limit

@@ -1,4 +1,4 @@
-"""Lifecycle of a request: start after loading, new tokens, and the end of the answer."""
+"""Request lifecycle: start after the load, new tokens, end of the answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutp
 
 log = structlog.get_logger("engine")
 
-# The next turn of a conversation may tokenize the end of an answer differently, by up to this many tokens.
+# The next turn of a conversation may tokenize up to this many last tokens of an answer differently.
 _RETOKENIZED_TOKENS = 64
 
 
 def apply_load_result(sequence: Sequence, result: LoadResult) -> None:
-    """Takes over what the connector loaded; the sequence may run from now on."""
+    """Records the connector's load result in the sequence, which may then run."""
     kv, timings, timestamps = sequence.kv, sequence.timings, sequence.timestamps
     kv.load(result.tokens, result.table, result.stored)
     kv.layers, kv.plan, kv.recompute = result.gate, result.plan, result.repair
@@ -38,9 +38,9 @@ def apply_load_result(sequence: Sequence, result: LoadResult) -> None:
 
 
 def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> FinishReason | None:
-    """Appends a token to an answer and sends it to the sink. Returns the reason if the answer ends with it.
+    """Appends a token to an answer and sends it to the sink. Returns a reason if the answer ends with this token.
 
-    ``max_tokens`` limits prompt and answer together. Raises GenerationFailed when the answer's grammar cannot continue.
+    ``max_tokens`` limits prompt and answer together. Raises GenerationFailed if the grammar does not allow the token.
     """
     now = time.perf_counter()
     timings, timestamps, request = sequence.timings, sequence.timestamps, sequence.request
@@ -67,7 +67,7 @@ def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> Fi
     if finish is not None:
         text += sequence.detokenizer.finish()
         if sequence.detokenizer.stopped:
-            finish = FinishReason.STOP  # in text that was held back
+            finish = FinishReason.STOP  # the text that the detokenizer kept back contains a stop string
         timings.decode_ms = (now - timestamps.first_token_at) * 1e3
         sequence.trace.phase("decode", timestamps.first_token_at, now)
     elif sequence.grammar is not None:
@@ -77,21 +77,27 @@ def append_token(sequence: Sequence, token: SampledToken, max_tokens: int) -> Fi
 
 
 def as_engine_error(error: Exception) -> KVSidecarError:
-    """Converts an error of one request to what its caller receives."""
+    """Converts an error of one request to the error that its caller gets."""
     if isinstance(error, KVSidecarError):
         return error
     return GenerationFailed(f"this request could not be computed: {type(error).__name__}: {error}")
 
 
 class RequestFinisher:
-    """Ends sequences that left queue and batch: stores or frees their pages, counts them, emits the last output."""
+    """Ends sequences after they left queue and batch.
+
+    Stores or frees their blocks, counts them, and emits their last output.
+    """
 
     def __init__(self, pool: KVPool, prefix_cache: PrefixCache, connector: KVConnector, stats: EngineStats) -> None:
         self._pool, self._prefix_cache, self._connector, self._stats = pool, prefix_cache, connector, stats
 
     def complete(self, sequence: Sequence, on_saved: SaveCallback) -> bool:
-        """Starts storing a complete answer. True if ``on_saved`` will be called, and ``retire`` must follow; otherwise
-        the sequence is retired already."""
+        """Starts to store a complete answer. True if a save was started.
+
+        In that case ``on_saved`` will be called, and the caller must then call ``retire``. Otherwise the sequence is
+        retired already.
+        """
         stats, usage, prompt = self._stats, sequence.usage, sequence.request.num_prompt_tokens
         stats.requests += 1
         stats.prompt_tokens += prompt
@@ -120,7 +126,7 @@ class RequestFinisher:
         emit(sequence, SequenceOutput(stored_tokens=0 if stored is None else stored.covered))
 
     def cancel(self, sequence: Sequence) -> None:
-        """Ends a cancelled sequence; its pages go to the prefix cache."""
+        """Ends a cancelled sequence, and moves its blocks to the prefix cache."""
         self._stats.cancelled += 1
         self.retain_prefix(sequence)
         sequence.state = SequenceState.DONE
@@ -128,11 +134,11 @@ class RequestFinisher:
         emit(sequence, SequenceOutput(finish=FinishReason.CANCELLED, error=error))
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """Ends a sequence by an error of its own. Its pages are zeroed, so that no other sequence reads them."""
+        """Ends a sequence with an error. Zeroes its blocks, so that no other sequence reads their contents."""
         request_id = sequence.request.id
         if not isinstance(error, KVSidecarError):  # unexpected: the log needs the traceback
             log.error("request failed", request=request_id, error=str(error), exc_info=error)
-        elif status_of(error)[1] < 500:  # the request's fault
+        elif status_of(error)[1] < 500:  # an error of the request itself
             log.info("request ended by an error", request=request_id, error=str(error))
         else:
             log.error("request failed", request=request_id, error=str(error))
@@ -141,14 +147,14 @@ class RequestFinisher:
         if sequence.kv.table is not None:
             try:
                 self._pool.zero_exclusive(sequence.kv.table)
-            except Exception:  # the device itself is broken: the caller must get its error all the same
+            except Exception:  # the device is broken: the caller must still get an error
                 log.exception("the pages of a failed request could not be cleared", request=request_id)
         self.free_pages(sequence)
         sequence.state = SequenceState.DONE
         emit(sequence, SequenceOutput(finish=FinishReason.FAILED, error=as_engine_error(error)))
 
     def finish_if_pending(self, sequence: Sequence) -> bool:
-        """Ends a sequence that was aborted or cancelled while another thread had its pages. False for others."""
+        """Ends a sequence that was aborted or cancelled while another thread used its blocks. False for others."""
         if sequence.queue.abort_error is not None:
             self.fail(sequence, sequence.queue.abort_error)
         elif sequence.cancelled.is_set():
@@ -158,14 +164,14 @@ class RequestFinisher:
         return True
 
     def free_pages(self, sequence: Sequence) -> None:
-        """Frees a sequence's pages, after its loader is done."""
+        """Frees a sequence's blocks, after its load has ended."""
         _wait_for_loader(sequence)
         table = sequence.kv.detach()
         if table is not None:
             self._pool.free(table)
 
     def retain_prefix(self, sequence: Sequence) -> None:
-        """Moves the pages of an unfinished sequence to the prefix cache, if all its layers were loaded."""
+        """Moves the blocks of an unfinished sequence to the prefix cache. Frees them if layers are missing."""
         if sequence.kv.is_loaded:
             self._cache_pages(sequence)
         else:
@@ -188,13 +194,13 @@ class RequestFinisher:
 
 
 def _wait_for_loader(sequence: Sequence) -> None:
-    """Waits while the connector's thread writes to the pages."""
+    """Waits until the connector's thread has stopped writing to the sequence's blocks."""
     if sequence.kv.layers is not None:
         sequence.kv.layers.wait_done()
 
 
 def emit(sequence: Sequence, output: SequenceOutput) -> None:
-    """Sends an output to a sequence's sink; a sink that raises is logged."""
+    """Sends an output to a sequence's sink, and logs an error of the sink."""
     try:
         sequence.sink(output)
     except Exception:

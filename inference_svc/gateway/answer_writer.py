@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -14,18 +13,19 @@ from kvsidecar.errors import KVSidecarError, status_of
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
-from inference_svc.gateway.openai_tools import call_deltas, whole_calls
+from inference_svc.gateway.openai_tools import call_delta_fields, whole_calls
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, ChoiceResult, prepend
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 
-# A longer path is no typing error, and is not compared with the known ones.
+# A longer path is no typing error, so it is not compared with the known ones.
 _LONGEST_PATH = 100
-# Errors that have a name in OpenAI's API, which its clients look for (https://platform.openai.com/docs/guides/error-codes).
-# Others have our own.
+# Errors with a code in OpenAI's API, which its clients check (https://platform.openai.com/docs/guides/error-codes).
+# Other errors have our own codes.
 _CODES = {
     "PROMPT_TOO_LONG": "context_length_exceeded",
     "PROMPT_EXCEEDS_POOL": "context_length_exceeded",
+    "REQUEST_TOO_LARGE": "invalid_request",
     "UNKNOWN_MODEL": "model_not_found",
     "UNSUPPORTED_OPTION": "unsupported_parameter",
     "OVERLOADED": "rate_limit_exceeded",
@@ -35,11 +35,18 @@ _CODES = {
 
 def error_response(error: KVSidecarError) -> JSONResponse:
     """Return an error in OpenAI's format."""
-    _, code = status_of(error)
-    kind = "invalid_request_error" if code < 500 else "server_error"
+    return JSONResponse(_error_body(error), status_code=status_of(error)[1])
+
+
+def error_event(error: KVSidecarError) -> bytes:
+    """Return an error as the last event of a stream, in OpenAI's format."""
+    return openai_format.event(_error_body(error))
+
+
+def _error_body(error: KVSidecarError) -> dict[str, Any]:
+    kind = "invalid_request_error" if status_of(error)[1] < 500 else "server_error"
     named = _CODES.get(error.reason, error.reason.lower())
-    body = {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": named}}
-    return JSONResponse(body, status_code=code)
+    return {"error": {"message": str(error), "type": kind, "param": error.param or None, "code": named}}
 
 
 def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] | None, known: set[str]) -> JSONResponse:
@@ -54,12 +61,16 @@ def unknown_path(method: str, path: str, code: int, headers: Mapping[str, str] |
 class AnswerWriter:
     """Writes one answer, as one JSON body or as events."""
 
-    def __init__(self, answer_id: str, model: str, chat: bool, request: ChatRequest | CompletionRequest) -> None:
-        self._chat, self._request = chat, request
-        kind = "chat.completion" if chat else "text_completion"
-        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
+    def __init__(
+        self, answer_id: str, model: str, fingerprint: str | None, request: ChatRequest | CompletionRequest
+    ) -> None:
+        self._chat, self._request = isinstance(request, ChatRequest), request
+        self._legacy = isinstance(request, ChatRequest) and bool(request.functions)
+        kind = "chat.completion" if self._chat else "text_completion"
+        self._head: dict[str, Any] = {"id": answer_id, "created": int(time.time()), "model": model}
+        self._head["system_fingerprint"] = fingerprint
         self._written: Counter[int] = Counter()  # characters of each choice so far, for text_offset
-        self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if chat else kind
+        self._whole_kind, self._chunk_kind = kind, f"{kind}.chunk" if self._chat else kind
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk], count: int) -> dict[str, Any]:
         choices = [ChoiceResult() for _ in range(count)]
@@ -67,9 +78,9 @@ class AnswerWriter:
             choices[piece.choice].add(piece.part)
         first, told = choices[0].first, dict[str, Any]()
         if self._request.explain and first is not None:
-            told |= openai_format.prompt_provenance(first)
-        if self._chat and self._request.prompt_logprobs is not None and first is not None:
-            told["prompt_logprobs"] = openai_format.prompt_logprobs(first.prompt_logprobs)
+            told |= openai_format.prompt_provenance(first) | openai_format.miss_reason(choices[0].last)
+        if self._chat and first is not None:
+            told |= self._prompt_fields(first)
         return {
             **self._head,
             "object": self._whole_kind,
@@ -89,17 +100,35 @@ class AnswerWriter:
         if self._chat:
             message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
             if choice.calls:
-                message |= {"content": text or None, "tool_calls": whole_calls(choice.calls)}
+                calls = whole_calls(choice.calls)
+                called = {"function_call": calls[0]["function"]} if self._legacy else {"tool_calls": calls}
+                message |= {"content": text or None, **called}
             body = {"message": message}
-        elif self._request.prompt_logprobs is not None and choice.first is not None:
-            body["prompt_logprobs"] = openai_format.prompt_logprobs(choice.first.prompt_logprobs)
+        elif choice.first is not None:
+            body |= self._prompt_fields(choice.first)
+        if self._request.return_token_ids:
+            body["token_ids"] = choice.token_ids
         return {
             "index": index,
             **body,
             "logprobs": self._logprobs(choice.logprobs),
-            "finish_reason": openai_format.finish_reason(choice.last.finish_reason),
+            "finish_reason": self._finish_reason(choice.last),
             "stop_reason": openai_format.stop_reason(choice.last),
         }
+
+    def _prompt_fields(self, first: pb.GenerateStreamResponse) -> dict[str, Any]:
+        """Return vLLM's fields about the prompt; a field that was not asked for is null."""
+        asked = self._request.prompt_logprobs is not None
+        fields: dict[str, Any] = {
+            "prompt_logprobs": openai_format.prompt_logprobs(first.prompt_logprobs) if asked else None
+        }
+        if self._request.return_token_ids:
+            fields["prompt_token_ids"] = list(first.prompt_token_ids)
+        return fields
+
+    def _finish_reason(self, part: pb.GenerateStreamResponse) -> str | None:
+        found = openai_format.finish_reason(part.finish_reason)
+        return "function_call" if self._legacy and found == "tool_calls" else found
 
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         opened: set[int] = set()
@@ -110,54 +139,68 @@ class AnswerWriter:
                     yield event
         except KVSidecarError as error:
             log_line().abort(error.reason)
-            yield openai_format.event(json.loads(bytes(error_response(error).body)))
+            yield error_event(error)
             return
         options = self._request.stream_options
         if options is not None and options.include_usage:
             usage = openai_format.usage([last[i].usage for i in sorted(last)], self._request.num_choices)
-            head = {**self._head, "object": self._chunk_kind, "choices": []}
-            yield openai_format.event({**head, "usage": usage, "timings": openai_format.timings(last[0].timings)})
+            yield self._bare_chunk({"usage": usage, "timings": openai_format.timings(last[0].timings)})
         yield openai_format.event("[DONE]")
 
     def _events(self, piece: ChoiceChunk, opened: set[int], last: dict[int, pb.GenerateStreamResponse]) -> list[bytes]:
         part, out = piece.part, []
         if self._chat and piece.choice not in opened:
-            out.append(self._chunk(piece.choice, {"delta": {"role": "assistant", "content": ""}}, None))
+            out.append(self._chunk(piece, {"delta": {"role": "assistant", "content": ""}}))
         opened.add(piece.choice)
         if part.prompt_parts:
-            head = {**self._head, "object": self._chunk_kind, "choices": []}
-            out.append(openai_format.event({**head, **openai_format.prompt_provenance(part)}))
-        if part.text or part.logprobs:
+            out.append(self._bare_chunk(openai_format.prompt_provenance(part)))
+        returned = {"token_ids": list(part.token_ids)} if self._request.return_token_ids else {}
+        if part.text or part.logprobs or any(returned.values()):
             content: dict[str, Any] = {"delta": {"content": part.text}} if self._chat else {"text": part.text}
             logprobs = self._logprobs(list(part.logprobs), self._written[piece.choice])
             self._written[piece.choice] += sum(len(p.text) for p in part.logprobs)
-            out.append(self._chunk(piece.choice, {**content, "logprobs": logprobs}, None))
+            if not self._chat and part.prompt_token_ids:
+                returned["prompt_token_ids"] = list(part.prompt_token_ids)
+            out.append(self._chunk(piece, {**content, "logprobs": logprobs, **returned}))
         if part.tool_calls:
-            out.append(self._chunk(piece.choice, {"delta": {"tool_calls": call_deltas(list(part.tool_calls))}}, None))
+            out.append(self._chunk(piece, {"delta": call_delta_fields(list(part.tool_calls), self._legacy)}))
         if part.finish_reason:
             last[piece.choice] = part
             empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
             empty["stop_reason"] = openai_format.stop_reason(part)
-            out.append(self._chunk(piece.choice, empty, openai_format.finish_reason(part.finish_reason)))
+            out.append(self._chunk(piece, empty, self._finish_reason(part)))
+            if self._request.explain:
+                out.append(self._bare_chunk(openai_format.miss_reason(part)))
         return out
 
-    def _chunk(self, choice: int, content: dict[str, Any], finish: str | None) -> bytes:
-        body = {"index": choice, "logprobs": None, **content, "finish_reason": finish}
-        return openai_format.event({**self._head, "object": self._chunk_kind, "choices": [body]})
+    def _bare_chunk(self, fields: dict[str, Any]) -> bytes:
+        """Encode an event of the whole request, without a choice."""
+        return openai_format.event({**self._head, "object": self._chunk_kind, "choices": [], **fields})
+
+    def _chunk(self, piece: ChoiceChunk, content: dict[str, Any], finish: str | None = None) -> bytes:
+        body = {"index": piece.choice, "logprobs": None, **content, "finish_reason": finish}
+        told: dict[str, Any] = {"object": self._chunk_kind, "choices": [body]}
+        if self._request.has_continuous_usage:
+            told["usage"] = openai_format.usage([piece.part.usage], 1)
+        if "role" in content.get("delta", ()) and piece.part.prompt_token_ids:
+            told["prompt_token_ids"] = list(piece.part.prompt_token_ids)
+        return openai_format.event({**self._head, **told})
 
     def _logprobs(self, parts: list[pb.TokenLogprob], at: int = 0) -> dict[str, Any] | None:
         most = self._request.num_top_logprobs()
         if most is None:
             return None
         if isinstance(self._request, ChatRequest):
-            return openai_format.chat_logprobs(parts)
-        return openai_format.completion_logprobs(parts, most, at, self._request.echo and not at)
+            return openai_format.chat_logprobs(parts, self._request.return_tokens_as_token_ids)
+        from_prompt = self._request.echo and not at
+        as_ids = self._request.return_tokens_as_token_ids
+        return openai_format.completion_logprobs(parts, most, at, from_prompt, as_ids)
 
 
 async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
     """Put the prompt before each choice (``echo``), with its log probabilities.
 
-    lm-eval reads likelihoods from these. Drops the generated text when the request asked for the prompt only.
+    lm-eval reads likelihoods from them. Drops the generated text when the request asked for the prompt only.
     """
     begun: set[int] = set()
     async for chunk in chunks:
@@ -177,6 +220,7 @@ async def with_prompt(request: CompletionRequest, chunks: AsyncIterator[ChoiceCh
 def _drop_generated(part: pb.GenerateStreamResponse) -> None:
     part.text = ""
     del part.logprobs[:]
+    del part.token_ids[:]
     if part.finish_reason:
         part.finish_reason = pb.FINISH_REASON_LENGTH
         part.usage.generated_tokens = 0

@@ -1,4 +1,4 @@
-"""API keys: authenticates requests by key, or without keys by the sending process's user."""
+"""API keys: authenticates requests by key, else by the sending process's user."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ApiKeys:
     def reload(self) -> bool:
         """Read the tenants file again, at SIGHUP.
 
-        An unusable file is logged and changes nothing; returns False then.
+        For an unusable file, logs it, changes nothing and returns False.
         """
         if self._file is None:
             return True
@@ -84,23 +84,32 @@ class ApiKeys:
         return asked
 
     def tenant(self, scope: Scope) -> Hashable:
-        """Return the owner of the conversations that a request may continue: its tenant, or "" for all others."""
+        """Return the owner of the conversations that a request may continue.
+
+        This is its tenant, or "" for all other callers.
+        """
         given = _sent_key(Headers(scope=scope))
         return self._tenant(given) or ("operator" if _equal(given, self._operator) else "")
 
     def caller(self, scope: Scope) -> Hashable:
-        """Return the owner of the byte budget of a request: its tenant, or else its client address."""
+        """Return the owner of a request's byte budget: its tenant, else its client address."""
         return self._tenant(_sent_key(Headers(scope=scope))) or (scope.get("client") or ("",))[0]
 
     def is_operator(self, scope: Scope) -> bool:
-        """Return whether an operator sent a request. May query the kernel, so it is for rare paths only."""
+        """Return whether an operator sent a request.
+
+        May query the kernel, so it is for rare paths only.
+        """
         headers = Headers(scope=scope)
         return self._is_operator_key(_sent_key(headers)) or (
             self._local_operator and _is_from_this_user(scope, headers)
         )
 
     def may_see_load(self, scope: Scope) -> bool:
-        """Return whether the sender may see the total load: operators, and everyone on a gateway without keys."""
+        """Return whether the sender may see the total load.
+
+        Operators may, and everyone on a gateway without keys.
+        """
         return self._is_operator_key(_sent_key(Headers(scope=scope))) or not self._any
 
     def _is_operator_key(self, given: bytes) -> bool:
@@ -110,13 +119,14 @@ class ApiKeys:
         return tenant is not None and tenant.operator
 
     def _tenant(self, given: bytes) -> TenantKey | None:
-        """Return the tenant of a key. Compares with all keys, whichever matches."""
+        """Return the tenant of a key. Compares with all keys, even after a match."""
         return find_by_token(self._tenants, given) if self._tenants else None
 
 
 def _sent_key(headers: Headers) -> bytes:
-    """Return the key as it was sent, which may be any bytes."""
-    return headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
+    """Return the bearer token as it was sent, which may be any bytes; without one, Anthropic's ``x-api-key``."""
+    sent = headers.get("authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
+    return sent.encode("latin-1")
 
 
 def _equal(given: bytes, key: str) -> bool:
@@ -125,10 +135,10 @@ def _equal(given: bytes, key: str) -> bool:
 
 
 def _is_from_this_user(scope: Scope, headers: Headers) -> bool:
-    """Return whether a process of this process's own user sent a request to this machine by a local name.
+    """Return whether this process's own user sent a request to a local name.
 
-    Excludes proxies (another user, or forwarding headers) and pages of other sites, also with a DNS name that points
-    here.
+    Excludes proxies (another user, or forwarding headers) and pages of other sites, also pages whose DNS name resolves
+    to this machine.
     """
     if any(name in _PROXY_HEADERS or name.startswith("x-forwarded-") for name in headers):
         return False

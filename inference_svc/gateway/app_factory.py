@@ -12,31 +12,51 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from inference_svc.gateway.answer_writer import error_response, unknown_path
+from inference_svc.gateway.answer_writer import unknown_path
+from inference_svc.gateway.anthropic_api.error_envelope import (
+    envelope,
+    error_response_for,
+    is_messages_path,
+    request_id_of,
+)
 from inference_svc.gateway.client_disconnect import ClientDisconnected
+from inference_svc.gateway.drain import LIVEZ, Drain
 from inference_svc.gateway.request_log import RequestLogMiddleware, log_line
 
 
-def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
-    """Create an application without routes that maps errors to OpenAI's format."""
+def create_base_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]], drain_seconds: float) -> FastAPI:
+    """Create an application that maps errors to OpenAI's or Anthropic's format, and serves the liveness probe.
+
+    ``state.drain`` is its shutdown.
+    """
     app = FastAPI(title="KVSidecar", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
-    app.router.redirect_slashes = False  # a redirect would go to whatever host the request names
+    app.router.redirect_slashes = False  # a redirect would lead to any host that the request names
 
     @app.exception_handler(KVSidecarError)
-    async def failed(_: Request, error: KVSidecarError) -> JSONResponse:
+    async def failed(request: Request, error: KVSidecarError) -> JSONResponse:
         log_line().add(error=error.reason)
-        return error_response(error)
+        return error_response_for(request.scope, error)
 
     @app.exception_handler(HTTPException)
     async def not_here(request: Request, error: HTTPException) -> JSONResponse:
         known = {path for route in app.routes if "{" not in (path := getattr(route, "path", "{"))}
-        return unknown_path(request.method, request.url.path, error.status_code, error.headers, known)
+        path, code = request.url.path, error.status_code
+        if is_messages_path(path):
+            text = f"{path[:100]} takes no {request.method}" if code == 405 else f"{path[:100]} is not served here"
+            found = envelope(text, code, request_id_of(request.scope))
+            return JSONResponse(found, status_code=code, headers=error.headers)
+        return unknown_path(request.method, path, code, error.headers, known)
 
     @app.exception_handler(ClientDisconnected)
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
+    @app.get(LIVEZ)
+    async def live() -> JSONResponse:
+        return JSONResponse({"status": "ok"})
+
+    app.state.drain = Drain(drain_seconds)
     return app
 
 

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from inference_svc.gateway.unsupported_options import IGNORED, NEUTRAL
+
 FIRST_ERROR: Any = Field(fail_fast=True)
-"""Annotates a list: validation stops at its first wrong element; else a million wrong ones are a million errors."""
+"""Annotates a list: validation stops at its first wrong element; a million wrong elements would give as many errors."""
 
 
 class BodyModel(BaseModel):
     """An object that refuses unknown members, and reports at most one of them.
 
     Subclasses annotate every list with ``FIRST_ERROR``, so that the schema and not the sender bounds the number of
-    errors.
+    errors. ``neutral_options`` and ``ignored_options`` are the API's options without a field here, as ``parse`` treats
+    them.
     """
 
     model_config = ConfigDict(extra="forbid")
+    neutral_options: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
+    ignored_options: ClassVar[Collection[str]] = IGNORED
 
     @model_validator(mode="before")
     @classmethod

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from fastapi import Request
-from kvsidecar.errors import InvalidRequest, KVSidecarError
+from kvsidecar.errors import InvalidRequest, KVSidecarError, RequestTooLarge
 
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.byte_budget import BudgetShare, ByteBudget
@@ -22,17 +22,17 @@ T = TypeVar("T")
 
 # Larger bodies are decoded in a thread; these take a few ms.
 INLINE_BYTES, _INLINE_VALUES = 64 << 10, 4096
-# Bodies of the largest size that may be in flight, of one caller and of all.
+# Maximal bodies of the largest size in flight, per caller and in all.
 _MAX_BODIES_PER_CALLER, _MAX_BODIES = 8, 32
 
 
 class BodyReader:
     """Reads and decodes request bodies. One instance per process, on its event loop.
 
-    The limits on values and nesting are checked on each part as it arrives, so the decoder's time and memory are
-    bounded before it starts. One thread decodes bodies beyond ``INLINE_BYTES``, one at a time for each caller in turn.
-    That thread shares the GIL with the event loop, so no single C call in it may take long: the limits of
-    ``JsonScanner`` and of the body schemas bound such calls to about 30 ms.
+    Checks the limits on values and nesting on each part as it arrives, so the decoder's time and memory are bounded
+    before it starts. One thread decodes bodies beyond ``INLINE_BYTES``, one at a time for each caller in turn. That
+    thread shares the GIL with the event loop, so no single C call in it may take long: the limits of ``JsonScanner``
+    and of the body schemas bound such calls to about 30 ms.
     """
 
     def __init__(self, config: GatewayConfig, keys: ApiKeys) -> None:
@@ -44,9 +44,10 @@ class BodyReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(self, request: Request, use: Callable[[bytes, Any], T], in_thread: bool = False) -> T:
-        """Return ``use(bytes, decoded body)``; runs in a thread for a large body, or with ``in_thread``.
+        """Return ``use(bytes, decoded body)``.
 
-        Raises InvalidRequest, also for a body that does not arrive in time, Overloaded, and what ``use`` raises.
+        Runs in a thread for a large body, or with ``in_thread``. Raises InvalidRequest, also for a body that does not
+        arrive in time, Overloaded, and the exceptions of ``use``.
         """
         with self._budget.share(self._keys.caller(request.scope)) as share:
             try:
@@ -64,15 +65,15 @@ class BodyReader:
     async def _receive(self, request: Request, share: BudgetShare) -> tuple[bytes, int]:
         """Return the bytes and their number of JSON values. Raises InvalidRequest, Overloaded.
 
-        A body beyond a limit is still received to its end and dropped: a client that is sending when the connection
-        closes would not read the error.
+        A body beyond a limit is still received to its end and dropped, because a client that is sending when the
+        connection closes would not read the error.
         """
         size, parts, scanner = 0, list[bytes](), JsonScanner()
         refusal: KVSidecarError | None = None
         async for part in request.stream():
             size += len(part)
             if size > self._max_bytes:
-                raise InvalidRequest(f"the body is larger than the {self._max_bytes} bytes allowed")
+                raise RequestTooLarge(f"the body is larger than the {self._max_bytes} bytes allowed")
             if refusal is not None:
                 continue
             try:

@@ -1,4 +1,7 @@
-"""Chat message schemas in OpenAI's format; accepts all fields of an answer that the SDK sends back."""
+"""Chat message schemas in OpenAI's format.
+
+They accept all fields of an answer that the SDK sends back.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,31 @@ from pydantic import BeforeValidator, ValidationInfo
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 
-MAX_MESSAGES = 4096
+_MAX_MESSAGES = 4096
+# Lifetimes of Anthropic's ``cache_control``.
+EPHEMERAL_SECONDS, DEFAULT_EPHEMERAL_SECONDS = {"5m": 300, "1h": 3600}, 300
 
 # The kinds of parts that are text, in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))
+_ROLES = {"developer": "system", "function": "tool"}
 
 
 class TextPart(BodyModel):
-    """A text part of a message; ``cache_control`` (Anthropic's) has no effect, because everything is cached."""
+    """A text part of a message, and the cache breakpoint that it may end with, in Anthropic's or OpenAI's format."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
+    cache_control: Any = None
+    prompt_cache_breakpoint: Any = None
+
+    def breakpoints(self) -> list[int | None]:
+        """Return the retention of the part's breakpoints in seconds; None for the request's."""
+        found: list[int | None] = []
+        if isinstance(self.cache_control, dict):
+            found.append(EPHEMERAL_SECONDS.get(str(self.cache_control.get("ttl")), DEFAULT_EPHEMERAL_SECONDS))
+        if isinstance(self.prompt_cache_breakpoint, dict):
+            found.append(None)
+        return found
 
 
 class CalledFunction(BodyModel):
@@ -45,9 +61,12 @@ class ToolCall(BodyModel):
 
 
 class Message(BodyModel):
-    """A chat message. ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt."""
+    """A chat message.
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    ``refusal``, ``annotations`` and reasoning of an answer are not part of the prompt.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
@@ -55,7 +74,8 @@ class Message(BodyModel):
     refusal: str | None = None
     annotations: Annotated[list[Any], FIRST_ERROR] | None = None
     audio: None = None
-    function_call: None = None
+    function_call: CalledFunction | None = None
+    """A call in OpenAI's first format, which a message of the role ``function`` answers."""
     reasoning: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None
@@ -65,27 +85,41 @@ class Message(BodyModel):
         if self.content is None and not self.tool_calls and self.role != "assistant":
             raise InvalidRequest(f"messages.{place}.content is missing", param=f"messages.{place}.content")
         text = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        calls, call_id = list(self.tool_calls or ()), self.tool_call_id or ""
+        if self.function_call is not None:
+            calls.append(ToolCall(id=_legacy_id(self.function_call.name), function=self.function_call))
+        if self.role == "function":
+            call_id = _legacy_id(self.name or "")
         return pb.ChatMessage(
-            role="system" if self.role == "developer" else self.role,
+            role=_ROLES.get(self.role, self.role),
             content=text,
-            tool_calls=[call.to_grpc() for call in self.tool_calls or ()],
-            tool_call_id=self.tool_call_id or "",
+            tool_calls=[call.to_grpc() for call in calls],
+            tool_call_id=call_id,
             name=self.name or "",
         )
 
 
+def _legacy_id(name: str) -> str:
+    """Return an id for a ``function_call``, which has none."""
+    return f"call_{name}"
+
+
+def check_count(name: str, messages: list[Any]) -> None:
+    """Raise InvalidRequest for more messages than a request may have."""
+    if len(messages) > _MAX_MESSAGES:
+        raise InvalidRequest(f"{name} has {len(messages)} items; at most {_MAX_MESSAGES} are allowed", param=name)
+
+
 def _checked(messages: Any, info: ValidationInfo) -> Any:
-    """Check the number of messages and their kinds of parts, and nothing else.
+    """Check only the number of messages and the kinds of their parts.
 
     Raises InvalidRequest for too many, UnsupportedOption for a part that is not text, such as an image.
     """
     if not isinstance(messages, list):
         return messages
-    if len(messages) > MAX_MESSAGES:
-        name = str(info.field_name)
-        raise InvalidRequest(f"{name} has {len(messages)} items; at most {MAX_MESSAGES} are allowed", param=name)
+    check_count(str(info.field_name), messages)
     for i, message in enumerate(messages):
-        content = message.get("content") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) and message.get("type") != "reasoning" else None
         for j, part in enumerate(content if isinstance(content, list) else ()):
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and kind not in _TEXTS:
@@ -97,12 +131,15 @@ def _checked(messages: Any, info: ValidationInfo) -> Any:
 
 
 TextAlone = BeforeValidator(_checked)
-"""Annotates a list of messages: one sentence about an image, instead of errors about it as a text."""
+"""Annotates a list of messages: an image gives one sentence, instead of errors about it as a text."""
 Messages = Annotated[list[Message], FIRST_ERROR, TextAlone]
 
 
 def answer_start(generation_prompt: bool, goes_on: bool) -> pb.AnswerStart.ValueType:
-    """Map vLLM's ``add_generation_prompt`` and ``continue_final_message`` to the protocol. Raises InvalidRequest."""
+    """Map vLLM's ``add_generation_prompt`` and ``continue_final_message`` to the protocol.
+
+    Raises InvalidRequest.
+    """
     if not goes_on:
         return pb.ANSWER_START_UNSPECIFIED if generation_prompt else pb.ANSWER_START_NOTHING
     if generation_prompt:

@@ -23,9 +23,10 @@ async def _nothing(_: object) -> None:
 async def cancel_on_disconnect(
     request: Request, work: Coroutine[Any, Any, T], close: Callable[[T], Awaitable[None]] = _nothing
 ) -> T:
-    """Return the result of ``work``; cancel it and raise ClientDisconnected when the client disconnects.
+    """Return the result of ``work``, or cancel it when the client disconnects.
 
-    Starlette does not notify handlers of disconnects. A result that completes at the same moment is closed.
+    Raises ClientDisconnected. Starlette does not notify handlers of disconnects. A result that completes at the same
+    moment is closed.
     """
     task = asyncio.create_task(work)
     try:

@@ -19,14 +19,14 @@ from prometheus_client import Counter
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RESERVED = "reserved"
-"""Key in a request's state: its connection is of the reserve for health checks."""
+"""Key in a request's state: its connection belongs to the reserve for health checks."""
 # Connections of the reserve, and file descriptors for everything else that the process opens.
 _RESERVE, _OTHERS = 32, 64
 _RESERVED_SECONDS = 5.0
 # No browser and no known library sends this many requests without waiting for an answer.
 MAX_PIPELINED = 16
 _PROGRESS_BYTES = 64 << 10
-_CHECKS = 4  # per deadline
+_CHECKS = 4  # checks per deadline
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 
 log = structlog.get_logger("gateway")
@@ -36,7 +36,8 @@ log = structlog.get_logger("gateway")
 class ConnectionLimits:
     """Limits of one gateway's connections.
 
-    ``refused`` counts connections closed for a limit, by the limit's name; each name is logged at most once a second.
+    ``refused`` counts connections closed because of a limit, by the limit's name; each name is logged at most once a
+    second.
     """
 
     receive_seconds: float
@@ -46,7 +47,7 @@ class ConnectionLimits:
     _logged: dict[str, float] = field(default_factory=dict)
 
     def refuse(self, limit: str, unread_bytes: int) -> None:
-        """Count and log a connection that is closed for a limit."""
+        """Count and log a connection that is closed because of a limit."""
         self.refused.labels(limit).inc()
         now = time.monotonic()
         if now - self._logged.get(limit, -1.0) >= 1:
@@ -61,9 +62,10 @@ def max_connections(descriptors_each: int) -> int:
 
 
 class _StrictConnection(h11.Connection):
-    """h11's parser that also refuses bare LF line ends, and Content-Length with a transfer coding (RFC 9112).
+    """h11's parser that refuses two forms of request smuggling (RFC 9112).
 
-    A proxy in front may parse either differently, and read one request as two (request smuggling).
+    These are bare LF line ends, and Content-Length with a transfer coding. A proxy in front may parse either
+    differently, and read one request as two.
     """
 
     def next_event(self) -> Any:
@@ -104,8 +106,8 @@ class _Bounded(H11Protocol):
     """uvicorn's HTTP/1.1 protocol with ``limits``.
 
     While no request is being answered, a complete head must arrive within ``receive_seconds``. While bytes wait for the
-    client, it must read ``_PROGRESS_BYTES`` of them, or all, in every ``send_seconds``. The second deadline lasts to
-    the end of the connection, also after it is closed and only its last bytes wait.
+    client, it must read ``_PROGRESS_BYTES`` of them, or all, in every ``send_seconds``. The second deadline applies
+    until the connection ends, also after a close that still has bytes to send.
     """
 
     limits: ClassVar[ConnectionLimits]
@@ -166,7 +168,7 @@ class _Bounded(H11Protocol):
         return min(_RESERVED_SECONDS, self.limits.receive_seconds) if self._reserved else self.limits.receive_seconds
 
     def _look(self) -> None:
-        """Start the receive deadline while no request is being answered, stop it otherwise."""
+        """Run the receive deadline exactly while no request is being answered."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget()
         elif self._due is None and not self.transport.is_closing():
@@ -178,7 +180,10 @@ class _Bounded(H11Protocol):
             self._due = None
 
     def _check_progress(self, since: float, sent_then: int, pending_then: int) -> None:
-        """Abort a connection whose client has read too little since ``since``; check again later."""
+        """Abort a connection whose client has read too little since ``since``.
+
+        Otherwise checks again later.
+        """
         now, pending = self.loop.time(), self._watched.pending
         sent = self._watched.num_written - pending
         if sent - sent_then >= min(pending_then, _PROGRESS_BYTES):

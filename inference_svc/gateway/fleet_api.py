@@ -10,9 +10,7 @@ from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from inference_svc.gateway import openai_format
-from inference_svc.gateway.body_model import BodyModel
-from inference_svc.gateway.cache_fields import CacheParts, CacheSession, CacheTtl, parts_to_grpc
+from inference_svc.gateway.cache_fields import CacheFields
 from inference_svc.gateway.chat_messages import Messages
 from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
@@ -22,23 +20,19 @@ _TIMEOUT_SECONDS = 2.0
 MAX_WARM_SECONDS = 86400.0
 
 
-class WarmBody(BodyModel):
-    """Body of a warm request: a text or a conversation to prefill into the cache, and its deadline."""
+class WarmBody(CacheFields):
+    """Body of a warm request: a text or conversation to prefill, and its deadline."""
 
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    cache_salt: str = ""
-    cache_ttl_seconds: CacheTtl = None
-    cache_parts: CacheParts = Field(default_factory=list)
-    cache_session: CacheSession = ""
     prefetch: bool = False
     """Load stored chunks into memory, and compute nothing."""
     within_seconds: float = Field(default=600.0, gt=0, le=MAX_WARM_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
-        """Raises InvalidRequest."""
+        """Convert to a WarmRequest. Raises InvalidRequest."""
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("one of prompt and messages must be set", param="prompt")
         if self.prompt is not None:
@@ -46,26 +40,20 @@ class WarmBody(BodyModel):
         else:
             chat = to_chat(self.messages or [], self.tools, None, pb.ANSWER_START_UNSPECIFIED)
             prompt = pb.Prompt(chat=chat)
-        cache = pb.CacheOptions(
-            tenant_salt=self.cache_salt.encode(),
-            ttl_seconds=self.cache_ttl_seconds,
-            parts=parts_to_grpc(self.cache_parts),
-            session=self.cache_session,
-        )
-        return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache, prefetch=self.prefetch)
+        return pb.WarmRequest(prompt=prompt, model=self.model, cache=self.cache_options(), prefetch=self.prefetch)
 
 
-def serving_status(router: WorkerRouter, starting: bool) -> dict[str, Any]:
-    """Return the served models and the number of workers; without workers, whether one is starting."""
+def serving_status(models: list[dict[str, Any]], router: WorkerRouter, starting: bool) -> dict[str, Any]:
+    """Return the served models and the number of workers.
+
+    Without workers, returns whether one is starting.
+    """
     alive = [worker for worker in router.workers if worker.alive]
-    models = {
-        name: openai_format.model(worker.model, name, router.started) for worker in alive for name in worker.names
-    }
-    return {"models": list(models.values()), "workers": len(alive), "starting": starting and not alive}
+    return {"models": models, "workers": len(alive), "starting": starting and not alive}
 
 
 def num_requests(router: WorkerRouter) -> int:
-    """Return the number of requests that the workers have."""
+    """Return the number of requests at the workers."""
     return sum(worker.in_flight for worker in router.workers)
 
 
@@ -77,7 +65,7 @@ async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prom
     try:
         tokens = prompt.token_ids.ids
         if prompt.WhichOneof("kind") != "token_ids":
-            asked = pb.TokenizeRequest(prompt=prompt)
+            asked = pb.TokenizeRequest(prompt=prompt, tenant_salt=salt)
             tokens = (await worker.client.stub.Tokenize(asked, timeout=_TIMEOUT_SECONDS)).token_ids
         found, namespace = 0, worker.namespace(model)
         if daemon is not None and namespace and tokens:
@@ -89,7 +77,10 @@ async def cached_prefix(worker: Worker, model: str, daemon: Any, prompt: pb.Prom
 
 
 async def warm_prompt(worker: Worker, request: pb.WarmRequest, within_seconds: float) -> dict[str, Any]:
-    """Prefill a prompt into the cache. Raises KVSidecarError; DeadlineExceeded after ``within_seconds``."""
+    """Prefill a prompt into the cache. Raises KVSidecarError.
+
+    Raises DeadlineExceeded after ``within_seconds``.
+    """
     worker.in_flight += 1
     try:
         found = await worker.client.stub.Warm(request, timeout=within_seconds)

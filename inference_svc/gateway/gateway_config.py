@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from inference_svc.gateway.fleet.node_addresses import NodeAddress, parse_node_addresses
+from inference_svc.gateway.model_aliases import parse_aliases
 
 _HOST = re.compile(r"[\w.-]+", re.ASCII)
 _ORIGIN = re.compile(r"https?://[^\s/?#@,]+", re.ASCII)
@@ -63,6 +64,10 @@ class GatewayConfig(BaseSettings):
     """Private socket of the cache daemon, for the page's cache status; none to leave that out."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
     """max_tokens of chat answers and responses that name none; 0 for the rest of the context."""
+    alias: str = ""
+    """Further names of served models: NAME=MODEL, separated by commas. Answers carry the requested name."""
+    claude_names: bool = False
+    """Answer requests for any model whose name begins with claude- with the served model, for Anthropic's clients."""
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     """Maximum size of a request body."""
     receive_seconds: float = Field(default=60.0, gt=0)
@@ -78,9 +83,12 @@ class GatewayConfig(BaseSettings):
     separated by commas; * for all, which admits pages of any site whose DNS name points here."""
     request_seconds: float = Field(default=600.0, gt=0)
     """Deadline of a request."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running answers may take to finish; then they end with an error. A second signal ends
+    them at once."""
     worker_wait_seconds: float = Field(default=15.0, ge=0)
-    """How long a request waits for a worker to come back when none is up. The first load of a model is not waited
-    for."""
+    """Maximum wait of a request for a worker's restart when none is up. It does not wait for the first load of a
+    model."""
     worker_start_seconds: float = Field(default=600.0, ge=0)
     """How long a request waits while the supervisor of kvsidecar serve reports that it is restarting a worker; with
     --nodes, while no node is up and some node reports that it is starting a worker."""
@@ -139,9 +147,15 @@ class GatewayConfig(BaseSettings):
             raise ValueError("tenants are for the gateway of one node; give the file to the gateways of the nodes")
         return value
 
-    @field_validator("default_max_tokens")
+    @field_validator("alias")
     @classmethod
-    def _by_a_node(cls, value: int, info: ValidationInfo) -> int:
+    def _names_and_models(cls, value: str) -> str:
+        parse_aliases(value)
+        return value
+
+    @field_validator("default_max_tokens", "alias", "claude_names")
+    @classmethod
+    def _by_a_node(cls, value: int | str, info: ValidationInfo) -> int | str:
         if value and info.data.get("nodes"):
             raise ValueError("it is for the gateway of one node; set it at the gateways of the nodes")
         return value

@@ -1,8 +1,8 @@
-"""Prometheus metrics of a node's gateway, under vLLM's names where the meaning is the same.
+"""Prometheus metrics of a node's gateway, with vLLM's names where the meaning is equal.
 
-Dashboards, autoscalers and routers for vLLM therefore work with a node. vLLM's "engine" is a worker here;
-``prefix_cache`` counts hits in a worker's own pool, ``external_prefix_cache`` those in the cache daemon. Histograms
-cover the answers of this gateway, counters all work of its workers; workers and daemon have further metrics.
+So dashboards, autoscalers and routers for vLLM work with a node. vLLM's "engine" is a worker here; ``prefix_cache``
+counts hits in a worker's own pool, ``external_prefix_cache`` those in the cache daemon. Histograms cover the answers of
+this gateway, counters all work of its workers; workers and daemon have further metrics.
 https://docs.vllm.ai/en/latest/usage/metrics/
 """
 
@@ -24,7 +24,7 @@ from inference_svc.gateway.request_counters import RequestCounters
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.worker_router import WorkerRouter
 
-# vLLM's.
+# vLLM's buckets.
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
@@ -115,7 +115,7 @@ class GatewayMetrics(RequestCounters):
 
 @dataclass
 class AnswerTimer:
-    """Times one answer, from its arrival over its parts to its end."""
+    """Times one answer, from its arrival to its end."""
 
     metrics: GatewayMetrics
     began: float
@@ -123,7 +123,7 @@ class AnswerTimer:
 
     @property
     def started(self) -> bool:
-        """Return whether the first part has come."""
+        """Return whether the first part has arrived."""
         return self.last > 0
 
     def add(self, model: str, part: pb.GenerateStreamResponse) -> None:
@@ -144,6 +144,8 @@ class AnswerTimer:
             m.prompt_tokens.labels(model).observe(part.usage.prompt_tokens)
             m.generation_tokens.labels(model).observe(part.usage.generated_tokens)
             log_line().answered(model, part.usage)
+            if part.HasField("miss"):
+                log_line().add(miss=part.miss.kind, miss_at=part.miss.position)
 
 
 class _WorkerCollector:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import ssl
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import structlog
 import uvicorn
@@ -23,18 +25,26 @@ from kvsidecar.telemetry.otlp_export import otlp_providers
 from kvsidecar.telemetry.tracing import NOOP_TRACER
 
 from inference_svc.gateway.connections import ConnectionLimits, bounded, max_connections
+from inference_svc.gateway.drain import Drain
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.http_tracing import SERVICE_NAME
 from inference_svc.gateway.routes import create_app
 
 # GIL switch interval: the event loop waits at most this long for the thread that decodes large bodies.
 _SWITCH_SECONDS = 0.001
+# While a server drains, it accepts requests for this long: load balancers need some seconds to see its readiness.
+_LISTEN_SECONDS = 5.0
+# For the last bytes of answers that were cut.
+_LAST_SECONDS = 2.0
 
 log = structlog.get_logger("gateway")
 
 
 async def serve(config: GatewayConfig) -> None:
-    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants. Raises ConfigurationError when it cannot listen."""
+    """Serve until SIGTERM or SIGINT; SIGHUP reloads the tenants.
+
+    Raises ConfigurationError when it cannot listen.
+    """
     listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -54,7 +64,7 @@ async def serve(config: GatewayConfig) -> None:
     async with otlp_providers(SERVICE_NAME, config.otlp_endpoint) as providers:
         tracer = NOOP_TRACER if providers is None else providers.tracer("inference_svc.gateway")
         app = _fleet(config) if config.nodes else create_app(config, tracer)
-        server = _Server(configured(app, config))
+        server = _Server(configured(app, config), app.state.drain)
         server.hear_signals()
         if config.tenants is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, app.state.keys.reload)
@@ -67,9 +77,9 @@ async def serve(config: GatewayConfig) -> None:
 
 
 def _refuse_foreign(config: GatewayConfig) -> None:
-    """Refuse a runtime folder of another user, who could replace its sockets and receive all prompts.
+    """Refuse a runtime folder of another user.
 
-    Raises ConfigurationError.
+    That user could replace its sockets and receive all prompts. Raises ConfigurationError.
     """
     sockets = {Path(target).parent for target in config.targets} | {(config.cache_socket or Path("-")).parent}
     if default_runtime_dir() in sockets:
@@ -84,7 +94,7 @@ def _fleet(config: GatewayConfig) -> FastAPI:
 
 
 class _Structured(logging.Handler):
-    """Logs uvicorn's own messages (such as invalid requests) in the format of all others."""
+    """Logs uvicorn's own messages (such as invalid requests) in the common format."""
 
     def emit(self, record: logging.LogRecord) -> None:
         log.log(record.levelno, record.getMessage().rstrip("."), exc_info=record.exc_info)
@@ -96,10 +106,36 @@ def _tell_of_uvicorn() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Handles signals through the event loop, from before uvicorn starts.
+    """Drains before it stops; handles signals through the event loop, from before uvicorn starts.
 
-    uvicorn itself handles them only while it runs; an earlier one would end the process with a traceback.
+    uvicorn itself handles signals only while it runs; an earlier one would end the process with a traceback.
     """
+
+    def __init__(self, config: uvicorn.Config, drain: Drain) -> None:
+        super().__init__(config)
+        self._drain, self._parent = drain, os.getppid()
+        self._draining: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop when the running requests have ended; a second signal cuts them."""
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._stop(sig, frame))
+        else:
+            self._drain.cut()
+
+    async def _stop(self, sig: int, frame: FrameType | None) -> None:
+        if os.getppid() != self._parent:  # the supervisor died: its successor needs the port now
+            self.config.timeout_graceful_shutdown = int(self._drain.seconds)
+        elif self.started:  # uvicorn ends a server that has not started by itself
+            drain, loop = self._drain, asyncio.get_running_loop()
+            drain.has_begun, deadline = True, loop.time() + drain.seconds
+            if running := drain.num_running:
+                log.info("draining", requests=running, seconds=drain.seconds)
+            await drain.wait_idle(min(_LISTEN_SECONDS, drain.seconds))
+            left = min(drain.seconds, max(0.0, deadline - loop.time()))  # 0 after a second signal
+            loop.call_later(left, drain.cut)
+            self.config.timeout_graceful_shutdown = int(left + _LAST_SECONDS) + 1
+        super().handle_exit(sig, frame)
 
     def hear_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -121,7 +157,7 @@ def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
         http=bounded(limits),
         log_config=None,
         access_log=False,
-        timeout_graceful_shutdown=10,
+        timeout_graceful_shutdown=int(_LAST_SECONDS),
         ssl_certfile=config.tls_cert,
         ssl_keyfile=config.tls_key,
         ssl_ca_certs=None if config.tls_client_ca is None else str(config.tls_client_ca),
@@ -129,7 +165,7 @@ def configured(app: FastAPI, config: GatewayConfig) -> uvicorn.Config:
     )
     try:
         found.load()
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         named = ", ".join(str(f) for f in (config.tls_cert, config.tls_key, config.tls_client_ca) if f is not None)
         raise ConfigurationError(f"cannot use the certificates ({named}): {error}") from error
     return found

@@ -6,7 +6,8 @@ Endpoints are OpenAI's, vLLM's companions to them, health and metrics. ``routes`
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -17,25 +18,24 @@ import structlog
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
-from kvsidecar.errors import (
-    InvalidRequest,
-    Unavailable,
-    UnknownModel,
-    UnsupportedOption,
-)
+from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel, UnsupportedOption
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from inference_svc.gateway import openai_format
 from inference_svc.gateway.answer_writer import AnswerWriter
+from inference_svc.gateway.anthropic_api.error_envelope import request_id_of
+from inference_svc.gateway.anthropic_api.message_writer import MessageWriter
+from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
-from inference_svc.gateway.cache_fields import ReleaseBody, release_session
+from inference_svc.gateway.cache_fields import CacheFields, ReleaseBody, release_session
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet_api import WarmBody, cached_prefix, num_requests, serving_status, warm_prompt
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.lora_routes import LoraRoutes
+from inference_svc.gateway.model_aliases import ModelAliases, parse_aliases
 from inference_svc.gateway.node_view import NodeView
 from inference_svc.gateway.openapi import document
 from inference_svc.gateway.request_log import log_line
@@ -48,17 +48,19 @@ from inference_svc.gateway.request_runner import (
     with_grammar_option,
 )
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest, GenerationOptions
-from inference_svc.gateway.responses_api.conversation_store import ConversationStore
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
+from inference_svc.gateway.responses_api.input_items import ITEM, listed, to_messages
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
+from inference_svc.gateway.responses_api.responses_routes import ResponsesRoutes
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
-from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize
+from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.unsupported_options import parse
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | WarmBody | ReleaseBody)
+Salted = TypeVar("Salted", bound=CacheFields | CountTokensRequest | ReleaseBody)
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class _AnswerJob:
     """A parsed request, and the worker requests for its answers."""
 
     answer_id: str
+    model: str
     parsed: ChatRequest | CompletionRequest
     requests: list[pb.GenerateRequest]
 
@@ -77,10 +80,12 @@ class GatewayHandlers:
         self._config = config
         self.keys = ApiKeys(config)
         self.router = WorkerRouter(config.targets)
+        self._aliases = ModelAliases(parse_aliases(config.alias), config.claude_names)
         self.metrics = GatewayMetrics(self.router, config.supervisor_dir)
         self.bodies = BodyReader(config, self.keys)
         self.adapters = LoraRoutes(self.router, self.keys, self.bodies)
         self._conversations = ConversationStore()
+        self.kept = ResponsesRoutes(self._conversations, self.keys, self.bodies)
         self._wait = WorkerWait(self.router, config)
         self._generator = Generator(config, self.router, self.metrics, self._wait)
         self.node = NodeView(self.router, config.cache_socket)
@@ -88,13 +93,7 @@ class GatewayHandlers:
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        served = {name: w.model for w in self.router.alive for name in w.names}
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [openai_format.model(m, name, self.router.started) for name, m in served.items()],
-            }
-        )
+        return JSONResponse({"object": "list", "data": self._models(self.router.alive)})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -109,6 +108,9 @@ class GatewayHandlers:
     async def detokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_detokenize)
         return JSONResponse(await detokenize(self._worker(model), asked))
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        return JSONResponse(await tokenizer_info(self._worker("")))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -137,10 +139,16 @@ class GatewayHandlers:
         return JSONResponse(shown, headers={"Cache-Control": "no-store"})
 
     async def serving_status(self, request: Request) -> Response:
-        return JSONResponse(serving_status(self.router, self._wait.is_starting()) | self._load(request))
+        shown = serving_status(
+            self._models(w for w in self.router.workers if w.alive), self.router, self._wait.is_starting()
+        )
+        return JSONResponse(shown | self._load(request))
 
     def _load(self, request: Request) -> dict[str, int]:
-        """Return the node's load to callers who may see it: it tells a tenant about the others."""
+        """Return the node's load to callers that may see it.
+
+        It reveals other tenants' activity.
+        """
         return {"busy": num_requests(self.router)} if self.keys.may_see_load(request.scope) else {}
 
     async def cached_prefix_of_chat(self, request: Request) -> Response:
@@ -152,6 +160,9 @@ class GatewayHandlers:
     async def cached_prefix_of_response(self, request: Request) -> Response:
         return await self._cached_prefix(request, ResponsesRequest)
 
+    async def cached_prefix_of_message(self, request: Request) -> Response:
+        return await self._cached_prefix(request, MessagesRequest)
+
     async def cached_prefix_of_warm_request(self, request: Request) -> Response:
         return await self._cached_prefix(request, WarmBody)
 
@@ -159,9 +170,11 @@ class GatewayHandlers:
         def prompt_of(raw: bytes, body: Any) -> tuple[str, pb.Prompt, bytes]:
             parsed: Any = self._salted(kind, request, raw, body)
             if isinstance(parsed, ResponsesRequest):
-                parsed = parsed.chat(self._previous_messages(request, parsed))
+                parsed, _, _ = self._chat_of_response(request, parsed)
+            elif isinstance(parsed, MessagesRequest):
+                parsed = parsed.chat()
             prompt = parsed.to_grpc().prompt if isinstance(parsed, WarmBody) else parsed.prompts()[0]
-            return parsed.model, prompt, parsed.cache_salt.encode()
+            return self._resolve(parsed.model), prompt, parsed.cache_salt.encode()
 
         apart = kind is ResponsesRequest and self._conversations.is_large(self.keys.tenant(request.scope))
         model, prompt, salt = await self.bodies.read(request, prompt_of, apart)
@@ -172,6 +185,7 @@ class GatewayHandlers:
         def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
             parsed = self._salted(WarmBody, request, raw, body)
             self._check_model(parsed.model)
+            parsed.model = self._resolve(parsed.model)
             return parsed.to_grpc(), parsed.within_seconds
 
         asked, seconds = await self.bodies.read(request, parse_request)
@@ -186,6 +200,7 @@ class GatewayHandlers:
         def parse_request(raw: bytes, body: Any) -> pb.ReleaseSessionRequest:
             parsed = self._salted(ReleaseBody, request, raw, body)
             self._check_model(parsed.model)
+            parsed.model = self._resolve(parsed.model)
             return parsed.to_grpc()
 
         asked = await self.bodies.read(request, parse_request)
@@ -202,34 +217,66 @@ class GatewayHandlers:
 
     async def respond(self, request: Request) -> Response:
         tenant = self.keys.tenant(request.scope)
-        keep, apart = partial(self._conversations.keep, tenant), self._conversations.is_large(tenant)
+        apart = self._conversations.is_large(tenant)
 
         def parse_request(raw: bytes, body: Any) -> tuple[ResponsesRequest, ResponseWriter, pb.GenerateRequest]:
             parsed = self._salted(ResponsesRequest, request, raw, body)
             self._check_model(parsed.model)
-            before = self._previous_messages(request, parsed)
-            chat, model = parsed.chat(before), self._answer_model(parsed.model)
-            writer = ResponseWriter(parsed, model, keep, [*before, *parsed.messages()])
+            chat, messages, given = self._chat_of_response(request, parsed)
+            model = self._answer_model(parsed.model)
+            writer = ResponseWriter(parsed, model, partial(self._keep_response, tenant, parsed), messages, given)
             asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-            self._generator.set_defaults([asked], model)
+            self._generator.set_defaults([asked], self._resolve(model))
             return parsed, writer, asked
 
         parsed, writer, asked = await self.bodies.read(request, parse_request, apart)
         # Not the response's own id: anyone who reads it in the log could continue the conversation.
-        log_line().add(id=asked.request_id, model=asked.model)
+        log_line().add(id=asked.request_id, model=writer.model, skipped_tools=",".join(parsed.skipped_tools))
         pieces = with_grammar_option("text.format", self._run(request, [asked], not parsed.stream))
         if parsed.stream:
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         return Response(await cancel_on_disconnect(request, writer.whole(pieces)), media_type="application/json")
 
-    async def response(self, request: Request) -> Response:
-        found = self._conversations.response(self.keys.tenant(request.scope), request.path_params["name"])
-        return Response(found, media_type="application/json")
+    async def create_message(self, request: Request) -> Response:
+        request_id = request_id_of(request.scope)
 
-    async def forget(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._conversations.drop(self.keys.tenant(request.scope), name)
-        return JSONResponse({"id": name, "object": "response", "deleted": True})
+        def parse_request(raw: bytes, body: Any) -> tuple[MessagesRequest, pb.GenerateRequest]:
+            parsed = self._salted(MessagesRequest, request, raw, body)
+            self._check_model(parsed.model)
+            chat = parsed.chat()
+            asked = chat.to_grpc(chat.prompts()[0], 0, request_id)
+            asked.continuous_usage = parsed.stream
+            self._generator.set_defaults([asked], self._resolve(parsed.model))
+            return parsed, asked
+
+        parsed, asked = await self.bodies.read(request, parse_request)
+        log_line().add(model=parsed.model, skipped_tools=parsed.skipped_tools())
+        writer = MessageWriter(parsed, request_id)
+        pieces = with_grammar_option("output_config.format", self._run(request, [asked], not parsed.stream))
+        if parsed.stream:
+            return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
+        return JSONResponse(await cancel_on_disconnect(request, writer.whole(pieces)))
+
+    async def count_tokens(self, request: Request) -> Response:
+        def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
+            parsed = self._salted(CountTokensRequest, request, raw, body)
+            return parsed.model, pb.TokenizeRequest(prompt=parsed.prompt(), tenant_salt=parsed.cache_salt.encode())
+
+        model, asked = await self.bodies.read(request, parse_request)
+        return JSONResponse({"input_tokens": (await tokenize(self._worker(model), asked))["count"]})
+
+    async def count_input(self, request: Request) -> Response:
+        """Answer ``/v1/responses/input_tokens``: tokens of a request's prompt."""
+
+        def parse_request(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
+            parsed = self._salted(ResponsesRequest, request, raw, body)
+            chat, _, _ = self._chat_of_response(request, parsed)
+            return parsed.model, pb.TokenizeRequest(prompt=chat.prompts()[0])
+
+        apart = self._conversations.is_large(self.keys.tenant(request.scope))
+        model, asked = await self.bodies.read(request, parse_request, apart)
+        found = await tokenize(self._worker(model), asked)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": found["count"]})
 
     # ---- answering ------------------------------------------------------------------------------------------
 
@@ -239,12 +286,29 @@ class GatewayHandlers:
         parsed.cache_salt = self.keys.salt(request.scope, parsed.cache_salt)
         return parsed
 
-    def _previous_messages(self, request: Request, parsed: ResponsesRequest) -> list[dict[str, Any]]:
-        """Return the conversation that a request continues. Raises InvalidRequest."""
-        return self._conversations.messages(self.keys.tenant(request.scope), parsed.previous_response_id)
+    def _chat_of_response(
+        self, request: Request, parsed: ResponsesRequest
+    ) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return a response's chat request, its messages, and the items of its input. Raises InvalidRequest."""
+        tenant, conversation = self.keys.tenant(request.scope), parsed.conversation_id
+        param = "previous_response_id" if conversation is None else "conversation"
+        before = self._conversations.messages(tenant, conversation or parsed.previous_response_id, param)
+        items = parsed.items(lambda name: ITEM.validate_python(self._conversations.item(tenant, name)))
+        said = to_messages(items)
+        return parsed.chat(before, said), [*before, *said], listed(items)
+
+    def _keep_response(self, tenant: Hashable, parsed: ResponsesRequest, stored: StoredResponse) -> None:
+        if parsed.store is not False:
+            self._conversations.keep(tenant, stored)
+        if parsed.conversation_id is not None:
+            items = [*json.loads(stored.items), *json.loads(stored.response)["output"]]
+            self.kept.append(tenant, parsed.conversation_id, items)
 
     def _parse_job(self, kind: type[GenerationOptions], request: Request, raw: bytes, body: Any) -> _AnswerJob:
-        """Convert a body to worker requests; runs in a thread for a large body. Raises KVSidecarError."""
+        """Convert a body to worker requests. Raises KVSidecarError.
+
+        Runs in a thread for a large body.
+        """
         parsed: Any = self._salted(kind, request, raw, body)
         self._check_model(parsed.model)
         model = self._answer_model(parsed.model)
@@ -257,14 +321,13 @@ class GatewayHandlers:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.num_choices)
         ]
-        self._generator.set_defaults(requests, model)
-        return _AnswerJob(answer_id, parsed, requests)
+        self._generator.set_defaults(requests, self._resolve(model))
+        return _AnswerJob(answer_id, model, parsed, requests)
 
     async def _answer(self, request: Request, asked: _AnswerJob) -> Response:
         parsed, requests = asked.parsed, asked.requests
-        model = requests[0].model
-        log_line().add(id=asked.answer_id, model=model)
-        writer = AnswerWriter(asked.answer_id, model, isinstance(parsed, ChatRequest), parsed)
+        log_line().add(id=asked.answer_id, model=asked.model)
+        writer = AnswerWriter(asked.answer_id, asked.model, self._fingerprint(asked.model), parsed)
         shared = request_logprobs_once(requests, parsed.num_choices)
         pieces = with_grammar_option(parsed.grammar[0], self._run(request, requests, not parsed.stream))
         if shared:
@@ -273,7 +336,7 @@ class GatewayHandlers:
             # Await the first chunk here, so that a refused request gets its status code.
             return _events(writer.stream(await cancel_on_disconnect(request, first_chunk(pieces)), pieces))
         found = await cancel_on_disconnect(request, writer.whole(pieces, len(requests)))
-        if requests[0].HasField("prompt_logprobs"):  # megabytes, perhaps
+        if requests[0].HasField("prompt_logprobs"):  # it may have megabytes
             return await asyncio.to_thread(JSONResponse, found)
         return JSONResponse(found)
 
@@ -284,10 +347,20 @@ class GatewayHandlers:
         """Return the model name for answers: the requested one, or the served one."""
         return model or next((w.model.model_id for w in self.router.workers if w.alive), "")
 
+    def _fingerprint(self, model: str) -> str | None:
+        """Return ``system_fingerprint`` of a model; None while no worker is known to serve it."""
+        served = self._resolve(model)
+        found = next((w for w in self.router.workers if w.was_up and w.serves(served)), None)
+        return None if found is None else openai_format.fingerprint(found.model)
+
     def _worker(self, name: str) -> Worker:
-        """Return a worker that serves the model, or any for an empty name. Raises UnknownModel, Unavailable."""
+        """Return a worker that serves the model, or any for an empty name.
+
+        Raises UnknownModel, Unavailable.
+        """
         self._check_model(name)
-        found = next((w for w in self.router.alive if w.serves(name)), None)
+        served = self._resolve(name)
+        found = next((w for w in self.router.alive if w.serves(served)), None)
         if found is None:
             raise self._unavailable(name)
         return found
@@ -297,10 +370,26 @@ class GatewayHandlers:
         return Unavailable(f"no worker that serves {model[:80]!r} is up; try again in a moment")
 
     def _check_model(self, name: str) -> None:
-        """Raise UnknownModel for an unknown name. Models of a worker that is down still count: it comes back."""
-        served = {name for w in self.router.workers if w.was_up for name in w.names}
+        """Raise UnknownModel for an unknown name.
+
+        Models of a worker that is down still count, since it will restart.
+        """
+        served, name = self._served(), self._resolve(name)
         if name and served and name not in served:
             raise UnknownModel.among(name, sorted(served))
+
+    def _resolve(self, name: str) -> str:
+        """Return the served model behind a name that may be an alias."""
+        return self._aliases.resolve(name, self._served())
+
+    def _served(self) -> set[str]:
+        return {name for w in self.router.workers if w.was_up for name in w.names}
+
+    def _models(self, workers: Iterable[Worker]) -> list[dict[str, Any]]:
+        """Return the entries of all models of workers, and of their aliases."""
+        served = {name: w.model for w in workers for name in w.names}
+        found = self._aliases.with_aliases(served)
+        return [openai_format.model(model, name, self.router.started) for name, model in found.items()]
 
 
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:

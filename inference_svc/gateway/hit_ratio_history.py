@@ -13,7 +13,10 @@ STEP_SECONDS, _STEPS = 5, 120
 
 @dataclass
 class _Step:
-    """Prompt tokens and cached tokens of one time step; excludes requests that skip the cache."""
+    """Prompt tokens and cached tokens of one time step.
+
+    Excludes requests that skip the cache.
+    """
 
     number: int
     prompt_tokens: int = 0

@@ -1,6 +1,6 @@
-"""Tracing spans of HTTP requests, by OpenTelemetry's conventions, with calls to workers as child spans.
+"""Tracing spans of HTTP requests, by OpenTelemetry's conventions.
 
-https://opentelemetry.io/docs/specs/semconv/http/http-spans/
+Calls to workers are child spans. https://opentelemetry.io/docs/specs/semconv/http/http-spans/
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def current_span() -> Span:
 class TracingMiddleware:
     """Opens a span around every generating request, until the last byte of its answer.
 
-    Plain ASGI, as ``RequestGuard`` is.
+    Plain ASGI, like ``RequestGuard``.
     """
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:

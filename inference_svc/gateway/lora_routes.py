@@ -1,7 +1,7 @@
 """LoRA adapter endpoints, as in vLLM: ``/v1/load_lora_adapter``, ``/v1/unload_lora_adapter``.
 
-An adapter is loaded on all workers, or on none. A worker that comes back gets all loads and unloads that it missed,
-before it gets requests. A restarted gateway has lost this list; running workers keep their adapters.
+An adapter is loaded on all workers, or on none. A restarted worker gets all loads and unloads that it missed, before it
+gets requests. A restarted gateway has lost this list; running workers keep their adapters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from inference_svc.gateway.unsupported_options import B, parse
 from inference_svc.gateway.worker_router import Worker, WorkerRouter, is_retryable
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-# Loading includes reading and packing a large adapter; unloading waits for stores that are queued for the daemon.
+# Loading includes reading and packing a large adapter; unloading waits for queued stores to the daemon.
 _SECONDS = 300.0
 _LONGEST_NAME, _LONGEST_PATH = 96, 4096
 _FIELDS = {"name": "lora_name", "path": "lora_path"}
@@ -67,13 +67,16 @@ class LoraRoutes:
         return await self._bodies.read(request, partial(parse, kind))
 
     async def _load_on_all(self, body: LoadBody) -> str:
-        """Load an adapter on every worker that is up. Raises KVSidecarError, and leaves no worker changed then."""
+        """Load an adapter on every worker that is up. Raises KVSidecarError.
+
+        After an error, no worker is changed.
+        """
         request = pb.LoadAdapterRequest(name=body.lora_name, path=body.lora_path)
         async with self._lock:
             workers = self._router.alive
             new = [worker for worker in workers if body.lora_name not in worker.names]
             try:
-                # The first worker determines the namespace, so that it is the same on all.
+                # The first worker determines the namespace, so that it is the same on all workers.
                 request.namespace = (await _load(workers[0], request)).namespace
                 found = await asyncio.gather(*(_load(w, request) for w in workers[1:]), return_exceptions=True)
                 for error in found:
@@ -90,7 +93,10 @@ class LoraRoutes:
         return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
     async def _unload_on_all(self, body: UnloadBody) -> str:
-        """Unload an adapter from every worker that is up. Raises KVSidecarError; UnknownModel where none has it."""
+        """Unload an adapter from every worker that is up. Raises KVSidecarError.
+
+        Raises UnknownModel if no worker has it.
+        """
         name = body.lora_name
         async with self._lock:
             workers = self._router.alive
@@ -108,7 +114,7 @@ class LoraRoutes:
         return f"Success: LoRA adapter '{name}' removed successfully."
 
     async def _prepare(self, worker: Worker, model: pb.GetModelResponse) -> bool:
-        """Apply missed loads and unloads to a worker; return False when there were none."""
+        """Apply missed loads and unloads to a worker; return False if there were none."""
         if not self._missing_changes(worker, model):
             return False
         async with self._lock:
@@ -126,7 +132,10 @@ class LoraRoutes:
         return True
 
     def _missing_changes(self, worker: Worker, model: pb.GetModelResponse) -> list[pb.LoadAdapterRequest | str]:
-        """Return adapters to load and names to unload, without those that the worker refused since it came up."""
+        """Return adapters to load and names to unload.
+
+        Leaves out those that the worker has refused since it started.
+        """
         there = {adapter.name for adapter in model.adapters}
         lacks = [request for name, request in self._loaded.items() if name not in there | worker.refused]
         return [*sorted(self._unloaded & there - worker.refused), *lacks]

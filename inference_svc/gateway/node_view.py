@@ -26,7 +26,7 @@ _SHOWN_CALLS = 6
 
 
 class NodeView:
-    """Collects status from workers and daemon. It never contains a prompt, a token or a salt."""
+    """Collects status from workers and daemon, without prompts, tokens or salts."""
 
     def __init__(self, router: WorkerRouter, cache_socket: Path | None) -> None:
         self._router, self._socket = router, cache_socket
@@ -60,12 +60,12 @@ class NodeView:
             await asyncio.sleep(STEP_SECONDS)
 
     async def refresh(self) -> None:
-        """Query the workers, unless that was done a moment ago."""
+        """Query the workers, unless they were queried a moment ago."""
         if time.monotonic() - self._asked_at > _FRESH_SECONDS:
             await self.stats()
 
     async def stats(self) -> list[pb.GetStatsResponse | None]:
-        """Query each worker; None for those that do not answer."""
+        """Query each worker; None for a worker that does not answer."""
         self._asked_at = time.monotonic()
         found = await asyncio.gather(*(_stats_of(worker) for worker in self._router.workers))
         for worker, stats in zip(self._router.workers, found, strict=True):
@@ -155,6 +155,7 @@ def _worker(i: int, worker: Worker, stats: pb.GetStatsResponse | None, operator:
     if stats is None:
         return shown
     shown["busy"] = stats.running + stats.waiting > 0
+    shown["reuse_anywhere"] = stats.reuse_anywhere.sentence
     if not operator:
         return shown
     return shown | {

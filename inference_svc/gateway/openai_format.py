@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from typing import Any
 
+from kvsidecar import __version__
 from kvsidecar.client import timings_dict
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
@@ -38,8 +40,14 @@ def model(found: pb.GetModelResponse, name: str, created: int) -> dict[str, Any]
     }
 
 
+def fingerprint(found: pb.GetModelResponse) -> str:
+    """Return ``system_fingerprint``: equal for the same model, numerics and version."""
+    text = json.dumps([__version__, found.model_id, found.dtype, found.numerics.id])
+    return f"fp_{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
 def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
-    """Return the usage of all choices; a prompt counts once, however many choices it has."""
+    """Return the usage of all choices; each prompt counts once."""
     prompts = parts[::choices_per_prompt]
     prompt_tokens = sum(u.prompt_tokens for u in prompts)
     generated = sum(u.generated_tokens for u in parts)
@@ -50,6 +58,7 @@ def usage(parts: list[pb.Usage], choices_per_prompt: int) -> dict[str, Any]:
         "prompt_tokens_details": {
             "cached_tokens": sum(u.cached_tokens for u in prompts),
             "approximate_tokens": sum(u.approximate_tokens for u in prompts),
+            "cache_write_tokens": sum(u.cache_write_tokens for u in prompts),
         },
         "completion_tokens_details": {
             "accepted_prediction_tokens": sum(u.accepted_tokens for u in parts),
@@ -72,14 +81,29 @@ _READING = {
 
 
 def prompt_provenance(part: pb.GenerateStreamResponse) -> dict[str, Any]:
-    """Return which parts of the prompt were cached, and the worker's numerics (an extension)."""
+    """Return which parts of the prompt were cached, and why not more (an extension)."""
     parts = [{"reading": _READING[p.reading], "tokens": p.tokens, "text": p.text} for p in part.prompt_parts]
     numerics = {"id": part.numerics.id, "shared_across_machines": part.numerics.shared_across_machines}
-    return {"prompt_parts": parts, "numerics": numerics}
+    reuse = part.reuse_anywhere
+    anywhere = {"on": reuse.on, "verified": reuse.verified, "sentence": reuse.sentence}
+    return {"prompt_parts": parts, "numerics": numerics, "reuse_anywhere": anywhere}
+
+
+def miss_reason(part: pb.GenerateStreamResponse) -> dict[str, Any]:
+    """Return the reason why tokens were computed (an extension); ``miss`` is None when all were cached."""
+    if not part.HasField("miss"):
+        return {"miss": None}
+    miss = part.miss
+    times = {"seconds_ago": round(miss.seconds_ago, 3), "remembered_seconds": round(miss.remembered_seconds, 3)}
+    found = {"kind": miss.kind, "position": miss.position, "computed_tokens": miss.computed_tokens, "by": miss.by}
+    return {"miss": {**found, **times, "sentence": miss.sentence, "advice": miss.advice}}
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: None for the first token, the token and its alternatives for the others."""
+    """Return vLLM's ``prompt_logprobs``.
+
+    None for the first token, the token and its alternatives for the others.
+    """
 
     def one(p: pb.TokenLogprob, rank: int) -> dict[str, Any]:
         return {"logprob": p.logprob, "rank": rank, "decoded_token": p.text}
@@ -97,17 +121,26 @@ def stop_reason(part: pb.GenerateStreamResponse) -> str | int | None:
     return None if kind is None else getattr(part, kind)
 
 
-def chat_logprobs(parts: list[pb.TokenLogprob]) -> dict[str, Any]:
+def _token(p: pb.TokenLogprob, as_ids: bool) -> str:
+    """Return a token as its text, or as vLLM's ``token_id:ID``."""
+    return f"token_id:{p.token_id}" if as_ids else p.text
+
+
+def chat_logprobs(parts: list[pb.TokenLogprob], as_ids: bool = False) -> dict[str, Any]:
     def one(p: pb.TokenLogprob) -> dict[str, Any]:
-        # A token that is part of a character has no text, and its bytes are unknown here.
+        # A token that is a part of a character has no text, and its bytes are unknown here.
         bytes_ = None if "\ufffd" in p.text else list(p.text.encode())
-        return {"token": p.text, "logprob": p.logprob, "bytes": bytes_}
+        return {"token": _token(p, as_ids), "logprob": p.logprob, "bytes": bytes_}
 
     return {"content": [{**one(p), "top_logprobs": [one(t) for t in p.top]} for p in parts], "refusal": None}
 
 
-def completion_logprobs(parts: list[pb.TokenLogprob], most: int, at: int, from_prompt: bool) -> dict[str, Any]:
+def completion_logprobs(
+    parts: list[pb.TokenLogprob], most: int, at: int, from_prompt: bool, as_ids: bool = False
+) -> dict[str, Any]:
     """Return ``logprobs`` of a completion, with ``most`` alternatives for each token.
+
+    As with OpenAI and vLLM, the token itself is among them, so that there may be one more.
 
     ``at`` is the offset of the parts in the answer's text, in characters. With ``from_prompt`` they begin with the
     prompt, whose first token has no log probability.
@@ -117,23 +150,23 @@ def completion_logprobs(parts: list[pb.TokenLogprob], most: int, at: int, from_p
         offsets.append(at)
         at += len(p.text)
     return {
-        "tokens": [p.text for p in parts],
+        "tokens": [_token(p, as_ids) for p in parts],
         "token_logprobs": [p.logprob if i or not from_prompt else None for i, p in enumerate(parts)],
-        "top_logprobs": [_top(p, most) if i or not from_prompt else None for i, p in enumerate(parts)],
+        "top_logprobs": [_top(p, most, as_ids) if i or not from_prompt else None for i, p in enumerate(parts)],
         "text_offset": offsets,
     }
 
 
-def _top(p: pb.TokenLogprob, most: int) -> dict[str, float]:
+def _top(p: pb.TokenLogprob, most: int, as_ids: bool) -> dict[str, float]:
     """Return log probabilities by text; of several tokens with one text (parts of characters) the likeliest."""
     found: dict[str, float] = {}
-    for t in p.top[:most]:
-        found.setdefault(t.text, t.logprob)
+    for t in (*p.top[:most], p):
+        found.setdefault(_token(t, as_ids), t.logprob)
     return found
 
 
 def json_bytes(value: Any) -> bytes:
-    """Encode JSON piece by piece: in a thread, a large value then does not hold the GIL throughout."""
+    """Encode JSON piece by piece: in a thread, a large value does not hold the GIL throughout."""
     return "".join(_ENCODER.iterencode(value)).encode()
 
 

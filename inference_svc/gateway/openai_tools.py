@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 from inference_svc.gateway.chat_messages import Message
@@ -15,8 +16,8 @@ from inference_svc.gateway.chat_messages import Message
 class Function(BodyModel):
     """A function.
 
-    Arguments of a required call (``tool_choice``) always follow ``parameters``. Those of a call that the model makes by
-    itself do so if the function is ``strict``; otherwise they are what the model wrote.
+    Arguments of a required call (``tool_choice``) always follow ``parameters``. Those of a call that the model chooses
+    itself do so if the function is ``strict``; otherwise they are unconstrained.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Tool(BodyModel):
         return pb.Tool(
             name=f.name,
             description=f.description or "",
-            parameters=_json("tools", f.parameters) if f.parameters else "",
+            parameters=to_json("tools", f.parameters) if f.parameters else "",
             strict=bool(f.strict),
         )
 
@@ -57,6 +58,23 @@ class NamedTool(BodyModel):
     function: FunctionName
 
 
+class AllowedToolNames(BodyModel):
+    """``allowed_tools`` of a ``tool_choice``."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], FIRST_ERROR] = Field(min_length=1)
+
+
+class AllowedTools(BodyModel):
+    """``tool_choice`` of some of the tools; the prompt still has all of them."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool | AllowedTools
+
+
 def to_chat(
     messages: list[Message],
     tools: list[Tool] | None,
@@ -67,19 +85,20 @@ def to_chat(
     return pb.Chat(
         messages=[m.to_grpc(i) for i, m in enumerate(messages)],
         tools=[tool.to_grpc() for tool in tools or ()],
-        template_arguments=_json("chat_template_kwargs", template_arguments) if template_arguments else "",
+        template_arguments=to_json("chat_template_kwargs", template_arguments) if template_arguments else "",
         answer_start=start,
     )
 
 
-def _json(name: str, value: dict[str, Any]) -> str:
+def to_json(name: str, value: dict[str, Any]) -> str:
+    """Encode a value of the option ``name``. Raises InvalidRequest."""
     try:
         return json.dumps(value)
     except RecursionError as error:
         raise InvalidRequest(f"{name} is nested too deeply", param=name) from error
 
 
-def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
+def tool_use(choice: ToolChoice | None, parallel: bool | None, any_tools: bool) -> pb.ToolUse | None:
     """Convert ``tool_choice``; None is the default. Raises InvalidRequest."""
     if not any_tools:
         if choice in (None, "none", "auto"):
@@ -88,7 +107,19 @@ def tool_use(choice: str | NamedTool | None, parallel: bool | None, any_tools: b
     modes = {"none": pb.TOOL_MODE_NONE, "required": pb.TOOL_MODE_REQUIRED}
     if isinstance(choice, NamedTool):
         return pb.ToolUse(mode=pb.TOOL_MODE_REQUIRED, name=choice.function.name, single=True)
+    if isinstance(choice, AllowedTools):
+        mode = modes.get(choice.allowed_tools.mode, pb.TOOL_MODE_UNSPECIFIED)
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        return pb.ToolUse(mode=mode, allowed=names, single=parallel is False)
     return pb.ToolUse(mode=modes.get(choice or "", pb.TOOL_MODE_UNSPECIFIED), single=parallel is False)
+
+
+def call_delta_fields(deltas: list[pb.ToolCallDelta], legacy: bool) -> dict[str, Any]:
+    """Return the fields of a stream's delta: ``tool_calls``, or ``function_call`` of the first format."""
+    if not legacy:
+        return {"tool_calls": call_deltas(deltas)}
+    name = {"name": deltas[0].name} if deltas[0].name else {}
+    return {"function_call": {**name, "arguments": "".join(d.arguments for d in deltas)}}
 
 
 def whole_calls(calls: list[pb.ToolCall]) -> list[dict[str, Any]]:

@@ -9,21 +9,25 @@ import functools
 from typing import Any
 
 from kvsidecar import __version__
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH, is_messages_path
+from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
+from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD, LoadBody, UnloadBody
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.tokenize_routes import DetokenizeBody, TokenizeBody
-from inference_svc.gateway.unsupported_options import IGNORED
 
 _COMPONENTS = "#/components/schemas/"
-# Path, body, summary, whether it may be streamed, and the fields of a complete answer.
-_POSTS: list[tuple[str, type[BaseModel], str, bool, tuple[str, ...]]] = [
+_MESSAGE = ("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "usage")
+# Path, body, summary, whether it can be streamed, and the fields of a complete answer.
+_POSTS: list[tuple[str, type[BodyModel], str, bool, tuple[str, ...]]] = [
     ("/v1/chat/completions", ChatRequest, "Answers a conversation", True, ("id", "object", "choices", "usage")),
     ("/v1/completions", CompletionRequest, "Goes on with texts", True, ("id", "object", "choices", "usage")),
     ("/v1/responses", ResponsesRequest, "Answers, and keeps the conversation", True, ("id", "object", "output")),
+    (MESSAGES_PATH, MessagesRequest, "Answers a conversation, as Anthropic's API does", True, _MESSAGE),
+    (COUNT_PATH, CountTokensRequest, "Counts the tokens of a conversation", False, ("input_tokens",)),
     ("/tokenize", TokenizeBody, "Tokens of a text or a conversation", False, ("count", "max_model_len", "tokens")),
     ("/detokenize", DetokenizeBody, "Text of tokens", False, ("prompt",)),
 ]
@@ -34,8 +38,8 @@ _GETS: list[tuple[str, str, tuple[str, ...]]] = [
     ("/health", "Whether a worker is up", ("status", "workers_up", "workers")),
     ("/version", "This server's version", ("version",)),
 ]
-# For operators; they answer with a sentence.
-_ORDERS: list[tuple[str, type[BaseModel], str]] = [
+# Operators' calls, which answer with a sentence.
+_ORDERS: list[tuple[str, type[BodyModel], str]] = [
     (LOAD, LoadBody, "Loads a LoRA adapter"),
     (UNLOAD, UnloadBody, "Unloads a LoRA adapter, and ends its requests"),
 ]
@@ -45,10 +49,12 @@ _ERRORS = {
     "403": "The key is not the operator's",
     "404": "There is no such model or response",
     "409": "This server does not do that as it was started",
+    "413": "The body, or the prompt for this server's memory, is too large",
     "422": "A grammar or the cache could not be kept to",
     "429": "Too many requests wait, or a quota is used up",
     "500": "This request could not be computed",
     "503": "No worker is up",
+    "529": "Too many requests wait (Anthropic's API)",
     "504": "It took too long",
 }
 
@@ -60,13 +66,16 @@ def document() -> dict[str, Any]:
     _, found = models_json_schema([(body, "validation") for body in bodies], ref_template=_COMPONENTS + "{model}")
     schemas: dict[str, Any] = found.get("$defs", {})
     for body in bodies:
-        # Options for the service around the model: any value is accepted.
+        # Options for services around the model: any value is accepted.
         properties = schemas[body.__name__]["properties"]
-        properties |= {name: {"description": "Without effect."} for name in IGNORED if name not in properties}
+        ignored = [name for name in body.ignored_options if name not in properties]
+        properties |= {name: {"description": "Without effect."} for name in ignored}
     schemas["Error"] = _object("error") | {"properties": {"error": _error()}}
+    schemas["MessagesError"] = _messages_error()
     paths: dict[str, Any] = {}
     for path, body, summary, streams, fields in _POSTS:
-        paths[path] = {"post": _operation(summary, fields, streams) | _takes(body)}
+        error = "MessagesError" if is_messages_path(path) else "Error"
+        paths[path] = {"post": _operation(summary, fields, streams, error) | _takes(body)}
     for path, body, summary in _ORDERS:
         operation = _operation(summary, ())
         operation["responses"]["200"]["content"] = {"text/plain": {"schema": {"type": "string"}}}
@@ -86,16 +95,18 @@ def document() -> dict[str, Any]:
     }
 
 
-def _takes(body: type[BaseModel]) -> dict[str, Any]:
+def _takes(body: type[BodyModel]) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": _COMPONENTS + body.__name__}}}
     return {"requestBody": {"required": True, "content": content}}
 
 
-def _operation(summary: str, fields: tuple[str, ...], streams: bool = False) -> dict[str, Any]:
+def _operation(
+    summary: str, fields: tuple[str, ...], streams: bool = False, error_schema: str = "Error"
+) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _object(*fields)}}
     if streams:
         content["text/event-stream"] = {}
-    error = {"application/json": {"schema": {"$ref": _COMPONENTS + "Error"}}}
+    error = {"application/json": {"schema": {"$ref": _COMPONENTS + error_schema}}}
     failed = {code: {"description": text, "content": error} for code, text in _ERRORS.items()}
     return {"summary": summary, "responses": {"200": {"description": "The answer", "content": content}, **failed}}
 
@@ -109,3 +120,10 @@ def _error() -> dict[str, Any]:
     text, perhaps = {"type": "string"}, {"type": ["string", "null"]}
     properties = {"message": text, "type": text, "param": perhaps, "code": perhaps}
     return _object("message", "type", "param", "code") | {"properties": properties}
+
+
+def _messages_error() -> dict[str, Any]:
+    """Return the schema of Anthropic's error body."""
+    text = {"type": "string"}
+    error = _object("type", "message") | {"properties": {"type": text, "message": text}}
+    return _object("type", "error", "request_id") | {"properties": {"type": {"const": "error"}, "error": error}}

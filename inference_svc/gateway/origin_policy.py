@@ -1,7 +1,7 @@
 """Protects a gateway without API keys from cross-site requests and DNS rebinding.
 
-Without a key, a gateway trusts everyone who can reach its address, and a browser gives that reach to every page that it
-shows. The policy recognizes such requests by headers that a page cannot forge: ``Origin`` and ``Sec-Fetch-Site``
+Without keys, a gateway trusts everyone who can reach its address, and a browser lets every page that it shows reach
+that address. The policy recognizes such requests by headers that a page cannot forge: ``Origin`` and ``Sec-Fetch-Site``
 (https://www.w3.org/TR/fetch-metadata/), and ``Host``, which contains the attacker's name after DNS rebinding.
 """
 
@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from inference_svc.gateway.gateway_config import GatewayConfig
 
-# Headers that browsers send and scripts cannot set; other programs send none of them.
+# Headers that browsers send and scripts cannot set; other programs do not send them.
 _FETCH_SITE, _FETCH_MODE, _FETCH_DEST = "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest"
 _JSON = "application/json"
 _LONGEST_SHOWN = 80
@@ -68,7 +68,7 @@ class OriginPolicy:
         return None
 
     def _is_own(self, name: str) -> bool:
-        """Return whether a host name is not under an attacker's control.
+        """Return whether a host name cannot be under an attacker's control.
 
         An attacker's DNS cannot serve IP addresses, nor single-label names of a local network.
         """
@@ -94,7 +94,10 @@ def _name(host: str) -> str:
 
 
 def _opens_page(scope: Scope, headers: Headers) -> bool:
-    """Return whether a user follows a link to this server's own page, as a top-level navigation."""
+    """Return whether a user follows a link to this server's own page.
+
+    That is a top-level navigation.
+    """
     asked = headers.get(_FETCH_MODE), headers.get(_FETCH_DEST)
     return scope["path"] == "/" and scope["method"] in ("GET", "HEAD") and asked == ("navigate", "document")
 

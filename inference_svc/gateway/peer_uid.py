@@ -15,9 +15,10 @@ _ESTABLISHED = 1
 
 
 def user_of(peer: tuple[str, int], here: tuple[str, int]) -> int | None:
-    """Return the user of the process whose TCP socket has the address ``peer`` and is connected to ``here``.
+    """Return the user of the process whose TCP socket is connected to ``here``.
 
-    Both are loopback addresses. None when there is no such socket (any more), or the kernel refuses the query.
+    The socket has the address ``peer``; both are loopback addresses. None if there is no such socket (any more), or if
+    the kernel refuses the query.
     """
     try:
         ends = [ipaddress.ip_address(address) for address, _ in (peer, here)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvsidecar.telemetry.build_info import BuildInfoCollector
 from prometheus_client import CollectorRegistry, Counter
 
 
@@ -10,6 +11,7 @@ class RequestCounters:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(BuildInfoCollector("gateway"))
         self.requests = Counter("kvsidecar_gateway_requests", "HTTP requests", ["path", "code"], registry=self.registry)
         self.refused = Counter(
             "kvsidecar_gateway_refused",

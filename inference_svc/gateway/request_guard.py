@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inference_svc.gateway.anthropic_api.error_envelope import (
+    COUNT_PATH,
+    MESSAGES_PATH,
+    REQUEST_ID,
+    envelope,
+    is_messages_path,
+    request_id_of,
+)
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.connections import RESERVED
+from inference_svc.gateway.drain import HEALTH_PATHS
 from inference_svc.gateway.lora_routes import LOAD, UNLOAD
 from inference_svc.gateway.origin_policy import OriginPolicy
 from inference_svc.gateway.request_counters import RequestCounters
 from inference_svc.gateway.request_log import log_line
 
-NODE, FLEET, HEALTH = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet", "/health"
-# Open without a key: probes and scrapers have none, and the page prompts for it.
-_OPEN, _OPEN_FILES = frozenset({"/", HEALTH, "/metrics", "/openapi.json", "/version"}), "/page/"
+NODE, FLEET = "/kvsidecar/v1/node", "/kvsidecar/v1/fleet"
+# Open without a key: probes and scrapers have none, and the page asks the user for it.
+_OPEN, _OPEN_FILES = HEALTH_PATHS | {"/", "/metrics", "/openapi.json", "/version"}, "/page/"
 _API = frozenset({NODE, FLEET, "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_PATHS = _OPEN | _API | {LOAD, UNLOAD, "/tokenize", "/detokenize"}
+_PATHS = _OPEN | _API | {MESSAGES_PATH, COUNT_PATH} | {LOAD, UNLOAD, "/tokenize", "/detokenize"}
 _CODES = {401: ("authentication_error", "invalid_api_key"), 403: ("invalid_request_error", "permission_denied")}
 _CODES |= {415: ("invalid_request_error", "unsupported_media_type"), 503: ("server_error", "unavailable")}
 
@@ -35,9 +45,13 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         path = scope["path"]
+        request_id = request_id_of(scope) if is_messages_path(path) else ""
+        log_line().add(id=request_id)
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
+                if request_id:
+                    MutableHeaders(scope=message).setdefault(REQUEST_ID, request_id)
                 known = path if path in _PATHS else "other"
                 self._metrics.requests.labels(known, str(message["status"])).inc()
             await send(message)
@@ -51,18 +65,21 @@ class RequestGuard:
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         """Return the answer to a refused request, or None."""
         path = scope["path"]
-        if path != HEALTH and scope.get("state", {}).get(RESERVED):
-            return self._refused("connections", "as many connections are open as may be; try again in a moment", 503)
+        if path not in HEALTH_PATHS and scope.get("state", {}).get(RESERVED):
+            busy = "as many connections are open as may be; try again in a moment"
+            return self._refused(scope, "connections", busy, 503)
         if self._keys.open:
             found = self._policy.refusal(scope)
-            return None if found is None else self._refused(found.reason, found.message, found.status)
+            return None if found is None else self._refused(scope, found.reason, found.message, found.status)
         if path in _OPEN or path.startswith(_OPEN_FILES) or self._keys.is_authorized(scope):
             return None
-        return self._refused("key", "the API key is missing or wrong", 401)
+        return self._refused(scope, "key", "the API key is missing or wrong", 401)
 
-    def _refused(self, reason: str, message: str, status: int) -> JSONResponse:
+    def _refused(self, scope: Scope, reason: str, message: str, status: int) -> JSONResponse:
         self._metrics.refused.labels(reason).inc()
         log_line().add(refused=reason)
+        if is_messages_path(scope["path"]):
+            return JSONResponse(envelope(message, status, request_id_of(scope)), status_code=status)
         kind, code = _CODES[status]
         body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         return JSONResponse(body, status_code=status)

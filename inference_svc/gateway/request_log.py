@@ -13,15 +13,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 log = structlog.get_logger("gateway")
 
-# Requested every few seconds by probes, scrapers and the page: logged at debug level.
+# Probes, scrapers and the page request these every few seconds: logged at debug level.
 _DEBUG_PATHS, _DEBUG_PREFIXES = (
-    frozenset({"/", "/health", "/metrics", "/version", "/openapi.json"}),
+    frozenset({"/", "/health", "/livez", "/readyz", "/metrics", "/version", "/openapi.json"}),
     ("/page/", "/kvsidecar/"),
 )
 _LONGEST_PATH = 120
-# Allowed request ids; anything else could inject text.
+# Allowed request ids; others could inject text into the log.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
-_RESPONSE = "/v1/responses/"
+_KEPT = ("/v1/responses/", "/v1/conversations/")
 _CLIENT_CLOSED, _FAILED, _UNAVAILABLE = 499, 500, 503
 
 
@@ -45,7 +45,10 @@ class LogLine:
         self.add(aborted=reason)
 
     def answered(self, model: str, usage: pb.Usage) -> None:
-        """Record a completed answer. Each choice counts its prompt's tokens, because each has processed them."""
+        """Record a completed answer.
+
+        Each choice counts its prompt's tokens, because each has processed them.
+        """
         counts = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         counts |= {"generated_tokens": usage.generated_tokens, "answers": 1}
         self.add(model=model, **{name: int(self.fields.get(name, 0)) + count for name, count in counts.items()})
@@ -60,9 +63,9 @@ def log_line() -> LogLine:
 
 
 class RequestLogMiddleware:
-    """Writes the line when an answer's last byte is sent, or when the client disconnects.
+    """Writes the line when an answer ends or when the client disconnects.
 
-    Plain ASGI, as ``RequestGuard`` is.
+    Plain ASGI, like ``RequestGuard``.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -101,11 +104,12 @@ def _write(scope: Scope, known: LogLine, status: int, whole: bool) -> None:
         known.add(broken_off="the client has gone")
     # The raw path: decoded, it could contain terminal control sequences.
     sent = scope.get("raw_path", b"").decode("ascii", "replace")[:_LONGEST_PATH]
-    if path.startswith(_RESPONSE):  # anyone who reads a response's id could continue it
-        sent = f"{_RESPONSE}ID"
+    for prefix in _KEPT:
+        if path.startswith(prefix):  # anyone who reads a response's id could continue it
+            sent = f"{prefix}ID"
     fields = {"method": scope["method"], "path": sent, "status": status, "ms": _since(known.began)}
     if (status < _FAILED or status == _UNAVAILABLE) and (path in _DEBUG_PATHS or path.startswith(_DEBUG_PREFIXES)):
-        say = log.debug  # also while a node starts or drains, when its probes repeat
+        say = log.debug  # also while a node starts or drains and its probes repeat
     elif status == _UNAVAILABLE:
         say = log.warning
     elif status >= _FAILED or "aborted" in known.fields:

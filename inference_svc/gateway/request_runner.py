@@ -25,7 +25,7 @@ from inference_svc.gateway.worker_wait import WorkerWait
 
 @dataclass(frozen=True)
 class ChoiceChunk:
-    """One message of a worker's stream, and the number of the choice that it belongs to."""
+    """One message of a worker's stream, and the number of its choice."""
 
     choice: int
     part: pb.GenerateStreamResponse
@@ -37,6 +37,7 @@ class ChoiceResult:
 
     texts: list[str] = field(default_factory=list)
     logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     calls: list[pb.ToolCall] = field(default_factory=list)
     first: pb.GenerateStreamResponse | None = None
     last: pb.GenerateStreamResponse = field(default_factory=pb.GenerateStreamResponse)
@@ -44,6 +45,7 @@ class ChoiceResult:
     def add(self, part: pb.GenerateStreamResponse) -> None:
         self.texts.append(part.text)
         self.logprobs.extend(part.logprobs)
+        self.token_ids.extend(part.token_ids)
         add_calls(self.calls, part.tool_calls)
         if self.first is None:
             self.first = part
@@ -57,7 +59,7 @@ class Generator:
         self._config, self._router, self._metrics, self._wait = config, router, metrics, wait
 
     def set_defaults(self, requests: list[pb.GenerateRequest], model: str) -> None:
-        """Set the model, and the gateway's ``max_tokens`` where a request does not name one."""
+        """Set the model, and the gateway's ``max_tokens`` where a request has none."""
         for request in requests:
             request.model = model
             if request.max_tokens == REST_OF_CONTEXT and self._config.default_max_tokens:
@@ -68,7 +70,7 @@ class Generator:
     ) -> AsyncIterator[ChoiceChunk]:
         """Yield the chunks of all choices as they arrive.
 
-        With ``whole``, a choice's chunks are held back until the choice is complete, so that a retry stays invisible.
+        With ``whole``, it withholds a choice's chunks until the choice is complete, so that a retry stays invisible.
         ``wait_seconds`` is the client's limit for waiting for a worker. Closing the iterator cancels all choices.
         Raises KVSidecarError.
         """
@@ -85,7 +87,7 @@ class Generator:
                 async for part in self._run_choice(request, whole, wait_seconds):
                     queue.put_nowait(ChoiceChunk(choice, part))
                 queue.put_nowait(None)
-            except Exception as error:  # handed to the reader: the other choices must not wait for this one
+            except Exception as error:  # passed to the reader: the other choices must not wait for this one
                 queue.put_nowait(error)
 
         tasks = [asyncio.create_task(pump(i, request)) for i, request in enumerate(requests)]
@@ -108,8 +110,8 @@ class Generator:
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
         """Yield one choice's messages, from the first worker that completes it.
 
-        A worker that goes away before anything was yielded is replaced by another one, or by its own successor. A
-        request that kills workers kills at most as many as there are, or two.
+        If a worker fails before anything was yielded, another worker or its own successor replaces it. A request that
+        kills workers kills at most as many as there are, or two.
         """
         tried: list[str] = []
         timer, max_tries = self._metrics.answer(), max(2, len(self._router.workers))
@@ -172,7 +174,7 @@ async def prepend(first: ChoiceChunk, others: AsyncIterator[ChoiceChunk]) -> Asy
 
 
 async def with_grammar_option(option: str, chunks: AsyncIterator[ChoiceChunk]) -> AsyncIterator[ChoiceChunk]:
-    """Pass the chunks on; an error about the grammar names the request's ``option`` that set it."""
+    """Pass the chunks on; in an error about the grammar, name the option that set it."""
     try:
         async for chunk in chunks:
             yield chunk
@@ -188,7 +190,7 @@ async def with_grammar_option(option: str, chunks: AsyncIterator[ChoiceChunk]) -
 def request_logprobs_once(requests: list[pb.GenerateRequest], num_choices: int) -> bool:
     """Request prompt log probabilities from the first choice of each prompt only.
 
-    The ``num_choices`` requests of a prompt follow each other. Returns False when there was nothing to share.
+    The ``num_choices`` requests of a prompt are consecutive. Returns False if there is nothing to share.
     """
     if num_choices == 1 or not requests[0].HasField("prompt_logprobs"):
         return False

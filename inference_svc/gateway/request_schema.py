@@ -11,16 +11,27 @@ from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
 from pydantic import BeforeValidator, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
-from inference_svc.gateway.cache_fields import CacheParts, CacheSession, CacheTtl, parts_to_grpc
+from inference_svc.gateway.cache_fields import CacheFields
 from inference_svc.gateway.chat_messages import Messages, answer_start
-from inference_svc.gateway.openai_tools import NamedTool, Tools, to_chat, tool_use
+from inference_svc.gateway.openai_tools import (
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    Tools,
+    to_chat,
+    tool_use,
+)
+from inference_svc.gateway.prompt_cache_options import add_retention, routing_key
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
 
 MAX_CHOICES = 8
-# Answers of one request: prompts times choices.
+# Maximal answers of one request: prompts times choices.
 MAX_ANSWERS = 512
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
+_MAX_EFFORT_CHARS = 32
 _LARGEST = 2**31 - 1
 _Ints = Annotated[list[int], FIRST_ERROR]
 DEFAULT_LENGTH = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
@@ -29,7 +40,7 @@ TokenIds = Annotated[list[TokenId], FIRST_ERROR]
 
 
 def _few(biased: Any) -> Any:
-    """Check the number of biased tokens, and nothing else. Raises InvalidRequest."""
+    """Check only the number of biased tokens. Raises InvalidRequest."""
     if isinstance(biased, dict) and len(biased) > MAX_BIASED:
         raise InvalidRequest(
             f"logit_bias has {len(biased)} tokens; at most {MAX_BIASED} are allowed", param="logit_bias"
@@ -45,9 +56,11 @@ class StreamOptions(BodyModel):
 
     include_usage: bool = False
     include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+    """vLLM's: with ``include_usage``, usage in every event."""
 
 
-class GenerationOptions(BodyModel):
+class GenerationOptions(CacheFields):
     """Generation options that chats and completions share."""
 
     model: str = ""
@@ -78,20 +91,23 @@ class GenerationOptions(BodyModel):
     truncate: Literal["left", "middle"] | None = None
     """Where a prompt that is too long loses tokens; without truncate_prompt_tokens, it loses those that do not fit."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    cache_salt: str = ""
-    """Separates tenants: requests with different salts never share cached text."""
-    cache_ttl_seconds: CacheTtl = None
-    """TTL of the chunks that the request uses and stores; without it they do not expire."""
-    cache_parts: CacheParts = Field(default_factory=list)
-    """TTLs of parts of the prompt, such as a system message or documents; cache_ttl_seconds applies behind them."""
-    cache_session: CacheSession = ""
-    """Session (agent, conversation) of the request; POST /kvsidecar/v1/release removes what it alone used."""
+    return_token_ids: bool = False
+    """vLLM's, like the next: return the tokens of prompt and answer."""
+    return_tokens_as_token_ids: bool = False
+    """Write tokens of log probabilities as ``token_id:ID``."""
+    prompt_cache_key: Any = None
+    """Requests with the same key prefer the same worker and node."""
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
     document_separator: str | None = Field(default=None, max_length=64)
     """Text that precedes each document of the prompt; a document is reused at any position."""
     segment_ends: Annotated[list[Annotated[int, Field(ge=1, le=_LARGEST)]], FIRST_ERROR] = Field(default_factory=list)
     """Where documents end in a prompt of token ids."""
     exact_only: bool = False
     """Reuse no chunks that were computed in another context."""
+    reuse_anywhere: bool | None = None
+    """Reuse chunks that were computed in another context, if the model's verification has passed; it may change the
+    answer. Default: the worker's setting."""
     speculation: Literal["off", "ngram", "draft", "auto"] | None = None
     """Proposer of draft tokens that the model then verifies; answers stay the same. Default: the worker's setting."""
     speculation_branches: int = Field(default=0, ge=0, le=_LARGEST)
@@ -111,13 +127,21 @@ class GenerationOptions(BodyModel):
 
     @cached_property
     def grammar(self) -> tuple[str, pb.Grammar | None]:
-        """The option that constrains the answer, and its grammar. Raises InvalidRequest for several options."""
+        """The option that constrains the answer, and its grammar.
+
+        Raises InvalidRequest for several options.
+        """
         return one_grammar(
             self.response_format,
             self.structured_outputs,
             {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")},
             self.guided_whitespace_pattern,
         )
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     def num_choices(self) -> int:
@@ -127,13 +151,36 @@ class GenerationOptions(BodyModel):
         raise NotImplementedError
 
     def truncation_limit(self) -> int | None:
-        """Return the most prompt tokens to keep; 0 for as many as fit, None for all. Raises InvalidRequest."""
+        """Return the maximal number of prompt tokens to keep. Raises InvalidRequest.
+
+        0 for as many as fit, None for all.
+        """
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
                 "truncate_prompt_tokens is 0; allowed are 1 and more, and -1 for as many as there is room for",
                 param="truncate_prompt_tokens",
             )
         return None if self.truncate_prompt_tokens is None else max(0, self.truncate_prompt_tokens)
+
+    def cache_options(self) -> pb.CacheOptions:
+        options = super().cache_options()
+        options.MergeFrom(
+            pb.CacheOptions(
+                skip_read=self.skip_cache,
+                skip_write=self.skip_cache,
+                document_separator=self.document_separator,
+                segment_ends=self.segment_ends,
+                exact_only=self.exact_only,
+                prompt_cache_key=routing_key(self.prompt_cache_key),
+                reuse_anywhere=self.reuse_anywhere,
+            )
+        )
+        add_retention(options, self.prompt_cache_options, self.prompt_cache_retention, self.marked_messages())
+        return options
+
+    def marked_messages(self) -> list[tuple[int, int | None]]:
+        """Return ``(messages, seconds)`` of the breakpoints in messages, with seconds None for OpenAI's."""
+        return []
 
     def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
         if self.stream and self.prompt_logprobs is not None:
@@ -168,22 +215,14 @@ class GenerationOptions(BodyModel):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
             ),
-            cache=pb.CacheOptions(
-                skip_read=self.skip_cache,
-                skip_write=self.skip_cache,
-                tenant_salt=self.cache_salt.encode(),
-                document_separator=self.document_separator,
-                segment_ends=self.segment_ends,
-                exact_only=self.exact_only,
-                ttl_seconds=self.cache_ttl_seconds,
-                parts=parts_to_grpc(self.cache_parts),
-                session=self.cache_session,
-            ),
+            cache=self.cache_options(),
             request_id=request_id,
             grammar=self.grammar[1],
             speculation=speculation_of(self.speculation),
             speculation_branches=self.speculation_branches,
             explain=self.explain,
+            return_prompt_tokens=self.return_token_ids,
+            continuous_usage=self.has_continuous_usage,
         )
 
 
@@ -198,16 +237,53 @@ class ChatRequest(GenerationOptions):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: Annotated[list[Function], FIRST_ERROR] | None = None
+    """OpenAI's first format of tools, like the next: answered with ``function_call``."""
+    function_call: Literal["auto", "none"] | FunctionName | None = None
+    reasoning_effort: Any = None
+    """Passed to the chat template; ``none`` also switches ``enable_thinking`` off."""
     chat_template_kwargs: dict[str, Any] | None = None
     """vLLM's, like the next two: further arguments of the template, such as ``enable_thinking``."""
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    add_special_tokens: bool = False
+    """vLLM's: True puts the beginning-of-sequence token before what the template makes."""
 
     def prompts(self) -> list[pb.Prompt]:
         start = answer_start(self.add_generation_prompt, self.continue_final_message)
-        return [pb.Prompt(chat=to_chat(self.messages, self.tools, self.chat_template_kwargs, start))]
+        chat = to_chat(self.messages, self._tools(), self._template_arguments(), start)
+        return [pb.Prompt(chat=chat, with_special_tokens=self.add_special_tokens)]
+
+    def marked_messages(self) -> list[tuple[int, int | None]]:
+        return [
+            (i + 1, seconds)
+            for i, message in enumerate(self.messages)
+            for part in (message.content if isinstance(message.content, list) else ())
+            for seconds in part.breakpoints()
+        ]
+
+    def _template_arguments(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        if not isinstance(effort, str):
+            return self.chat_template_kwargs or {}
+        thinking = {"enable_thinking": False} if effort == "none" else {}
+        return {"reasoning_effort": effort[:_MAX_EFFORT_CHARS], **thinking, **(self.chat_template_kwargs or {})}
+
+    def _tools(self) -> list[Tool]:
+        """Return the tools, in either format. Raises InvalidRequest for both."""
+        if self.functions and self.tools:
+            raise InvalidRequest("functions and tools are both set; tools can hold all of them", param="functions")
+        return self.tools or [Tool(type="function", function=function) for function in self.functions or ()]
+
+    def _tool_use(self) -> pb.ToolUse | None:
+        if not self.functions:
+            return tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
+        choice = self.function_call
+        if isinstance(choice, FunctionName):
+            return tool_use(NamedTool(type="function", function=choice), False, True)
+        return tool_use(choice, False, True)
 
     def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -218,11 +294,11 @@ class ChatRequest(GenerationOptions):
             request.max_tokens = self.max_completion_tokens
         elif self.max_tokens is None:
             request.max_tokens = REST_OF_CONTEXT
-        use = tool_use(self.tool_choice, self.parallel_tool_calls, bool(self.tools))
+        use = self._tool_use()
         if use is not None:
             request.tool_use.CopyFrom(use)
         if request.tool_use.mode == pb.TOOL_MODE_REQUIRED and self.grammar[0] == "response_format":
-            request.ClearField("grammar")  # it constrains the text, and a required call has none
+            request.ClearField("grammar")  # it constrains the text, and a required call has no text
         return request
 
 
@@ -245,7 +321,7 @@ class CompletionRequest(GenerationOptions):
             raise InvalidRequest("prompt is empty; at least one token is needed", param="prompt")
         if isinstance(self.prompt[0], int):
             return [_ids(self.prompt)]
-        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # before they are made: each is many times its text
+        if len(self.prompt) * self.num_choices > MAX_ANSWERS:  # before building them: each is many times its text
             raise InvalidRequest(
                 f"prompt has {len(self.prompt)} prompts with n = {self.num_choices} answers each; "
                 f"at most {MAX_ANSWERS} answers are allowed"
@@ -260,7 +336,10 @@ class CompletionRequest(GenerationOptions):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Return whether only the prompt is returned. Raises InvalidRequest for ``max_tokens`` 0 without ``echo``."""
+        """Return whether only the prompt is returned.
+
+        Raises InvalidRequest for ``max_tokens`` 0 without ``echo``.
+        """
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens is 0; at least 1 is needed without echo", param="max_tokens")
         return self.max_tokens == 0

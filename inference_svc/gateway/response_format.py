@@ -1,4 +1,7 @@
-"""Structured output options: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``."""
+"""Structured output options of OpenAI and vLLM.
+
+OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +31,17 @@ class JsonSchema(BodyModel):
 
 
 class ResponseFormat(BodyModel):
-    """``response_format``."""
+    """``response_format``; a ``schema`` beside ``json_object`` is llama.cpp's."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
     def grammar(self) -> pb.Grammar | None:
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return json_grammar(_ANY_OBJECT)
+            return json_grammar(self.schema_ or _ANY_OBJECT)
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise InvalidRequest(
                 "response_format.json_schema.schema is missing", param="response_format.json_schema.schema"
@@ -46,7 +50,10 @@ class ResponseFormat(BodyModel):
 
 
 class StructuredOutputs(BodyModel):
-    """vLLM's ``structured_outputs``; ``structural_tag`` and ``disable_additional_properties`` are refused."""
+    """vLLM's ``structured_outputs``.
+
+    ``structural_tag`` and ``disable_additional_properties`` are refused.
+    """
 
     json_: str | dict[str, Any] | None = Field(default=None, alias="json")
     regex: str | None = None
@@ -79,7 +86,10 @@ def one_grammar(
     guided: dict[str, Any],
     guided_whitespace: str | None,
 ) -> tuple[str, pb.Grammar | None]:
-    """Return the option that sets the request's grammar, and the grammar. Raises InvalidRequest for several."""
+    """Return the option that sets the request's grammar, and the grammar.
+
+    Raises InvalidRequest for several.
+    """
     found: list[tuple[str, pb.Grammar]] = []
     wanted = response_format.grammar() if response_format is not None else None
     if wanted is not None:

@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 
+from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.cache_fields import RELEASE_PATH
+from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, SERVING_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.handlers import GatewayHandlers
@@ -36,9 +38,10 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
         await gateway.node.close()
         await gateway.router.close()
 
-    app = create_base_app(lifespan)
+    app = create_base_app(lifespan, config.drain_seconds)
     app.state.gateway = gateway
     app.state.keys, app.state.counters = gateway.keys, gateway.metrics
+    app.add_middleware(DrainMiddleware, drain=app.state.drain)
     app.add_middleware(TracingMiddleware, tracer=tracer)
     # Outside of the tracing: a request without a key gets no span.
     app.add_middleware(RequestGuard, keys=gateway.keys, policy=OriginPolicy(config), metrics=gateway.metrics)
@@ -48,22 +51,41 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
     app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
     app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
-    app.add_api_route("/v1/responses/{name}", gateway.response, methods=["GET"])
-    app.add_api_route("/v1/responses/{name}", gateway.forget, methods=["DELETE"])
+    app.add_api_route(MESSAGES_PATH, gateway.create_message, methods=["POST"])
+    app.add_api_route(COUNT_PATH, gateway.count_tokens, methods=["POST"])
+    app.add_api_route("/v1/responses/input_tokens", gateway.count_input, methods=["POST"])
+    for path, handler, method in (
+        ("/v1/responses/{name}", gateway.kept.response, "GET"),
+        ("/v1/responses/{name}", gateway.kept.forget, "DELETE"),
+        ("/v1/responses/{name}/input_items", gateway.kept.input_items, "GET"),
+        ("/v1/responses/{name}/cancel", gateway.kept.cancel, "POST"),
+        ("/v1/conversations", gateway.kept.create, "POST"),
+        ("/v1/conversations/{name}", gateway.kept.conversation, "GET"),
+        ("/v1/conversations/{name}", gateway.kept.update, "POST"),
+        ("/v1/conversations/{name}", gateway.kept.delete, "DELETE"),
+        ("/v1/conversations/{name}/items", gateway.kept.items, "GET"),
+        ("/v1/conversations/{name}/items", gateway.kept.add_items, "POST"),
+        ("/v1/conversations/{name}/items/{item}", gateway.kept.item, "GET"),
+        ("/v1/conversations/{name}/items/{item}", gateway.kept.delete_item, "DELETE"),
+    ):
+        app.add_api_route(path, handler, methods=[method])
     app.add_api_route("/v1/embeddings", gateway.embed, methods=["POST"])
     app.add_api_route(LOAD, gateway.adapters.load, methods=["POST"])
     app.add_api_route(UNLOAD, gateway.adapters.unload, methods=["POST"])
     app.add_api_route("/tokenize", gateway.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", gateway.detokenize, methods=["POST"])
+    app.add_api_route("/tokenizer_info", gateway.tokenizer_info, methods=["GET"])
     app.add_api_route("/openapi.json", gateway.describe, methods=["GET"])
     app.add_api_route("/version", gateway.version, methods=["GET"])
-    app.add_api_route("/health", gateway.health, methods=["GET"])
+    for path in (HEALTH, READYZ):
+        app.add_api_route(path, gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     app.add_api_route(NODE, gateway.show_node, methods=["GET"])
     app.add_api_route(SERVING_PATH, gateway.serving_status, methods=["GET"])
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/chat/completions", gateway.cached_prefix_of_chat, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/completions", gateway.cached_prefix_of_completion, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/responses", gateway.cached_prefix_of_response, methods=["POST"])
+    app.add_api_route(CACHED_PREFIX_PATH + MESSAGES_PATH, gateway.cached_prefix_of_message, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + WARM_PATH, gateway.cached_prefix_of_warm_request, methods=["POST"])
     app.add_api_route(WARM_PATH, gateway.warm_prompt, methods=["POST"])
     app.add_api_route(RELEASE_PATH, gateway.release_session, methods=["POST"])

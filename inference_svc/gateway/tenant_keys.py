@@ -36,7 +36,10 @@ class TenantKey:
 
 
 def load_tenants(path: Path) -> Mapping[bytes, TenantKey]:
-    """Read the keys, by their SHA-256. Raises ConfigurationError, whose text contains no salt and no token."""
+    """Read the keys, by their SHA-256.
+
+    Raises ConfigurationError, whose text contains no salt and no token.
+    """
     tables = read_tables(path).get("tenant", {})
     tenants: dict[bytes, TenantKey] = {}
     for name, table in tables.items() if isinstance(tables, dict) else ():

@@ -15,7 +15,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 _PAGE, _MAX_PAGES = 1000, 20
 _FRESH_SECONDS, _TIMEOUT_SECONDS = 5.0, 5.0
 _COUNT_SECONDS, _MAX_ROOTS = 2.0, 256
-# The daemon counts a tenant's chunks one by one on its event loop: use at most this share of its time.
+# The daemon counts a tenant's chunks one by one on its event loop; counting may use at most this share of its time.
 _MAX_DAEMON_SHARE = 0.05
 _SHORT = 8
 
@@ -37,7 +37,10 @@ class _Usage:
 
 
 class TenantUsage:
-    """Usage of all tenants, from a cached scan of the daemon's chunk list; rescanned on demand."""
+    """Usage of all tenants, from a cached scan of the daemon's chunk list.
+
+    Rescans on demand.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[bytes, _Usage] = {}
@@ -80,7 +83,7 @@ class _Count:
 
     task: asyncio.Task[pb.StatsResponse | grpc.RpcError]
     began: float = field(default_factory=time.monotonic)
-    fresh_until: float = float("inf")  # while it counts
+    fresh_until: float = float("inf")  # infinite during the count
 
     def ended(self, task: asyncio.Task[pb.StatsResponse | grpc.RpcError]) -> None:
         now = time.monotonic()
@@ -126,7 +129,10 @@ async def _counted(daemon: Any, request: pb.StatsRequest) -> pb.StatsResponse | 
 
 
 def usage_entry(root: bytes, name: str, chunks: int, tokens: int, arena_bytes: int, disk_bytes: int) -> dict[str, Any]:
-    """Return one tenant's entry, identified by the first digits of its root and never by its salt."""
+    """Return one tenant's entry, identified by the first digits of its root.
+
+    Never contains the salt.
+    """
     return {
         "tenant": root.hex()[:_SHORT],
         "name": name,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 import grpc
-from kvsidecar.errors import InvalidRequest, UnsupportedOption, from_rpc
+from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
@@ -32,19 +33,14 @@ class TokenizeBody(BodyModel):
     return_token_strs: bool | None = None
 
     def to_grpc(self) -> pb.Prompt:
-        """Raises InvalidRequest, UnsupportedOption."""
-        for name, refused in (
-            ("add_special_tokens", bool(self.messages and self.add_special_tokens)),
-            ("return_token_strs", bool(self.return_token_strs)),
-        ):
-            if refused:
-                raise UnsupportedOption(f"{name} can only be false here; leave it out", param=name)
+        """Convert to a Prompt. Raises InvalidRequest."""
         if (self.prompt is None) == (not self.messages):
             raise InvalidRequest("one of prompt and messages must be set", param="prompt")
         if self.prompt is not None:
             return pb.Prompt(text=self.prompt, without_special_tokens=self.add_special_tokens is False)
         start = answer_start(self.add_generation_prompt is not False, self.continue_final_message)
-        return pb.Prompt(chat=to_chat(self.messages or [], self.tools, self.chat_template_kwargs, start))
+        chat = to_chat(self.messages or [], self.tools, self.chat_template_kwargs, start)
+        return pb.Prompt(chat=chat, with_special_tokens=bool(self.add_special_tokens))
 
 
 class DetokenizeBody(BodyModel):
@@ -57,11 +53,11 @@ class DetokenizeBody(BodyModel):
 def to_tokenize(raw: bytes, body: Any) -> tuple[str, pb.TokenizeRequest]:
     """Return a body's model and its worker request. Raises KVSidecarError."""
     parsed = parse(TokenizeBody, raw, body)
-    return parsed.model, pb.TokenizeRequest(prompt=parsed.to_grpc())
+    return parsed.model, pb.TokenizeRequest(prompt=parsed.to_grpc(), return_token_names=bool(parsed.return_token_strs))
 
 
 def to_detokenize(raw: bytes, body: Any) -> tuple[str, pb.DetokenizeRequest]:
-    """Do as ``to_tokenize``, for ``/detokenize``."""
+    """Return the model and the worker request of a ``/detokenize`` body. Raises KVSidecarError."""
     parsed = parse(DetokenizeBody, raw, body)
     return parsed.model, pb.DetokenizeRequest(token_ids=parsed.tokens)
 
@@ -73,8 +69,18 @@ async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any
     except grpc.RpcError as error:
         raise from_rpc(error) from error
     tokens = list(found.token_ids)
-    limit = worker.model.context_length
-    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None}
+    limit, names = worker.model.context_length, list(found.token_names) if request.return_token_names else None
+    return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
+
+
+async def tokenizer_info(worker: Worker) -> dict[str, Any]:
+    """Answer ``/tokenizer_info``. Raises KVSidecarError."""
+    try:
+        found = await worker.client.stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=_TIMEOUT_SECONDS)
+    except grpc.RpcError as error:
+        raise from_rpc(error) from error
+    config: dict[str, Any] = json.loads(found.config_json)
+    return config
 
 
 async def detokenize(worker: Worker, request: pb.DetokenizeRequest) -> dict[str, Any]:

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from kvsidecar.cli.flags import did_you_mean
 from kvsidecar.errors import InvalidRequest, UnsupportedOption
 from pydantic import BaseModel, ValidationError
 
-B = TypeVar("B", bound=BaseModel)
+if TYPE_CHECKING:
+    from inference_svc.gateway.body_model import BodyModel
 
-# Options of OpenAI's or vLLM's API that this server does not have: refused unless they have a neutral value.
+B = TypeVar("B", bound="BodyModel")
+
+# Options of OpenAI's or vLLM's API that this server lacks: refused unless they have a neutral value.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "audio": (None,),
     "best_of": (None, 1),
     "bad_words": (None, []),
+    "context_management": (None, []),
     "detokenize": (None, True),
     "early_stopping": (None, False),
     "echo": (None, False),
-    "function_call": (None, "none"),
-    "functions": (None, []),
     "kv_transfer_params": (None,),
     "length_penalty": (None, 1.0),
     "logits_processors": (None, []),
     "modalities": (None, ["text"]),
+    "moderation": (None,),
     "prediction": (None,),
-    "reasoning_effort": (None, "medium"),  # OpenAI's default, as of verbosity
-    "return_token_ids": (None, False),
-    "return_tokens_as_token_ids": (None, False),
+    "prompt": (None,),
     "suffix": (None, ""),
     "use_beam_search": (None, False),
-    "verbosity": (None, "medium"),
     "web_search_options": (None,),
 }
-# Options for the service around the model; accepted without effect.
+# Advisory options: hints to the model, and options for the service around it. Accepted without effect.
 IGNORED = (
     "user",
     "metadata",
@@ -44,12 +45,35 @@ IGNORED = (
     "service_tier",
     "safety_identifier",
     "guided_decoding_backend",
-    "prompt_cache_key",
-    "prompt_cache_retention",
+    "verbosity",
+    "include_reasoning",
+    "separate_reasoning",
+    "client_metadata",
     # vLLM's; fast tokenizers, which are used here, ignore it.
     "spaces_between_special_tokens",
 )
-# UTF-8 cannot encode surrogates: one can only come as an escape.
+# The same for Anthropic's API.
+NEUTRAL_OF_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "compaction": (None,),
+    "mcp_servers": (None, []),
+    "thread": (None,),
+}
+IGNORED_OF_MESSAGES = (
+    "betas",
+    "billing_policy",
+    "container",
+    "context_management",
+    "diagnostics",
+    "fallback_credit_token",
+    "fallbacks",
+    "inference_geo",
+    "metadata",
+    "service_tier",
+    "speed",
+    "user_profile_id",
+    "workspace_id",
+)
+# UTF-8 cannot encode surrogates, so they occur only as escapes.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MAX_NAME_CHARS = 200  # of a client's field name in an error message
 # Parts of an error's location that name an alternative of a union (by its type) and no field.
@@ -82,21 +106,31 @@ def _refuse_surrogates(body: dict[str, Any]) -> None:
             left += [(f"{where}.{i}", part) for i, part in enumerate(value) if isinstance(part, str | dict | list)]
 
 
-def parse(kind: type[B], raw: bytes, body: Any) -> B:
-    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest; both name the field."""
+def parse(
+    kind: type[B],
+    raw: bytes,
+    body: Any,
+) -> B:
+    """Validate a body; ``raw`` are its bytes. Raises UnsupportedOption, InvalidRequest.
+
+    Both errors name the field.
+    """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
     if _SURROGATE.search(raw):
         _refuse_surrogates(body)
     kept = {}
     for name, value in body.items():
-        if name in NEUTRAL and name not in kind.model_fields:
-            if value not in NEUTRAL[name]:
-                raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
+        if name in kind.neutral_options and name not in kind.model_fields:
+            if value not in kind.neutral_options[name]:
+                allowed = " or ".join(json.dumps(one) for one in kind.neutral_options[name])
+                raise UnsupportedOption(
+                    f"{name} is not supported by this server; allowed is {allowed}, or leave it out", param=name
+                )
         elif name in kind.model_fields:
             if value is not None:  # null is the default
                 kept[name] = value
-        elif name not in IGNORED:
+        elif name not in kind.ignored_options:
             kept[name] = value
     try:
         return kind.model_validate(kept)
@@ -107,7 +141,8 @@ def parse(kind: type[B], raw: bytes, body: Any) -> B:
 def _sentence(kind: type[BaseModel], error: ValidationError) -> InvalidRequest:
     """Return the error of the first wrong field.
 
-    For a union, each alternative reports errors: the deepest location belongs to the alternative that the client meant.
+    For a union, each alternative reports errors: the error with the deepest location belongs to the alternative that
+    the client meant.
     """
     errors = error.errors(include_url=False, include_context=False)
     of_field = [one for one in errors if one["loc"][:1] == errors[0]["loc"][:1]]

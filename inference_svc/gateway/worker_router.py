@@ -1,8 +1,8 @@
 """Routes requests to workers by prompt prefix and load.
 
 The worker that last processed the longest prefix of the prompt gets it, unless its load is too high; then the least
-busy one does. Workers of a node share the cache daemon, so a wrong choice costs a load of chunks and never a prefill.
-``fleet.fleet_router`` does the same for the nodes of a fleet.
+busy worker does. Workers of a node share the cache daemon, so a wrong choice costs a load of chunks and never a
+prefill. ``fleet.fleet_router`` does the same for the nodes of a fleet.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_PREFIXES = 100_000
 # A worker may have this many more requests than the least busy one before load outweighs its prefix.
 _MAX_LOAD_DIFFERENCE = 4
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
-# Notice a worker at once when it comes up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
+# Notices a worker as soon as it is up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
 # loads for 20 s.
 RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -46,11 +46,11 @@ class Worker:
     target: str
     client: AsyncClient
     alive: bool = False
-    was_up: bool = False  # it was alive once
+    was_up: bool = False  # it was alive at least once
     model: pb.GetModelResponse = field(default_factory=pb.GetModelResponse)
     stats: pb.GetStatsResponse | None = None  # as last reported
     in_flight: int = 0
-    refused: set[str] = field(default_factory=set)  # adapters that it did not load, or unload, since it came up
+    refused: set[str] = field(default_factory=set)  # adapter loads and unloads that it refused since it started
 
     @property
     def names(self) -> list[str]:
@@ -58,7 +58,10 @@ class Worker:
         return [self.model.model_id, *(adapter.name for adapter in self.model.adapters)]
 
     def serves(self, name: str) -> bool:
-        """Return whether it serves the model or adapter of this name; every worker serves the empty name."""
+        """Return whether it serves the model or adapter of this name.
+
+        Every worker serves the empty name.
+        """
         return not name or name in self.names
 
     def namespace(self, name: str) -> bytes:
@@ -84,7 +87,10 @@ class Worker:
         return found
 
     def error_of(self, error: grpc.RpcError) -> KVSidecarError:
-        """Return a failed call's error for the client: the worker's own text, or a sentence for a gRPC status."""
+        """Return a failed call's error for the client.
+
+        That is the worker's own text, or a sentence for a gRPC status.
+        """
         found, code = from_rpc(error), error.code().name
         if not str(found).startswith(code):
             return found
@@ -103,7 +109,7 @@ class Worker:
 
 
 Prepare = Callable[[Worker, pb.GetModelResponse], Awaitable[bool]]
-"""Prepares a worker that reports these models for requests; returns whether it changed something."""
+"""Prepares a worker that reports these models for requests; returns whether it changed anything."""
 
 
 class WorkerRouter:
@@ -140,7 +146,7 @@ class WorkerRouter:
 
     @property
     def was_up(self) -> bool:
-        """Return whether any worker was up once, and may come back."""
+        """Return whether any worker was up once, and may restart."""
         return any(w.was_up for w in self.workers)
 
     def _unavailable_reason(self) -> str:
@@ -149,12 +155,12 @@ class WorkerRouter:
         return "no inference worker is ready yet: the model is still being loaded; try again in a moment"
 
     def pick(self, request: pb.GenerateRequest, excluded: set[str]) -> Worker:
-        """Choose a worker for a request. Raises Unavailable when none that serves its model is up."""
+        """Choose a worker for a request. Raises Unavailable if none with its model is up."""
         able = [w for w in self.workers if w.alive and w.target not in excluded and w.serves(request.model)]
         if not able:
             raise Unavailable(self._unavailable_reason())
         least = min(w.in_flight for w in able)
-        blocks = _prompt_prefix_hashes(request)
+        blocks = [*_routing_key_hash(request), *_prompt_prefix_hashes(request)]
         for block in reversed(blocks):
             worker = self._worker_by_prefix.get(block)
             if worker is not None and worker in able and worker.in_flight <= least + _MAX_LOAD_DIFFERENCE:
@@ -169,14 +175,24 @@ class WorkerRouter:
         return worker
 
 
-def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
-    """Return chained hashes over the prompt, one per block of bytes: equal prefixes have equal hashes.
+def _scoped(*scope: bytes) -> Any:
+    """Return a hash object over a scope; nothing is reused across scopes."""
+    return hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in scope))
 
-    Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
+
+def _routing_key_hash(request: pb.GenerateRequest) -> list[bytes]:
+    """Return the hash of the request's ``prompt_cache_key``, which counts where no prefix decides."""
+    scope = request.model.encode(), request.cache.tenant_salt, request.cache.prompt_cache_key.encode()
+    return [_scoped(b"key", *scope).digest()] if request.cache.prompt_cache_key else []
+
+
+def _prompt_prefix_hashes(request: pb.GenerateRequest) -> list[bytes]:
+    """Return chained hashes over the prompt, one per block of bytes.
+
+    Equal prefixes have equal hashes. Hashes at most ``_MAX_HASHED_BYTES``, because this runs on the event loop.
     """
     data = b"".join(_prompt_bytes(request.prompt))[:_MAX_HASHED_BYTES]
-    scope = request.model.encode(), request.cache.tenant_salt  # nothing is reused across these
-    digest = hashlib.sha256(b"".join(len(part).to_bytes(4, "little") + part for part in scope))
+    digest = _scoped(request.model.encode(), request.cache.tenant_salt)
     found = []
     for at in range(0, len(data) - _BLOCK_BYTES + 1, _BLOCK_BYTES):
         digest.update(data[at : at + _BLOCK_BYTES])
@@ -189,7 +205,7 @@ def _prompt_bytes(prompt: Any) -> Iterator[bytes]:
     kind, size = prompt.WhichOneof("kind"), 0
     if kind == "text":
         yield prompt.text[:_MAX_HASHED_BYTES].encode()
-    elif kind == "chat":  # templates write the tools first
+    elif kind == "chat":  # chat templates put the tools first
         for part in chain(prompt.chat.tools, prompt.chat.messages):
             if size >= _MAX_HASHED_BYTES:
                 return

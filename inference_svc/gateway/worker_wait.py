@@ -1,4 +1,4 @@
-"""Lets requests wait for a worker to come back when none is up."""
+"""Lets requests wait for a worker's restart when none is up."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerWait:
     """Picks workers; when all are down that were up before, waits for a restart.
 
     Waits at most ``worker_wait_seconds``. While the supervisor reports that it is starting a worker, that time does not
-    begin to run, for at most ``worker_start_seconds``. Runs on the event loop.
+    begin, for at most ``worker_start_seconds``. Runs on the event loop.
     """
 
     def __init__(self, router: WorkerRouter, config: GatewayConfig) -> None:
@@ -34,7 +34,7 @@ class WorkerWait:
     async def pick(self, request: pb.GenerateRequest, excluded: set[str], max_seconds: float | None) -> Worker:
         """Return the router's choice, after a wait if necessary.
 
-        After a wait, no worker is excluded: a failed one that is up again was restarted. ``max_seconds`` is the
+        After a wait, no worker is excluded: a failed worker that is up again has restarted. ``max_seconds`` is the
         client's own limit. Raises Unavailable.
         """
         try:
@@ -62,7 +62,10 @@ class WorkerWait:
             current_span().phase("wait for a worker", began, time.perf_counter())
 
     def is_starting(self) -> bool:
-        """Return whether this process's supervisor reports that it is starting a worker; cached for half a second."""
+        """Return whether this process's supervisor reports that it is starting a worker.
+
+        Cached for half a second.
+        """
         folder, now = self._config.supervisor_dir, time.monotonic()
         if folder is None:
             return False

@@ -1,5 +1,5 @@
-"""The worker's connector to the cache daemon: lookups, loads and saves of sequences.
+"""The worker's connector to the cache daemon: lookups, loads and saves.
 
-Imports ``context_reuse``, ``kv_pool``, the engine's ``kv_connector`` and ``sequence``, and ``kvsidecar.kv_transfer``.
-``server`` builds it; the engine knows only the ``kv_connector`` protocol.
+Imports ``context_reuse``, ``kv_pool``, ``sequence`` and ``kvsidecar.kv_transfer``. ``server`` creates the connector;
+the engine uses only the protocol ``sequence.kv_connector``.
 """

@@ -1,4 +1,4 @@
-"""Loads the cached tokens of a prompt from the daemon into the KV pool."""
+"""Chunk loader: copies a prompt's cached tokens from the daemon into the pool."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.sequence.kv_connector import LoadResult
 from inference_svc.sequence.sequence import Sequence
 
-# Shorter relocated chunks are not worth a seam.
+# Shorter relocated chunks cost more accuracy at their edges than they save.
 _MIN_RELOCATED_TOKENS = 8
-# From this many tokens on, the forward starts when the first group of layers is loaded.
+# A load of at least _MIN_LAYERWISE_TOKENS is layerwise: the engine may compute as soon as the first group of
+# _LAYER_GROUP layers is loaded.
 _MIN_LAYERWISE_TOKENS, _LAYER_GROUP = 512, 8
 # The daemon may have to read matched chunks from disk: the timeout of Match grows with their size.
 _DISK_BYTES_PER_SECOND = 200e6
-# Longest time that the daemon waits for the remote tier.
+# Maximum time that a Match waits for the remote tier.
 _MAX_REMOTE_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class ChunkCopy:
-    """A leased chunk to copy into ``slots`` of its leading tokens.
+    """A leased chunk, and the pool slots for its first tokens.
 
-    ``rotation`` is the RoPE shift of its keys. With ``global_layers_only`` it is copied for layers without a window
-    only.
+    ``rotation`` is the RoPE shift of its keys. With ``global_layers_only``, only layers without a window are copied.
     """
 
     match: pb.ChunkMatch
@@ -59,15 +59,16 @@ class ChunkCopy:
 
     @property
     def size_bytes(self) -> int:
-        """Payload bytes of these tokens."""
+        """Payload bytes of the copied tokens."""
         return self.match.payload_bytes * len(self.slots) // self.match.tokens
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Leased chunks to copy for a load, and the report for the engine when they are copied.
+    """Leased chunks to copy for a load.
 
-    ``lookup_seconds`` is the time of the lookup without that of the remote tier.
+    ``restored`` is the report to the engine after the copy. ``lookup_seconds`` is the time of the lookup, without the
+    time of the remote tier.
     """
 
     lease_id: bytes
@@ -77,7 +78,7 @@ class LoadPlan:
 
 
 class ChunkLoader:
-    """Looks prompts up and copies their chunks. Methods block; any thread may call them."""
+    """Looks up prompts and copies their chunks. Methods block; any thread may call them."""
 
     def __init__(self, context: ClientContext) -> None:
         self._geometry, self._policy = context.geometry, context.policy
@@ -90,7 +91,7 @@ class ChunkLoader:
     def skips_lookup(self, session: Session, root: bytes, sequence: Sequence) -> bool:
         """True if the Bloom filter excludes a prefix match; counts the skipped lookup.
 
-        With a remote tier, other nodes may have stored chunks that the filter does not know.
+        Always False with a remote tier, because the filter does not contain chunks that other nodes stored there.
         """
         if session.remote or session.may_contain(root, sequence.tokens):
             return False
@@ -99,42 +100,45 @@ class ChunkLoader:
         return True
 
     def allows_relocation(self, session: Session, sequence: Sequence) -> bool:
-        """True if relocated chunks may be used: not if a window's pages do not cover the prompt."""
-        table = sequence.kv.table  # the engine takes back the pages of a load that is not wanted any more
+        """True if relocated chunks may be used. False if the blocks cover only a window of the prompt."""
+        table = sequence.kv.table  # None if the engine has freed the blocks of an abandoned load
         if table is not None and table.tokens < len(sequence.tokens):
             return False
-        return not sequence.request.cache.exact_only and self._policy.recompute_setting(session.verdict) is not None
+        return sequence.request.cache.reuse_anywhere and self._policy.recompute_setting(session.verdict) is not None
 
     def look_up(self, session: Session, root: bytes, load: SequenceLoad) -> LoadPlan | None:
-        """Look a prompt up and plan its load; None if there is nothing to copy.
+        """Look up a prompt and plan its load; None if there is nothing to copy.
 
-        In that case the load was reported, or the caller reports it. Does not change the sequence. Any thread may call
-        it, for several loads at once.
+        In that case it may already have reported the load. Does not change the sequence. Several threads may call it at
+        once.
         """
         began, sequence = time.perf_counter(), load.sequence
         contents = self._content_probes(session, root, sequence, sequence.tokens)
         if not contents and self.skips_lookup(session, root, sequence):
             return None
-        cuts = self._chunk_ends(session, sequence)
+        cuts, cache = self._chunk_ends(session, sequence), sequence.request.cache
         request = pb.MatchRequest(
             session_id=session.id,
-            tenant_salt=sequence.request.cache.tenant_salt,
+            tenant_salt=cache.tenant_salt,
             token_ids=sequence.tokens,
             contents=contents,
             cuts=cuts,
-            seconds_per_token=self._cost_model.prefill_seconds_per_token,
+            # 0: whatever computing costs.
+            seconds_per_token=0.0 if cache.hints.fetch else self._cost_model.prefill_seconds_per_token,
             window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
+            explain=not sequence.miss.done(),
+            known_tokens=sequence.kv.num_computed,
         )
-        sequence.request.cache.hints.add_to(request)
+        cache.hints.add_to(request)
         with sequence.trace.part("lookup", sequence.timestamps.admitted_at):
             answer = session.match(request, self._match_timeout(session, len(sequence.tokens)))
-        looked_up = time.perf_counter()
+        looked_up, load.answer = time.perf_counter(), answer
         found: LoadPlan | None = None
         try:
             if answer.epoch != session.epoch:
                 raise ValueError(f"an answer of epoch {answer.epoch:x} in a session of epoch {session.epoch:x}")
             if load.claim():
-                # The end of the prompt is no boundary between chunks.
+                # The last cut is the end of the prompt, which is not a chunk boundary.
                 found = self._plan_load(session, load, answer, cuts[:-1] if session.remote else None, began, looked_up)
         finally:
             if found is None or not found.copies:
@@ -153,7 +157,7 @@ class ChunkLoader:
         began: float,
         looked_up: float,
     ) -> LoadPlan:
-        """Choose the chunks of an answer to copy, and build the report for the engine."""
+        """Choose the chunks of a Match answer to copy. Builds the report to the engine."""
         sequence, pool = load.sequence, load.pool
         stored = _stored_prefix(answer.passed_tokens, answer.matches, cuts)
         use = self._plan_window(sequence, pool, answer, stored)
@@ -176,14 +180,14 @@ class ChunkLoader:
             transfer_ms=answer.promote_ms,
             looked_up_at=looked_up,
         )
-        # The daemon weighs the remote tier's time itself: it knows that tier, and the request told it the prefill cost.
+        # Without the remote tier's time: the daemon itself compares it with the prefill cost that the request contains.
         return LoadPlan(answer.lease_id, tuple(parts), restored, looked_up - began - answer.remote_ms / 1e3)
 
     def copy(self, session: Session, found: LoadPlan, load: SequenceLoad) -> None:
         """Copy planned chunks into the pool, in order of layers, and release their lease.
 
-        A large load is reported before its first layers are copied, with a gate that opens layer by layer. An
-        incomplete copy is not reported here.
+        A large load is reported before the copy, with a gate that opens layer by layer. Without a gate, the caller
+        reports an incomplete copy.
         """
         began, parts, pool = time.perf_counter(), found.copies, load.pool
         layers, gate = self._geometry.layers, None
@@ -225,10 +229,10 @@ class ChunkLoader:
     def _pieces(
         self, session: Session, lease_id: bytes, parts: tuple[ChunkCopy, ...], max_seconds: float
     ) -> Generator[tuple[list[ChunkPlacement], list[ChunkPlacement]], None, None]:
-        """Yield pieces for all layers, and pieces for global layers only.
+        """Yield chunk placements: a list for all layers, and a list for layers without a window only.
 
-        Payloads in shared memory come all at once, so that layers can be copied in order; others one by one as they
-        arrive, for at most ``max_seconds``.
+        Payloads in shared memory are yielded together, so that layers can be copied in order. Streamed payloads are
+        yielded one by one as they arrive, for at most ``max_seconds``.
         """
         payloads = session.read(lease_id, [part.match for part in parts], self._timeout, max_seconds)
         with closing(payloads):
@@ -244,14 +248,14 @@ class ChunkLoader:
 
     @staticmethod
     def _plan_window(sequence: Sequence, pool: KVPool, answer: pb.MatchResponse, stored: StoredPrefix) -> WindowPlan:
-        """Choose how much of the longest stored prefix is used and loaded."""
+        """Choose the tokens of the longest stored prefix to use and to load."""
         tokens = passed = answer.passed_tokens
         for match in answer.matches:
             if match.start_position != tokens:
                 raise ValueError(f"a chunk at {match.start_position} does not continue {tokens} tokens")
             tokens += match.matched_tokens
         assert sequence.kv.table is not None
-        # The last token is always computed: the sampler needs its logits.
+        # The last token is always computed, because the sampler needs its logits.
         found, save_from = (
             min(tokens, len(sequence.tokens) - 1),
             stored.tokens if sequence.request.cache.write else None,
@@ -260,7 +264,7 @@ class ChunkLoader:
 
     @staticmethod
     def _prefix_copies(sequence: Sequence, pool: KVPool, matches: Any, use: WindowPlan) -> list[ChunkCopy]:
-        """Copies of the prefix chunks, for all layers or for global layers only."""
+        """Plan the copies of prefix chunks. Some are only for layers without a window."""
         out: list[ChunkCopy] = []
         for match in matches:
             start = match.start_position
@@ -268,7 +272,7 @@ class ChunkLoader:
             whole = end > use.start
             if end > max(start, sequence.kv.num_computed) and (whole or pool.wide_layers):
                 slots = torch.from_numpy(use.table.slots(start, end))
-                # Tokens that the pool already has are not overwritten: other sequences may be reading them.
+                # Do not overwrite tokens that are in the pool already: other sequences may read them.
                 slots[: max(0, sequence.kv.num_computed - start)] = pool.padding_slot
                 slots[slots == UNMAPPED] = pool.padding_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
@@ -292,9 +296,9 @@ class ChunkLoader:
     def chunks_at(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], position: int
     ) -> list[bytes]:
-        """Prefix hashes of stored chunks that hold a prompt's token at a position.
+        """Find the prefix hashes of stored chunks that contain a prompt's token at ``position``.
 
-        Both prefix and content matches count. Raises grpc.RpcError.
+        Includes prefix matches and content matches. Raises grpc.RpcError.
         """
         contents = self._content_probes(session, root, sequence, tokens)
         salt = sequence.request.cache.tenant_salt
@@ -308,10 +312,10 @@ class ChunkLoader:
     def _content_probes(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int]
     ) -> list[pb.ContentProbe]:
-        """Chunks of a prompt that may be stored behind another prefix, if relocation is allowed."""
+        """List the chunks of a prompt that may be stored behind another prefix; empty if relocation is off."""
         if not self.allows_relocation(session, sequence):
             return []
-        tokens = tokens[:-1]  # the last one is always computed
+        tokens = tokens[:-1]  # the last token is always computed
         return [
             pb.ContentProbe(start=a, tokens=b - a)
             for a, b in pairwise([0, *self._policy.chunker.ends(tokens, document_marks(sequence))])
@@ -323,14 +327,14 @@ class ChunkLoader:
     def _relocated_copies(
         self, sequence: Sequence, pool: KVPool, contents: Any, exact: int
     ) -> tuple[list[ChunkCopy], list[RelocatedSpan]]:
-        """Copies of content matches, with the RoPE shift to their positions in the prompt."""
+        """Plan the copies of content matches. RoPE shift moves them to their positions in the prompt."""
         assert sequence.kv.table is not None
         out: list[ChunkCopy] = []
         stretches: list[RelocatedSpan] = []
         for found in contents:
             match = found.match
             end = found.start + match.tokens
-            # The first tokens of a prompt are attention sinks whatever they are; relocated, they must not be.
+            # The first tokens of any prompt become attention sinks. At another position their keys would be wrong.
             start = max(found.start + (SINK_TOKENS if match.start_position == 0 else 0), exact)
             if end - start < _MIN_RELOCATED_TOKENS:
                 continue
@@ -344,12 +348,12 @@ class ChunkLoader:
         return out, stretches
 
     def _relocation_pays(self, chosen: RecomputeSetting) -> bool:
-        """True if loading and recomputing is cheaper than prefill, or if the operator set ``always``."""
+        """True if load and recompute together are cheaper than prefill. Always true with ``unverified``."""
         share = recompute_cost(chosen.selector, chosen.ratio, self._geometry.layers, self._projection_share)
-        return self._policy.mode == "always" or self._cost_model.worth_reusing(share)
+        return self._policy.unverified or self._cost_model.worth_reusing(share)
 
     def _chunk_ends(self, session: Session, sequence: Sequence) -> list[int]:
-        """Chunk boundaries of the prompt, for a daemon that can fetch chunks from the remote tier."""
+        """Compute the prompt's chunk boundaries, for a daemon with a remote tier; empty without one."""
         if not session.remote:
             return []
         ends = self._policy.chunker.ends(sequence.tokens, document_marks(sequence))
@@ -358,26 +362,25 @@ class ChunkLoader:
         return cuts[:MAX_CUTS]
 
     def _match_timeout(self, session: Session, tokens: int) -> float:
-        """Timeout of a Match in seconds.
+        """Compute the timeout of a Match, in seconds.
 
-        The daemon may read ``tokens`` tokens from disk, or from the remote tier within their prefill time.
+        It includes the time to read ``tokens`` tokens from disk, and with a remote tier their prefill time.
         """
         afar = tokens * self._cost_model.prefill_seconds_per_token if session.remote else 0.0
         return self._timeout + tokens * self._token_bytes / _DISK_BYTES_PER_SECOND + min(afar, _MAX_REMOTE_SECONDS)
 
 
 def document_marks(sequence: Sequence) -> DocumentMarks:
-    """Marks of a request, with one at the end of its prompt: the answer is not part of the last document."""
-    marks = sequence.request.cache.marks
-    return replace(marks, segment_ends=(*marks.segment_ends, sequence.request.num_prompt_tokens))
+    """Add the end of the prompt to a request's marks."""
+    return replace(sequence.request.cache.marks, prompt_end=sequence.request.num_prompt_tokens)
 
 
 def _stored_prefix(passed: int, matches: Any, cuts: list[int] | None) -> StoredPrefix:
-    """Prefix after which saving continues: the last chunk that matched completely.
+    """Find the prefix after which a save continues: it ends with the last chunk that matched completely.
 
-    Nodes that share chunks expect the boundaries ``cuts``: there, saving continues after the last chunk up to which all
-    boundaries agree. A shorter tail in between would be unknown to other nodes, with all that follows it, so it is
-    stored again. ``matches`` follow ``passed`` tokens.
+    Nodes that share chunks must use the same boundaries, ``cuts``. With them, the save continues after the last chunk
+    up to which all boundaries agree: other nodes would find neither a chunk with another boundary nor the chunks after
+    it, so these tokens are stored again. ``matches`` begin after ``passed`` tokens.
     """
     tokens, last, covered, shared = 0, b"", passed, True
     for n, match in enumerate(matches):

@@ -1,4 +1,4 @@
-"""Saves computed tokens from the KV pool to the daemon as chunks."""
+"""Chunk saver: stores computed tokens of the KV pool in the daemon as chunks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from inference_svc.sequence.sequence import Sequence
 
 @dataclass(frozen=True)
 class SaveSnapshot:
-    """The first ``tokens`` tokens of a sequence, of which ``stored`` is stored, and the pages that hold the rest.
+    """State of a sequence for one save of its first ``tokens`` tokens.
 
-    ``known`` are all tokens of the sequence so far; ``prefill`` is the number of tokens that were computed, and the
-    seconds that it took.
+    The daemon already has the prefix ``stored``; ``table`` has the blocks of the other tokens. ``known`` are all tokens
+    of the sequence so far. ``prefill`` is the number of computed prompt tokens, and the seconds of their prefill.
     """
 
     pool: KVPool
@@ -41,7 +41,7 @@ class SaveSnapshot:
 
     @classmethod
     def of_finished(cls, sequence: Sequence, pool: KVPool) -> SaveSnapshot:
-        """All reusable tokens of a sequence that does not change any more."""
+        """Snapshot of all reusable tokens of a finished sequence."""
         assert sequence.kv.table is not None
         known = sequence.tokens[: sequence.kv.num_exact]
         prefill = _prefill(sequence)
@@ -49,7 +49,7 @@ class SaveSnapshot:
 
     @classmethod
     def of_running(cls, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int) -> SaveSnapshot:
-        """The first ``tokens`` tokens, as the engine's thread sees the sequence now."""
+        """Snapshot of the first ``tokens`` tokens of a running sequence. Call it on the engine's thread."""
         prefill = _prefill(sequence)
         if not sequence.timestamps.first_token_at:
             prefill = (
@@ -61,7 +61,10 @@ class SaveSnapshot:
 
 
 class ChunkSaver:
-    """Saves snapshots. Before each group of chunks it calls ``yield_to_loads``. For one thread at a time."""
+    """Saves snapshots. For one thread at a time.
+
+    Calls ``yield_to_loads`` before each group of chunks.
+    """
 
     def __init__(self, context: ClientContext) -> None:
         self._context = context
@@ -74,11 +77,11 @@ class ChunkSaver:
         snapshot: SaveSnapshot,
         yield_to_loads: Callable[[], None],
     ) -> StoredPrefix:
-        """Save the tokens of a snapshot that are not stored yet. Returns the stored prefix."""
+        """Save the tokens of a snapshot that are not stored yet; return the stored prefix."""
         before, complete = snapshot.stored, not snapshot.table.first_valid_token
         if (
             before.tokens < snapshot.table.first_valid_token
-        ):  # their parent chunk is not stored: no match would ever find them
+        ):  # a parent chunk is missing, so no match would ever find these tokens
             return before
         cache, context = sequence.request.cache, self._context
         target = StoreTarget(session, root, cache.tenant_salt, context.timeout_seconds, cache.hints)
@@ -89,7 +92,7 @@ class ChunkSaver:
         if stored.before_last is None:
             return before if tokens == before.tokens else StoredPrefix()
         if session.remote and tokens == len(snapshot.known):
-            # The last chunk ends with the sequence, where no other node would end one: a longer one replaces it.
+            # The last chunk ends with the sequence and not at a common boundary: a later save replaces it.
             return StoredPrefix(stored.before_last.tokens, stored.before_last.prefix_hash, tokens)
         return StoredPrefix(tokens, stored.prefix.prefix_hash, tokens)
 
@@ -101,9 +104,9 @@ class ChunkSaver:
         snapshot: SaveSnapshot,
         yield_to_loads: Callable[[], None],
     ) -> StoredPrefix | None:
-        """Save the whole chunks of a running sequence's snapshot. Returns the stored prefix.
+        """Save the whole chunks of a running sequence's snapshot; return the stored prefix.
 
-        None for values that are not finite: the sampler has not seen their logits yet.
+        None if values are not finite: this is checked here because the sampler has not checked their logits yet.
         """
         table, pool, stored = snapshot.table, snapshot.pool, snapshot.stored
         if stored.tokens < table.first_valid_token:
@@ -115,7 +118,7 @@ class ChunkSaver:
 
 
 class _SnapshotSource:
-    """Chunks of a snapshot that end within its tokens."""
+    """Source of a snapshot's chunks, for ``store_chunks``; only chunks that end within its tokens."""
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class _SnapshotSource:
         self._snapshot, self.before_group = snapshot, yield_to_loads
 
     def headers(self, start: int) -> list[ChunkHeader]:
-        """Headers of the chunks from ``start`` on, none longer than the daemon takes."""
+        """Build the headers of the chunks from ``start`` on, none longer than the daemon's limit."""
         context, snapshot = self._context, self._snapshot
         per_token = context.cost_model.seconds_per_token(*snapshot.prefill)
         headers = list[ChunkHeader]()
@@ -152,5 +155,5 @@ class _SnapshotSource:
 
 
 def _prefill(sequence: Sequence) -> tuple[int, float]:
-    """Number of computed prompt tokens, and the seconds that it took."""
+    """Number of computed prompt tokens, and the seconds of their prefill."""
     return sequence.request.num_prompt_tokens - sequence.usage.num_cached, sequence.timings.prefill_ms / 1e3

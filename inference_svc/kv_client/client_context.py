@@ -1,4 +1,4 @@
-"""State that loader and saver of one worker share, and their counters."""
+"""Client context: state and counters that a worker's loader and saver share."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class CacheStats:
     """Counters since the start of the worker."""
 
     failures: int = 0
-    bypassed: int = 0  # prompts that were not looked up, because loads had been slower than prefill
+    bypassed: int = 0  # prompts that were not looked up, because loads were slower than prefill
     stored_chunks: int = 0
     refused_chunks: int = 0
-    corrupt_chunks: int = 0  # deleted, because values loaded from them were not finite
-    loaded_bytes: int = 0  # of payloads that were copied into the pool
+    corrupt_chunks: int = 0  # chunks deleted because their values were not finite
+    loaded_bytes: int = 0  # payload bytes copied into the pool
 
 
 @dataclass(frozen=True)
 class ClientContext:
     """One worker's chunk geometry, reuse policy, cost model and counters.
 
-    ``projection_share`` is the share of a layer's weights that queries, keys and values take. ``timeout_seconds``
-    bounds a call that transfers no payload.
+    ``projection_share`` is the share of the query, key and value projections in a layer's weights. ``timeout_seconds``
+    limits a call that transfers no payload.
     """
 
     geometry: Geometry

@@ -1,11 +1,11 @@
-"""KV connector over a cache daemon: loads sequences before they run, saves finished ones.
+"""KV connector to a cache daemon: loads sequences before they run, saves finished ones.
 
-Lookups, copies and saves have threads of their own, so that no request waits for another's work. A small pool of
-threads looks prompts up, because a Match may wait for a disk or the remote tier. One thread copies found chunks in
-order of arrival. One thread saves, and yields to copies, except for a sequence with the same beginning as one that
-waits for its load: a finished request is saved before the next turn of its conversation is looked up. Chunks that are
-streamed to another host are saved by another thread, for which no load waits, and only as many as the link takes.
-No failure here fails a request: it is counted and logged once, and the prompt is computed.
+Lookups, copies and saves run on separate threads, so that no request waits for another one's work. A small pool of
+threads looks up prompts, because a Match may wait for a disk or the remote tier. One thread copies found chunks in
+order of arrival. One thread saves, and yields to copies. A save is urgent and does not yield if a load of a prompt with
+the same first tokens waits for it: a finished request is saved before the next turn of its conversation is looked up.
+Another thread saves chunks that are streamed to another host; no load waits for it, and it drops saves that the network
+is too slow for. No failure here fails a request: the connector counts and logs it, and the engine computes the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import grpc
 import structlog
@@ -25,46 +24,44 @@ from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar import keys
 from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.errors import KVSidecarError, Unavailable, from_rpc
+from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import ServiceAddress
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
 from inference_svc.kv_client.chunk_saver import ChunkSaver, SaveSnapshot
 from inference_svc.kv_client.client_context import ClientContext
+from inference_svc.kv_client.miss_probe import MISS_LOAD_SLOWER, MissProbe
 from inference_svc.kv_client.priority_executor import Job, PriorityExecutor
 from inference_svc.kv_client.sequence_load import SequenceLoad
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import StoredPrefix
-from inference_svc.sequence.kv_connector import LoadCallback, LoadResult, ProbeCallback, SaveCallback
+from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE, LoadCallback, LoadResult, ProbeCallback, SaveCallback
 from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("cache")
 
-# A prompt whose prefix is in the pool is looked up only if at least this many more tokens are uncached.
+# A prompt whose prefix is in the pool is looked up only if at least this many of its tokens are not in the pool.
 _MIN_UNCACHED_TOKENS = 64
-# Finished sequences that wait to be sent to another host.
+# Maximum queued saves to another host.
 _MAX_QUEUED_SENDS = 4
-# Concurrent lookups: their threads only wait.
+# Maximum concurrent lookups. It may be large, because lookup threads only wait.
 _MAX_LOOKUPS = 32
-# Longest wait of a save for copies, before each group of chunks.
+# Maximum wait of a save for copies, before each group of chunks.
 _MAX_YIELD_SECONDS = 1.0
 # Interval at which a lookup that waits for a save checks whether its request was cancelled.
 _POLL_SECONDS = 0.05
 _VERDICT_SECONDS = 3.0
-_RELEASE_SECONDS = 30.0
 
 
 class DaemonConnector:
-    """The engine's ``Cache`` over a daemon.
+    """``KVConnector`` to a cache daemon.
 
-    It has one connection for the model and one for each adapter, because a session has one namespace.
+    It has one connection for the model and one per adapter, because a session has one namespace.
     """
 
     def __init__(
@@ -75,11 +72,12 @@ class DaemonConnector:
         projection_share: float,
         timeout: float,
     ) -> None:
-        """``daemons`` maps adapter fingerprints (empty: the model itself) to connections; ``timeout`` is in seconds."""
+        """``daemons`` maps adapter fingerprints (empty: the model) to connections; ``timeout`` is in seconds."""
         context = ClientContext(geometry, policy, projection_share, timeout)
         self.stats, self._cost_model = context.stats, context.cost_model
         self._daemons, self._geometry, self._timeout = daemons, geometry, timeout
         self._loader, self._saver = ChunkLoader(context), ChunkSaver(context)
+        self._misses = MissProbe(context, self._loader)
         self._lookup_threads = ThreadPoolExecutor(_MAX_LOOKUPS, "kv-ask")
         self._probe_thread = ThreadPoolExecutor(1, "kv-probe")
         self._copies = PriorityExecutor("kv-copy")
@@ -87,15 +85,39 @@ class DaemonConnector:
         self._sends = PriorityExecutor("kv-send")  # to another host
         self._loads: set[SequenceLoad] = set()
         self._counting = threading.Lock()
-        self._epoch: int | None = None  # of the daemon whose load times the cost model knows
+        self._epoch: int | None = None  # epoch of the daemon process whose load times the cost model measured
 
     @property
     def attached(self) -> bool:
         return all(daemon.session is not None for daemon in self._daemons.values())
 
+    @property
+    def verdict(self) -> pb.ReuseVerdict | None:
+        """Verdict on approximate reuse of the model without adapters; None without one, and without a session."""
+        session = self._daemons[b""].session
+        return None if session is None else session.verdict
+
+    def use_verdict(self, verdict: pb.ReuseVerdict) -> None:
+        """Use a verdict for the model as long as the daemon has none."""
+        daemon = self._daemons[b""]
+        daemon.default_verdict = verdict
+        session = daemon.session
+        if session is not None and session.verdict is None:
+            session.verdict = verdict
+
+    def store_verdict(self, verdict: pb.ReuseVerdict) -> None:
+        """Use a verdict, and store it in the daemon. If the daemon cannot store it, this is logged."""
+        self.use_verdict(verdict)
+        session = self._daemons[b""].session
+        try:
+            if session is not None:
+                session.store_verdict(verdict, _VERDICT_SECONDS)
+        except grpc.RpcError as error:
+            log.warning("the daemon did not store the verdict on approximate reuse", error=str(from_rpc(error)))
+
     def close(self) -> None:
         """Finish queued jobs and end the sessions. Blocks."""
-        # Lookups submit copies: they end first.
+        # Lookup threads end before the copy thread, because lookups submit copies.
         for thread in (self._probe_thread, self._lookup_threads, self._copies, self._saves, self._sends):
             thread.shutdown()
         with ThreadPoolExecutor(len(self._daemons)) as threads:  # in parallel: a hung daemon costs one timeout
@@ -118,7 +140,7 @@ class DaemonConnector:
         self._daemons = {**self._daemons, adapter: daemon}
 
     def remove_adapter(self, adapter: bytes) -> None:
-        """End the session of an adapter that no sequence uses, after its queued jobs. Blocks."""
+        """End the session of an unused adapter, after its queued jobs. Blocks."""
         jobs: list[SequenceLoad | Job] = [*list(self._loads), *self._saves.jobs, *self._sends.jobs]
         for job in [job for job in jobs if job.sequence.cache_scope.adapter == adapter]:
             job.finished.wait()
@@ -129,22 +151,28 @@ class DaemonConnector:
     # ---- loading --------------------------------------------------------------------------------------------
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
-        # For a few uncached tokens the lookup alone costs as much as their prefill.
+        # For a few uncached tokens, a lookup takes as long as their prefill.
         least = 2 if not sequence.kv.num_computed else _MIN_UNCACHED_TOKENS
         found = self._session(sequence)
-        if found is None or sequence.num_uncomputed < least:
+        if found is None:
+            sequence.set_miss(MISS_UNAVAILABLE)
+            return False
+        if sequence.num_uncomputed < least:
+            self._explain_later(sequence)
             return False
         session, root = found
         if session.epoch != self._epoch:
             self._epoch = session.epoch
             self._cost_model.reset_loads()
-        # The Bloom filter will contain the chunks that are being saved now.
+        # The Bloom filter does not yet contain the chunks of pending saves.
         saves = [job for job in self._saves.jobs if _share_head(sequence.tokens, job.sequence.tokens)]
         asked = self._loader.allows_relocation(session, sequence) or bool(saves)
         if not asked and self._loader.skips_lookup(session, root, sequence):
+            self._explain_later(sequence)
             return False
         if not self._cost_model.should_load(sequence.num_uncomputed):
             self.stats.bypassed += 1
+            sequence.set_miss(MISS_LOAD_SLOWER)
             return False
         self._saves.prioritize(saves)
         load = SequenceLoad(sequence, pool, done)
@@ -160,7 +188,7 @@ class DaemonConnector:
         return self._cost_model.load_seconds(tokens)
 
     def _session(self, sequence: Sequence) -> tuple[Session, bytes] | None:
-        """The session for a sequence, if there is one, and its tenant root."""
+        """Session and tenant root for a sequence; None without a session."""
         daemon = self._daemons.get(sequence.cache_scope.adapter)
         session = None if daemon is None else daemon.session
         if daemon is None or session is None:
@@ -195,15 +223,7 @@ class DaemonConnector:
 
     def release_session(self, adapter: bytes, salt: bytes, name: str) -> int:
         """Remove the chunks that a client's session alone used. Returns how many. Blocks; raises KVSidecarError."""
-        daemon = self._daemons.get(adapter)
-        session = None if daemon is None else daemon.session
-        if daemon is None or session is None:
-            raise Unavailable("the cache daemon is not attached; its chunks stay until it evicts them")
-        request = pb.ReleaseGroupRequest(namespace=daemon.namespace, tenant_salt=salt, group=name)
-        try:
-            return session.stub.ReleaseGroup(request, timeout=_RELEASE_SECONDS).released
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
+        return self._daemons[adapter].release_group(salt, name)
 
     def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)
@@ -214,7 +234,7 @@ class DaemonConnector:
             self._probe_thread.submit(self._probe, sequence, done)
 
     def _probe(self, sequence: Sequence, done: ProbeCallback) -> None:
-        """Match without a session, so that nothing is leased. The load that follows will handle a failure."""
+        """Match without a session, so that nothing is leased. Ignores failures: the load will handle them."""
         daemon = self._daemons.get(sequence.cache_scope.adapter)
         session = None if daemon is None else daemon.session
         if daemon is None or session is None or sequence.state is not SequenceState.WAITING:
@@ -245,10 +265,10 @@ class DaemonConnector:
         return self._queue_save(found[0], sequence, tokens, partial(self._save_part, sequence, snapshot, done))
 
     def _queue_save(self, session: Session, sequence: Sequence, tokens: int, save: Callable[[Job], None]) -> bool:
-        """Queue a save of ``tokens`` tokens; False if they are not worth it."""
+        """Queue a save of ``tokens`` tokens; False if it would not pay."""
         executor = self._saves
         if not session.transport.zero_copy:
-            # Pages are kept until they are sent: too expensive for tokens that would hardly be loaded again.
+            # Blocks stay allocated until they are sent: too expensive for tokens that a load would not pay for.
             executor = self._sends
             if len(executor.jobs) >= _MAX_QUEUED_SENDS or not self._cost_model.load_pays(tokens):
                 return False
@@ -256,24 +276,40 @@ class DaemonConnector:
         return True
 
     def _yield_to_loads(self, job: Job) -> None:
-        """Let copies go first, unless a load waits for this save."""
+        """Wait for pending copies, unless a load waits for this save."""
         self._copies.wait_idle(_MAX_YIELD_SECONDS, unless=lambda: job.urgent)
 
     # ---- jobs -----------------------------------------------------------------------------------------------
 
     def _look_up(self, load: SequenceLoad, saves: list[Job]) -> None:
-        """Wait for saves that the load needs, look its prompt up, and queue the copy. On a lookup thread."""
+        """Wait for saves that the load needs, look up its prompt, and queue the copy. On a lookup thread."""
         self._await_saves(saves, load)
-        with self._guard(load.sequence) as found:
+        sequence, chosen, known_tokens = load.sequence, None, load.sequence.kv.num_computed
+        looked_up = False
+        with self._guard(sequence) as found:
             if found is not None and load.wanted:
                 chosen = self._loader.look_up(*found, load)
                 if chosen is not None:
-                    self._copies.submit(load.sequence, lambda _: self._copy(found[0], chosen, load))
-                    return
-        self._finish_load(load)
+                    self._copies.submit(sequence, lambda _: self._copy(found[0], chosen, load))
+                looked_up = True
+        if chosen is None:
+            self._finish_load(load)
+        if not looked_up:
+            sequence.set_miss(MISS_UNAVAILABLE)
+        self._explain(sequence, known_tokens, load.answer)  # beside the prefill
+
+    def _explain_later(self, sequence: Sequence) -> None:
+        if not sequence.miss.done():
+            self._lookup_threads.submit(self._explain, sequence, sequence.kv.num_computed)
+
+    def _explain(self, sequence: Sequence, known_tokens: int, answer: pb.MatchResponse | None = None) -> None:
+        """Set the reason of a miss; see ``MissProbe``. On a lookup thread."""
+        daemon, found = self._daemons.get(sequence.cache_scope.adapter), self._session(sequence)
+        if daemon is not None and found is not None and not sequence.miss.done():
+            self._misses.explain(*found, daemon.namespace, sequence, known_tokens, answer)
 
     def _await_saves(self, saves: list[Job], load: SequenceLoad) -> None:
-        """Wait for saves, at most for the timeout of the load."""
+        """Wait for saves, at most for the timeout of a load."""
         deadline = time.monotonic() + self._cost_model.load_timeout(len(load.sequence.tokens))
         for save in saves:
             while load.wanted and time.monotonic() < deadline and not save.finished.wait(_POLL_SECONDS):
@@ -306,10 +342,10 @@ class DaemonConnector:
 
     @contextlib.contextmanager
     def _guard(self, sequence: Sequence, session: Session | None = None) -> Iterator[tuple[Session, bytes] | None]:
-        """Yield the sequence's session and tenant root, and turn any failure into a computed prompt.
+        """Yield the sequence's session and tenant root; count and log failures instead of raising them.
 
-        Failures are attributed to ``session``, by default the yielded one. The daemon undoes a call that timed out, and
-        a refused call changed nothing; any other failure ends the session.
+        A failure is attributed to ``session``, by default the yielded one. A timeout or a refused call does not end the
+        session: the daemon undoes a call that timed out, and a refused call changed nothing. Any other failure ends it.
         """
         found = self._session(sequence)
         if session is None and found is not None:
@@ -341,25 +377,6 @@ class DaemonConnector:
 
 
 def _share_head(a: list[int], b: list[int]) -> bool:
-    """True if the Bloom filter cannot tell two prompts apart."""
+    """True if two prompts have the same first tokens. The Bloom filter contains a hash of these only."""
     head = min(HEAD_TOKENS, len(a), len(b))
     return a[:head] == b[:head]
-
-
-def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.ReuseVerdict) -> None:
-    """Store a verification's verdict with a model's namespace; workers see it with their next heartbeat.
-
-    Raises Unavailable, and what the daemon refuses.
-    """
-    link = DaemonConnection(ServiceAddress(socket), "verify", descriptor)
-    try:
-        session = link.session if link.wait(_VERDICT_SECONDS) else None
-        if session is None:
-            raise Unavailable(f"no cache daemon answers on {socket}; start one, or leave --store-verdict out")
-        request = pb.SetVerdictRequest(session_id=session.id, verdict=verdict)
-        try:
-            session.stub.SetVerdict(request, timeout=_VERDICT_SECONDS)
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
-    finally:
-        link.close()

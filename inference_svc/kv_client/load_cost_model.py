@@ -1,24 +1,24 @@
-"""Decides whether loading pays: measured load times against measured prefill times."""
+"""Load cost model: compares measured load times with measured prefill times."""
 
 from __future__ import annotations
 
 _EWMA_WEIGHT = 0.1
 _RETRY_EVERY = 16
-# Loads of fewer tokens measure the fixed cost of a load, longer ones the cost of a token.
+# A load of fewer tokens measures the fixed cost of a load, a longer one the cost per token.
 _MIN_PER_TOKEN_LOAD = 256
-# A prefill of fewer tokens costs as much as any step, and tells nothing about the cost of a token.
+# A prefill of fewer tokens takes as long as any step, so it does not measure the cost per token.
 _MIN_PREFILL = 32
-# A wrong decision must cost this much before the cache is bypassed.
+# The cache is bypassed only if loading takes longer than prefill by more than this.
 _MARGIN_SECONDS = 0.01
-# A load is given up after this multiple of the prefill time, but not before the minimum.
+# A load is abandoned after this multiple of the prefill time, but not before the minimum.
 _TIMEOUT_FACTOR, _MIN_TIMEOUT_SECONDS = 2.0, 1.0
 
 
 class LoadCostModel:
     """Moving averages of load and prefill times.
 
-    While loading is clearly slower than prefill, the model advises against it, except for one retry in
-    ``_RETRY_EVERY`` lookups.
+    While loading is clearly slower than prefill, the model advises against it, except for one retry in ``_RETRY_EVERY``
+    lookups.
     """
 
     def __init__(self) -> None:
@@ -31,8 +31,8 @@ class LoadCostModel:
     def record_load(self, tokens: int, seconds: float) -> None:
         """Record a load. A retry after a bypass replaces the averages.
 
-        A single slow load may be a disk's hiccup: a load that was slower than prefill counts only if the load before it
-        was slow, too.
+        A load that is slower than prefill counts only if the load before it was slow, too, because a single slow load
+        may be an outlier of a disk.
         """
         if self._prefill_per_token is None or not tokens:
             return
@@ -49,12 +49,12 @@ class LoadCostModel:
             self._load_per_token = _moving_average(None if stale else self._load_per_token, each)
 
     def reset_loads(self) -> None:
-        """Forget load times: they were those of another daemon."""
+        """Reset load times, which were measured with another daemon process."""
         self._load_fixed = self._load_per_token = None
         self._last_was_slow = False
 
     def record_timeout(self, tokens: int, seconds: float) -> None:
-        """Record a load that was incomplete after ``seconds``, as a lower bound of its cost."""
+        """Record ``seconds`` as a lower bound of the cost of a load that timed out."""
         if 0 < tokens < _MIN_PER_TOKEN_LOAD:
             self._load_fixed = max(self._load_fixed or 0.0, seconds)
         elif tokens:
@@ -66,10 +66,10 @@ class LoadCostModel:
             self._prefill_per_token = _moving_average(self._prefill_per_token, seconds / tokens)
 
     def seconds_per_token(self, tokens: int, seconds: float) -> float:
-        """Prefill cost of one of ``tokens`` tokens that took ``seconds``.
+        """Prefill seconds per token, from a prefill of ``tokens`` tokens in ``seconds``.
 
-        For a few tokens behind a hit it is the average of other prefills, or at most the cost in a batch that would
-        have been large enough to measure.
+        If the tokens are too few to measure, it is the average of other prefills; without one, ``seconds`` divided by
+        ``_MIN_PREFILL``.
         """
         if tokens < _MIN_PREFILL and self._prefill_per_token is not None:
             return self._prefill_per_token
@@ -77,27 +77,27 @@ class LoadCostModel:
 
     @property
     def prefill_seconds_per_token(self) -> float:
-        """Average prefill time of a token; 0 until one was measured."""
+        """Average prefill seconds per token; 0 before the first measurement."""
         return self._prefill_per_token or 0.0
 
     def load_timeout(self, tokens: int) -> float:
-        """Seconds after which a load of ``tokens`` is given up for prefill."""
+        """Seconds after which a load of ``tokens`` tokens is abandoned."""
         if self._prefill_per_token is None:
             return float("inf")
         return max(_MIN_TIMEOUT_SECONDS, _TIMEOUT_FACTOR * self._prefill_per_token * tokens)
 
     def load_pays(self, tokens: int) -> bool:
-        """False if loading ``tokens`` is known to be clearly slower than computing them."""
+        """False if loading ``tokens`` tokens is clearly slower than their prefill."""
         if self._prefill_per_token is None:
             return True
         return self.load_seconds(tokens) <= self._break_even_seconds(tokens)
 
     def load_seconds(self, tokens: int) -> float:
-        """Expected load time of ``tokens``; 0 until one was measured."""
+        """Expected seconds to load ``tokens`` tokens; 0 before the first measurement."""
         return (self._load_fixed or 0.0) + (self._load_per_token or 0.0) * tokens
 
     def should_load(self, tokens: int) -> bool:
-        """Decide whether to look a prompt of this length up; counts retries."""
+        """True if a prompt with ``tokens`` uncached tokens should be looked up. Counts retries."""
         if self.load_pays(tokens):
             return True
         self._skipped += 1
@@ -106,14 +106,14 @@ class LoadCostModel:
     def worth_reusing(self, recompute_cost: float) -> bool:
         """True if loading and recomputing relocated tokens is cheaper than prefill.
 
-        ``recompute_cost`` is the share of a prefill that selective recompute takes.
+        ``recompute_cost`` is the cost of selective recompute as a share of a prefill.
         """
         if self._prefill_per_token is None:
             return recompute_cost < 1.0
         return (self._load_per_token or 0.0) + recompute_cost * self._prefill_per_token < self._prefill_per_token
 
     def _break_even_seconds(self, tokens: int) -> float:
-        """Longest load time of ``tokens`` that is not clearly slower than prefill."""
+        """Maximum load time of ``tokens`` tokens that is not clearly slower than prefill."""
         return self.prefill_seconds_per_token * tokens + _MARGIN_SECONDS
 
 

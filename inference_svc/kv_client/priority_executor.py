@@ -1,4 +1,4 @@
-"""Single-threaded executor that runs urgent jobs first."""
+"""Priority executor: one thread that runs urgent jobs first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POLL_SECONDS = 0.005
 
 @dataclass(eq=False)
 class Job:
-    """Work for a sequence. ``work`` raises nothing; ``finished`` is set after it returned."""
+    """Work for a sequence. ``work`` must not raise; ``finished`` is set after it returned."""
 
     sequence: Sequence
     work: Callable[[Job], None]
@@ -48,13 +48,13 @@ class PriorityExecutor:
         return job
 
     def prioritize(self, jobs: Iterable[Job]) -> None:
-        """Mark jobs as urgent: they run before others."""
+        """Mark jobs as urgent: they run before other jobs."""
         with self._changed:
             for job in jobs:
                 job.urgent = True
 
     def wait_idle(self, seconds: float, unless: Callable[[], bool]) -> None:
-        """Wait until no job is left, ``unless()`` is true, or ``seconds`` have passed."""
+        """Wait until all jobs are finished, ``unless()`` is true, or ``seconds`` have passed."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while (self._current or self._waiting) and not unless() and time.monotonic() < deadline:

@@ -1,8 +1,10 @@
-"""State of one sequence's load."""
+"""Sequence load: the state of one sequence's load."""
 
 from __future__ import annotations
 
 import threading
+
+from kvsidecar.cache.v1.cache_pb2 import MatchResponse
 
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.sequence.kv_connector import LoadCallback, LoadResult
@@ -12,13 +14,14 @@ from inference_svc.sequence.sequence import Sequence
 class SequenceLoad:
     """A load that reports its result to the engine exactly once. Thread-safe.
 
-    Until ``claim`` no thread writes to the sequence's pages, and the engine can take them back at any time.
-    ``finished`` is set when the last thread is done with the load.
+    Before ``claim``, no thread writes to the sequence's blocks, and the engine may abandon the load at any time.
+    ``finished`` is set when no thread works on the load any more.
     """
 
     def __init__(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> None:
         self.sequence, self.pool = sequence, pool
         self.finished = threading.Event()
+        self.answer: MatchResponse | None = None  # of the lookup
         self._done, self._lock = done, threading.Lock()
         self._claimed = self._reported = False
 
@@ -28,13 +31,13 @@ class SequenceLoad:
         return not self.sequence.cancelled.is_set() and self.sequence.queue.abort_error is None
 
     def claim(self) -> bool:
-        """Claim the sequence's pages until ``report``; False if the engine has taken them back."""
+        """Claim the sequence's blocks until ``report``; False if the load was abandoned."""
         with self._lock:
             self._claimed = not self._reported and self.wanted
             return self._claimed
 
     def abandon(self) -> None:
-        """Return the pages to the engine unless they are claimed."""
+        """Report an empty result, unless the blocks are claimed or the load is reported."""
         with self._lock:
             if self._claimed or self._reported:
                 return

@@ -1,7 +1,7 @@
-"""Chooses the tokens of a stored prefix to load for layers with a sliding window.
+"""Window plan: the tokens of a stored prefix to load with sliding windows.
 
-If all layers have a window, a sequence has pages for about one window, and they move to the end of the prefix. If only
-some layers have one, the others are loaded further back.
+If all layers have a window, a sequence has blocks for about one window, and the load moves them to the end of the
+prefix. If only some layers have a window, the other layers load the tokens before it, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from inference_svc.kv_pool.kv_pool import KVPool
 
 @dataclass(frozen=True)
 class WindowPlan:
-    """The first ``tokens`` tokens of a prompt are used; all layers load those from ``start`` on into ``table``."""
+    """Tokens of a stored prefix to use and to load.
+
+    The sequence uses the first ``tokens`` tokens; all layers load the tokens from ``start`` on into ``table``.
+    """
 
     tokens: int
     start: int
@@ -28,15 +31,15 @@ class WindowPlan:
 def plan_window(
     pool: KVPool, table: BlockTable, computed: int, found: int, save_from: int | None, unloadable: int = 0
 ) -> WindowPlan:
-    """Plan the load of a stored prefix of ``found`` tokens, of which the first ``unloadable`` cannot be loaded.
+    """Plan the load of a stored prefix of ``found`` tokens; the first ``unloadable`` of them cannot be loaded.
 
-    ``table`` holds the window of the ``computed`` tokens. Tokens from ``save_from`` on (None: none) will be saved after
-    the prefill, and must be in the pool for it. Does not change the table.
+    ``table`` contains the window of the ``computed`` tokens. Tokens from ``save_from`` on (None: no tokens) must be in
+    the pool, because they will be saved after the prefill. Does not change the table.
     """
     if found <= computed or not pool.max_window:
         return WindowPlan(found, computed, table)
     if found > table.tokens:
-        # The table has pages for one window only: those behind the computed tokens move to the end of the prefix.
+        # The table has blocks for one window only: the blocks behind the computed tokens move to the prefix's end.
         at = -(-computed // PAGE_TOKENS) * PAGE_TOKENS
         seen = pool.first_visible(found)
         for start in (min(seen, pool.round_to_step(seen if save_from is None else save_from)), seen):
@@ -56,9 +59,9 @@ def plan_window(
 def load_layers(
     pool: KVPool, pieces: Sequence[ChunkPlacement], far: Sequence[ChunkPlacement], groups: Sequence[range]
 ) -> Iterator[range]:
-    """Write pieces of chunks into the pool and yield each group of layers when it is complete.
+    """Write chunk placements into the pool. Yields each group of layers when it is complete.
 
-    Of ``far`` pieces only layers without a window are written.
+    Layers with a window do not get the ``far`` placements.
     """
     wide = set(pool.wide_layers)
     runs = [runs_of([i for i in group if i in wide]) for group in groups]

@@ -1,7 +1,7 @@
-"""KV pool: pages of keys and values, block tables, prefix cache, disk overflow.
+"""KV pool: blocks of keys and values, block tables, prefix cache, disk overflow.
 
 The lowest layer of the inference engine: imports none of its other packages.
 """
 
-# Branches of one sequence's draft tree, each with a block table of its own.
+# Maximum number of branches of a sequence's draft tree. Each branch has its own block table.
 MAX_BRANCHES = 4

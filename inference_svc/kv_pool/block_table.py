@@ -1,4 +1,7 @@
-"""Block table: the pool pages of one sequence."""
+"""Block table: the pool blocks of one sequence.
+
+Identifiers say page for block.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 PAGE_TOKENS = 32
-# torch's attention reads keys in blocks of this many; see attention.py.
+# Key block of torch's attention on CPUs, in keys; see model_runner/attention.py.
 KEY_BLOCK = 512
-# First page of a range whose pages were released.
+# First block number of a range whose blocks were released.
 UNMAPPED = -1
 
 
 @dataclass(eq=False)
 class BlockTable:
-    """Pages of one sequence, as ``(first page, pages)`` ranges in the order of its tokens.
+    """Blocks of one sequence: ``(first block, blocks)`` ranges in token order.
 
-    Ranges at UNMAPPED were released. Tokens before ``first_valid_token`` are missing for layers with a sliding window.
-    A table ``in_overflow`` has all its pages in the disk overflow.
+    A range that starts at UNMAPPED was released. Keys and values of tokens before ``first_valid_token`` are missing for
+    layers with a sliding window. With ``in_overflow``, all blocks of the table are in the disk overflow.
     """
 
     ranges: list[tuple[int, int]] = field(default_factory=list)
@@ -28,21 +31,21 @@ class BlockTable:
 
     @property
     def tokens(self) -> int:
-        """Token capacity, including released pages."""
+        """Token capacity, including released blocks."""
         return sum(pages for _, pages in self.ranges) * PAGE_TOKENS
 
     @property
     def mapped_ranges(self) -> list[tuple[int, int]]:
-        """Ranges whose pages are held."""
+        """Ranges that were not released."""
         return [one for one in self.ranges if one[0] != UNMAPPED]
 
     @property
     def num_released(self) -> int:
-        """Leading tokens whose pages were released."""
+        """Number of leading tokens whose blocks were released."""
         return self.ranges[0][1] * PAGE_TOKENS if self.ranges and self.ranges[0][0] == UNMAPPED else 0
 
     def slots(self, start: int, end: int) -> NDArray[np.int64]:
-        """Returns the pool slots ``[end - start]`` of tokens; UNMAPPED where pages were released."""
+        """Returns the pool slots ``[end - start]`` of tokens; UNMAPPED for released blocks."""
         if len(self.ranges) == 1 and not self.num_released:
             first = self.ranges[0][0] * PAGE_TOKENS
             return np.arange(first + start, first + end)
@@ -61,7 +64,7 @@ class BlockTable:
     def first_slot(self) -> int | None:
         """Slot of the first token if the tokens are contiguous, None otherwise.
 
-        Where leading pages were released it is the slot that the first token would have, and may be negative.
+        If leading blocks were released, this is the slot that the first token would have; it may be negative.
         """
         released = self.num_released
         if len(self.ranges) != (2 if released else 1):
@@ -69,7 +72,7 @@ class BlockTable:
         return self.ranges[-1][0] * PAGE_TOKENS - released
 
     def prefix(self, tokens: int) -> BlockTable:
-        """Returns the whole pages of the first ``tokens`` tokens, in a table without references of its own."""
+        """Returns a table of the whole blocks of the first ``tokens`` tokens; it adds no references."""
         pages, out = (
             tokens // PAGE_TOKENS,
             BlockTable(first_valid_token=self.first_valid_token, in_overflow=self.in_overflow),
@@ -81,9 +84,9 @@ class BlockTable:
         return out
 
     def shift(self, at: int, to: int) -> BlockTable:
-        """Returns the same pages with those of the tokens from ``at`` on moved to ``to``; both begin a page.
+        """Returns a table in which the blocks from token ``at`` on begin at token ``to``.
 
-        The range in between is UNMAPPED.
+        ``at`` and ``to`` are block boundaries. The range in between is UNMAPPED.
         """
         before, out = at // PAGE_TOKENS, BlockTable(first_valid_token=to, in_overflow=self.in_overflow)
         behind: list[tuple[int, int]] = []

@@ -1,13 +1,13 @@
-"""Disk overflow of the pool: a file behind its memory, in the same tensors, for longer sequences.
+"""Disk overflow: a mapped file that extends the pool's tensors for long sequences.
 
-Keys and values of a head lie together, slot after slot (see ``pool``). So each head of each layer has a strip of one
-address range: first the slots in memory, which are the pool's as ever, then those in the file, which is mapped there.
-Attention cannot tell them apart, and no answer depends on where its pages are. What of the file is in memory is the
-system's to say (its page cache), which gives it back to whoever needs memory more, also under a control group's limit.
+The pool stores the keys (or values) of one head slot after slot. So each head of each layer has one strip of the
+address range: first the slots in memory, then the slots in the file, which is mapped there. Attention reads both in the
+same way, and no answer depends on the location of its blocks. The kernel's page cache decides which parts of the file
+are in memory; under memory pressure, also at the limit of a control group, the kernel evicts them.
 
-The file has no name, so that it is gone with the process, and no blocks but for pages that are in use: they are there
-before anything is written (``fallocate``), so that a full disk is an error and no SIGBUS, and are given back as soon as
-nobody holds them, after which they read as zeros.
+The file has no name, so it ends with the process. Only KV blocks in use have disk blocks. ``reserve_disk`` allocates
+these before any write (``fallocate``), so that a full disk is an error and not a SIGBUS. ``release`` frees them; the KV
+blocks then read as zeros.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _FIXED, _NORESERVE = 0x10, 0x4000  # mmap(2)
 
 
 class DiskOverflow:
-    """Memory of a pool and the file behind it, in the same tensors.
+    """Tensors with first slots in memory and last slots in a file.
 
-    Only the engine's thread uses it, except for the tensors' contents. ``keys`` and ``values`` are ``[layers, kv_heads,
-    slots, head_dim]``, as a pool's. Pages ``0`` to ``memory_pages`` are in memory, followed by padding; those in the
-    file are ``first_page`` and the ``pages - 1`` after it.
+    Only the engine's thread calls it; other threads may read and write the tensors. ``keys`` and ``values`` have the
+    pool's shape ``[layers, kv_heads, slots, head_dim]``. The first ``memory_pages`` blocks are in memory, followed by
+    padding. The file has ``pages`` blocks, from block ``first_page`` on.
     """
 
     def __init__(
@@ -55,19 +55,21 @@ class DiskOverflow:
         tokens: int,
         dtype: torch.dtype,
     ) -> None:
-        """Creates the file, of no size on disk, in ``folder``. Raises ConfigurationError, also where the file system
-        cannot promise blocks."""
+        """Creates the file in ``folder``, without disk blocks.
+
+        Raises ConfigurationError, also if the file system cannot allocate disk blocks ahead of writes.
+        """
         self.folder, self._page_bytes = folder, PAGE_TOKENS * head_dim * dtype.itemsize
         self._file = self._opened(folder)
-        # Of pages so small that a block has several, so many get one together.
+        # Number of KV blocks that share a disk block; 1 unless KV blocks are smaller than disk blocks.
         self._group = max(1, max(mmap.PAGESIZE, os.fstatvfs(self._file).f_frsize) // self._page_bytes)
-        self._refused = False  # to give blocks back, which is said once
-        self._users: dict[int, set[int]] = {}  # the groups with blocks, each with its pages that are in use
+        self._refused = False  # the file system refused to free disk blocks; logged once
+        self._users: dict[int, set[int]] = {}  # groups with disk blocks, and the KV blocks in use of each
         self.memory_pages = max(1, memory_tokens // PAGE_TOKENS)
         self.first_page = self._whole(self.memory_pages + KEY_BLOCK // PAGE_TOKENS)
         self.pages = self._whole(-(-tokens // PAGE_TOKENS))
         self._head_bytes = (self.first_page + self.pages) * self._page_bytes
-        self._file_bytes = self.pages * self._page_bytes  # of each strip
+        self._file_bytes = self.pages * self._page_bytes  # bytes of the file per strip
         self._strips = 2 * layers * kv_heads
         try:
             os.ftruncate(self._file, self._strips * self._file_bytes)
@@ -86,23 +88,26 @@ class DiskOverflow:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the file if all of it were in use."""
+        """Size of the file with all KV blocks in use."""
         return self._strips * self._file_bytes
 
     @property
     def backed_pages(self) -> int:
-        """Pages that have disk blocks now."""
+        """Number of KV blocks that have disk blocks now."""
         return len(self._users) * self._group
 
     def reserve_disk(self, page: int, pages: int) -> None:
-        """Allocates disk blocks for pages before they are written. Raises OverflowFailed, with nothing changed."""
+        """Allocates disk blocks for KV blocks before they are written.
+
+        Raises OverflowFailed, with nothing changed.
+        """
         used = range(page - self.first_page, page - self.first_page + pages)
         fresh = [g for g in range(used[0] // self._group, used[-1] // self._group + 1) if g not in self._users]
         try:
             for groups in runs_of(fresh):
                 self._change(_KEEP_SIZE, groups)
         except OSError as error:
-            # What a file system does not take back is zeros still, and whoever gets these pages next finds it there.
+            # If the file system refuses to free them, the new disk blocks read as zeros; the next owner uses them.
             for groups in runs_of(fresh):
                 with contextlib.suppress(OSError):
                     self._change(_KEEP_SIZE | _PUNCH_HOLE, groups)
@@ -115,13 +120,13 @@ class DiskOverflow:
             self._users.setdefault(p // self._group, set()).add(p)
 
     def release(self, page: int, pages: int) -> None:
-        """Returns the disk blocks of unreferenced pages, which then read as zeros."""
+        """Frees the disk blocks of unreferenced KV blocks, which then read as zeros."""
         first, gone = page - self.first_page, list[int]()
         for p in range(first, first + pages):
             group = p // self._group
             users = self._users.get(group, set())
             users.discard(p)
-            if users:  # others have a part of its block: of that only this one's is cleared
+            if users:  # another KV block uses the same disk block: clear only this block's part
                 self._take_blocks(range(p, p + 1), self._page_bytes)
             elif self._users.pop(group, None) is not None:
                 gone.append(group)
@@ -131,7 +136,7 @@ class DiskOverflow:
     # ---- parts ----------------------------------------------------------------------------------------------
 
     def _whole(self, pages: int) -> int:
-        """Rounds pages up so that every strip fills whole memory pages and file blocks."""
+        """Rounds up a number of KV blocks. Every strip then fills whole memory pages and disk blocks."""
         each = mmap.PAGESIZE // min(mmap.PAGESIZE, self._page_bytes & -self._page_bytes)
         each = math.lcm(each, self._group)
         return -(-pages // each) * each
@@ -148,12 +153,12 @@ class DiskOverflow:
         return handle
 
     def _try_out(self) -> None:
-        """Raises OSError where blocks cannot be allocated ahead, or freed."""
+        """Raises OSError if the file system cannot allocate or free disk blocks."""
         _fallocate(self._file, _KEEP_SIZE, 0, mmap.PAGESIZE)
         _fallocate(self._file, _KEEP_SIZE | _PUNCH_HOLE, 0, mmap.PAGESIZE)
 
     def _mapped(self, first: int, strips: int) -> ctypes.Array[ctypes.c_char]:
-        """Maps memory for strips, each with its part of the file in it."""
+        """Maps memory for strips, and a part of the file at the end of each."""
         size, head = strips * self._head_bytes, self.first_page * self._page_bytes
         private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
         start = _mmap(0, size, private, -1, 0)
@@ -165,10 +170,10 @@ class DiskOverflow:
         return out
 
     def _take_blocks(self, units: range, each: int) -> None:
-        """Punches holes for units of ``each`` bytes, all written, in every strip.
+        """Frees the disk blocks of ``units`` of ``each`` bytes in every strip, by punching holes.
 
-        Where the file system refuses (one that copies on write may, when it is full) the units are zeroed instead and
-        keep their blocks for the next owner: no page is lost, and none shows an earlier sequence's contents.
+        If the file system refuses (a copy-on-write one may, when it is full), the units are zeroed and keep their disk
+        blocks for the next owner: no KV block is lost, and none shows an earlier sequence's contents.
         """
         at, size = units.start * each, len(units) * each
         for strip in range(self._strips):
@@ -183,14 +188,14 @@ class DiskOverflow:
                 self._refused = True
 
     def _change(self, mode: int, groups: range) -> None:
-        """Allocates or frees the blocks of groups of pages, in every strip. Raises OSError."""
+        """Allocates or frees the disk blocks of groups in every strip. Raises OSError."""
         each = self._group * self._page_bytes
         for strip in range(self._strips):
             _fallocate(self._file, mode, strip * self._file_bytes + groups.start * each, len(groups) * each)
 
 
 def _mmap(at: int, size: int, flags: int, handle: int, offset: int) -> int:
-    """The address of a new mapping. Raises OSError."""
+    """Maps memory and returns its address. Raises OSError."""
     found = _libc.mmap(at or None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, handle, offset)
     if found == ctypes.c_void_p(-1).value:
         number = ctypes.get_errno()
@@ -199,7 +204,7 @@ def _mmap(at: int, size: int, flags: int, handle: int, offset: int) -> int:
 
 
 def _fallocate(handle: int, mode: int, at: int, size: int) -> None:
-    """Raises OSError."""
+    """Calls fallocate(2), again after an interrupt. Raises OSError."""
     while _libc.fallocate(handle, mode, at, size):
         number = ctypes.get_errno()
         if number != errno.EINTR:
@@ -207,7 +212,7 @@ def _fallocate(handle: int, mode: int, at: int, size: int) -> None:
 
 
 def runs_of(rising: Iterable[int]) -> list[range]:
-    """Groups rising numbers into as few ranges as possible."""
+    """Groups ascending numbers into the fewest ranges."""
     found = (list(run) for _, run in groupby(enumerate(rising), lambda one: one[1] - one[0]))
     return [range(run[0][1], run[-1][1] + 1) for run in found]
 

@@ -1,16 +1,16 @@
-"""The paged KV pool.
+"""KV pool: keys and values of all sequences, in reference-counted blocks.
 
-Pages of ``PAGE_TOKENS`` tokens. A sequence's pages are taken as one contiguous range where one is free, so that
-torch's attention can read them in place; otherwise as several ranges, which it gathers and our kernels read as they
-are. The page after the last is for padding rows.
+A block has ``PAGE_TOKENS`` token slots; identifiers call it a page. A sequence gets one contiguous range of blocks if
+one is free, because torch's attention reads a contiguous range in place and must gather scattered blocks. Our kernels
+read scattered blocks directly. The block after the last one is for padding rows.
 
-Pages are counted by the tables that refer to them. Only whole pages are shared, and of a sequence only tokens that
-are computed: whoever writes, writes behind them, so that the copy of copy-on-write is made when sharing begins.
+The pool counts the block tables that refer to each block. Tables share only whole blocks of computed tokens, and a
+sequence writes only behind its computed tokens. So the copy of copy-on-write happens once, when sharing begins. If all
+layers have a sliding window, the pool frees blocks behind the window; their entries in the block table stay, as
+UNMAPPED.
 
-Where all layers have a sliding window, pages that it has left behind are let go of; their places in the table stay.
-
-Behind the pool there may be an overflow (``overflow``), for sequences that it cannot hold: all pages of such a one are
-there, and none of anybody else's.
+The pool may have a disk overflow (``overflow``) for sequences larger than the pool. All blocks of such a sequence are
+in the overflow, and blocks of no other sequence.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from inference_svc.kv_pool.block_table import KEY_BLOCK, PAGE_TOKENS, UNMAPPED, 
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.pool_memory import populate, zeros
 
-# What a window has left behind goes in pieces of so many tokens: our kernels read keys in blocks of them, and none of
-# what is no longer there.
+# Blocks behind a sliding window are freed in units of this many tokens: our kernels read keys in units of 64, and must
+# not read a freed key.
 WINDOW_STEP = 64
 
 
 class DeviceAttention(Protocol):
-    """Native attention on a pool's device. Batches are ``model_runner.ForwardBatch``, a higher layer."""
+    """Our attention kernels on a pool's device. A batch is a ``ForwardBatch``, a type of a higher layer."""
 
     @property
     def kinds(self) -> frozenset[str]:
-        """Kinds of batches for which it is faster than torch's attention."""
+        """Kinds of batches for which these kernels are faster than torch's attention."""
         ...
 
     def serves(self, batch: Any) -> bool: ...
@@ -50,10 +50,10 @@ class DeviceAttention(Protocol):
 
 
 class KVPool:
-    """Keys and values ``[layers, kv_heads, slots, head_dim]`` of all sequences of an engine: a head's keys lie
-    together, which is how attention reads them.
+    """Keys and values ``[layers, kv_heads, slots, head_dim]`` of an engine's sequences.
 
-    Not thread-safe, but for the tensors' contents: a slot belongs to whoever holds its block table.
+    The keys of a head are contiguous, in the order in which attention reads them. Not thread-safe, except for the
+    tensors' contents: the owner of a block table may read and write its slots from any thread.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class KVPool:
         windows: Sequence[int | None] = (),
         overflow: DiskOverflow | None = None,
     ) -> None:
-        """``windows``: how many of the last keys a row of each layer sees, its own included; None for all of them.
-        With an ``overflow``, which was made for so many tokens in memory, its tensors are the pool's."""
+        """``windows``: for each layer, the number of last keys that a row sees, its own included; None for all keys.
+        With an ``overflow``, which must have ``tokens`` tokens in memory, the pool uses the overflow's tensors."""
         self.windows = tuple(windows)
-        # As far as layers with a window see; 0 where none has one.
+        # Largest window of any layer, in keys; 0 if no layer has a window.
         self.max_window = max((w for w in self.windows if w), default=0)
-        # The layers without one, where others have one.
+        # Layers without a window, in models where other layers have one.
         self.wide_layers = tuple(i for i, w in enumerate(self.windows) if not w) if self.max_window else ()
-        # Ours for the pool's device, for batches in which they are to attend.
+        # Our attention kernels for the pool's device, used for the batches that they serve.
         self.native: DeviceAttention | None = None
         self.pages = max(1, tokens // PAGE_TOKENS)
         self._extents = RangeAllocator(self.pages)
@@ -92,7 +92,7 @@ class KVPool:
             self.keys, self.values = zeros(shape, dtype), zeros(shape, dtype)
         else:
             self.keys, self.values = overflow.keys, overflow.values
-        # The memory is to be there before a request needs it, and nobody is to wait for it.
+        # The system makes the memory pages on a thread, before a request needs them and without delaying the start.
         populate([head for tensor in (self.keys, self.values) for layer in tensor for head in layer[:, :end]])
 
     @cached_property
@@ -102,7 +102,7 @@ class KVPool:
 
     @cached_property
     def attends_by_pages(self) -> bool:
-        """True if the CPU kernel attends over this pool: scattered pages are then as good as contiguous ones."""
+        """True if our CPU kernel serves this pool: scattered blocks then cost no more than contiguous ones."""
         return self.keys.device.type == "cpu" and cpu_attention.serves(self.keys.dtype, self.keys.shape[3])
 
     @staticmethod
@@ -123,18 +123,18 @@ class KVPool:
 
     @property
     def window(self) -> int:
-        """Largest window of any layer in keys; 0 when some layer sees all keys."""
+        """Largest window of any layer, in keys; 0 if some layer sees all keys."""
         return 0 if self.wide_layers else self.max_window
 
     @property
     def reclaims_window(self) -> bool:
-        """True if pages behind the window can be freed: no layer sees all keys, and pages need not be contiguous."""
+        """True if blocks behind the window can be freed: no layer sees all keys, and blocks may be scattered."""
         return bool(self.window) and self.attends_by_pages
 
     def first_visible(self, position: int) -> int:
-        """First token that layers with a window see from the position before this one, rounded down to a step.
+        """First token that windowed layers see from ``position - 1``. Rounded down to a multiple of WINDOW_STEP.
 
-        The position before, because a request that shares a prompt computes its last token again.
+        ``position - 1``, because a request that shares a prompt computes the prompt's last token again.
         """
         return self.round_to_step(max(0, position - self.max_window)) if self.max_window else 0
 
@@ -144,11 +144,11 @@ class KVPool:
         return tokens // WINDOW_STEP * WINDOW_STEP
 
     def covers_window(self, table: BlockTable, tokens: int) -> bool:
-        """True if a table still has all keys that are visible after its first ``tokens`` tokens."""
+        """True if a table has all keys that the row after ``tokens`` sees."""
         return table.first_valid_token <= max(0, tokens + 1 - self.max_window)
 
     def allocate(self, tokens: int, spare: int = 0) -> BlockTable | None:
-        """Allocates pages for ``tokens`` tokens, and for ``spare`` more if free; None when too few are."""
+        """Allocates blocks for ``tokens`` tokens, and for ``spare`` more if possible; None if too few are free."""
         table = BlockTable()
         pages, wanted = -(-tokens // PAGE_TOKENS), -(-(tokens + spare) // PAGE_TOKENS)
         if pages > self.free_pages:
@@ -159,7 +159,7 @@ class KVPool:
         return table
 
     def allocate_overflow(self, tokens: int) -> BlockTable | None:
-        """Allocates overflow pages for ``tokens`` tokens, or None. They have no disk blocks until ``reserve_disk``."""
+        """Allocates overflow blocks for ``tokens`` tokens, without disk blocks; None if too few are free."""
         table = BlockTable(in_overflow=True)
         pages = -(-tokens // PAGE_TOKENS)
         if pages > self.free_overflow_pages:
@@ -179,12 +179,12 @@ class KVPool:
             first, last = first - pages, last - pages
 
     def allocate_contiguous(self, tokens: int) -> BlockTable | None:
-        """Allocates contiguous pages for ``tokens`` tokens, or None."""
+        """Allocates contiguous blocks for ``tokens`` tokens; None if there is no such range."""
         table = BlockTable()
         return table if self._take(table, -(-tokens // PAGE_TOKENS)) else None
 
     def share(self, table: BlockTable, tokens: int) -> BlockTable:
-        """Returns a table of the whole pages among the first ``tokens`` tokens, with a reference to each."""
+        """Shares the whole blocks of the first ``tokens`` tokens. The new table has a reference to each."""
         shared, left = (
             BlockTable(first_valid_token=table.first_valid_token, in_overflow=table.in_overflow),
             tokens // PAGE_TOKENS,
@@ -199,7 +199,7 @@ class KVPool:
         return shared
 
     def grow(self, table: BlockTable, tokens: int) -> bool:
-        """Extends a table to ``tokens`` tokens in all. False, with nothing changed, when too few pages are free."""
+        """Extends a table to ``tokens`` tokens in all. False, with nothing changed, if too few blocks are free."""
         missing = -(-(tokens - table.tokens) // PAGE_TOKENS)
         if missing <= 0:
             return True
@@ -215,7 +215,7 @@ class KVPool:
         return table.first_slot is not None and (missing <= 0 or self._extend(table, missing))
 
     def trim(self, table: BlockTable, tokens: int) -> None:
-        """Frees pages beyond the first ``tokens`` tokens."""
+        """Frees the blocks behind the first ``tokens`` tokens."""
         keep, kept = -(-tokens // PAGE_TOKENS), []
         for page, pages in table.ranges:
             stay = min(pages, keep)
@@ -227,7 +227,7 @@ class KVPool:
         table.ranges[:] = kept
 
     def release_prefix(self, table: BlockTable, tokens: int) -> None:
-        """Frees the pages of the first ``tokens`` tokens, a multiple of WINDOW_STEP: no layer sees them again."""
+        """Frees the blocks of the first ``tokens`` tokens (a multiple of WINDOW_STEP): no layer sees them again."""
         if tokens <= table.num_released:
             return
         gone, left, kept = 0, tokens // PAGE_TOKENS, list[tuple[int, int]]()
@@ -242,7 +242,7 @@ class KVPool:
         table.first_valid_token = max(table.first_valid_token, gone * PAGE_TOKENS)
 
     def writable(self, table: BlockTable, start: int) -> bool:
-        """True if no other table holds the pages of the tokens from ``start`` on."""
+        """True if no other table refers to the blocks of the tokens from ``start`` on."""
         pages = table.slots(start, table.tokens)[::PAGE_TOKENS] // PAGE_TOKENS
         return bool((self._references[pages] == 1).all())
 
@@ -266,13 +266,13 @@ class KVPool:
             tensor[:, :, target : target + count] = tensor[:, :, source : source + count]
 
     def zero_tokens(self, table: BlockTable, start: int, end: int) -> None:
-        """Zeroes keys and values of positions whose pages only this table holds."""
+        """Zeroes keys and values of tokens ``start`` to ``end``; no other table may refer to their blocks."""
         slots = torch.from_numpy(table.slots(start, end)).to(self.keys.device)
         for tensor in (self.keys, self.values):
             tensor.index_fill_(2, slots, 0)
 
     def free(self, table: BlockTable) -> None:
-        """Drops a table's references and empties it; unreferenced pages become free. Idempotent."""
+        """Drops a table's references and empties it; unreferenced blocks become free. Idempotent."""
         for page, pages in table.mapped_ranges:
             part = self._references[page : page + pages]
             part -= 1
@@ -281,7 +281,7 @@ class KVPool:
         table.ranges.clear()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless all pages are accounted for."""
+        """Raises AssertionError unless each block is either free or referenced."""
         assert self._references.min() >= 0, "a page was freed more often than it was taken"
         for extents, first in ((self._extents, 0), (self._apart, self._first_apart)):
             if extents is not None:
@@ -290,7 +290,7 @@ class KVPool:
                 assert held + free == extents.capacity, f"{held} pages are held, {free} free of {extents.capacity}"
 
     def count_distinct_pages(self, tables: list[BlockTable]) -> int:
-        """Number of pool pages (without overflow) that these tables hold, shared ones counted once."""
+        """Number of pool blocks (without overflow) in these tables; a shared block counts once."""
         held = np.zeros(self.pages, bool)
         for table in tables:
             for page, pages in [] if table.in_overflow else table.mapped_ranges:
@@ -298,7 +298,7 @@ class KVPool:
         return int(held.sum())
 
     def count_exclusive_pages(self, table: BlockTable, also: BlockTable | None = None) -> int:
-        """Number of pool pages that become free with this table, and with the references of ``also``."""
+        """Number of pool blocks that freeing this table frees, if ``also`` is freed too."""
         if table.in_overflow:
             return 0
         references = self._references
@@ -309,10 +309,10 @@ class KVPool:
         return sum(int((references[page : page + pages] == 1).sum()) for page, pages in table.mapped_ranges)
 
     def zero_exclusive(self, table: BlockTable) -> None:
-        """Zeroes the pages that only this table holds.
+        """Zeroes the blocks to which only this table refers.
 
-        Attention reads past a sequence's end and multiplies padding by zero, and NaN times zero is NaN: freed pages
-        must be finite. Overflow pages read as zeros once they are released.
+        Freed blocks must be finite: attention reads behind a sequence's end and multiplies these values by zero, and
+        NaN times zero is NaN. Overflow blocks read as zeros after their release.
         """
         for page, pages in [] if table.in_overflow else table.mapped_ranges:
             for first, length in _zero_runs(self._references[page : page + pages] - 1):
@@ -321,7 +321,7 @@ class KVPool:
                     tensor[:, :, start : start + length * PAGE_TOKENS] = 0
 
     def find_not_finite(self, table: BlockTable, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the positions (ascending) whose keys or values hold NaN or infinity."""
+        """Returns the positions (ascending) whose keys or values contain NaN or infinity."""
         if not len(positions):
             return positions
         slots = table.slots(0, int(positions[-1]) + 1)[positions]
@@ -329,13 +329,13 @@ class KVPool:
         positions, at = positions[held], torch.from_numpy(slots[held]).to(self.keys.device)
         sound = torch.ones(len(positions), dtype=torch.bool, device=at.device)
         for tensor in (self.keys, self.values):
-            for layer in tensor:  # a copy of one at a time
+            for layer in tensor:  # copies one layer at a time, to save memory
                 sound &= layer.index_select(1, at).isfinite().all(-1).all(0)
         corrupt: NDArray[np.bool_] = ~sound.cpu().numpy()
         return positions[corrupt]
 
     def references_match(self, tables: list[BlockTable]) -> bool:
-        """True if these tables hold exactly the counted references."""
+        """True if the reference counts are those of exactly these tables."""
         counted = np.zeros_like(self._references)
         for table in tables:
             for page, pages in table.mapped_ranges:
@@ -343,7 +343,7 @@ class KVPool:
         return bool(np.array_equal(counted, self._references))
 
     def _take(self, table: BlockTable, pages: int) -> bool:
-        """Appends one range of ``pages`` pages to a table, if there is one."""
+        """Appends one range of ``pages`` blocks to a table. False if there is no such range."""
         extents, offset = self._extents_of(table)
         found = extents.allocate(pages)
         if found is None:
@@ -354,7 +354,7 @@ class KVPool:
         return True
 
     def _extend(self, table: BlockTable, pages: int) -> bool:
-        """Extends a table's last range by the pages after it, if they are free."""
+        """Extends a table's last range by ``pages`` blocks. False if the blocks after it are not free."""
         page, held = table.ranges[-1]
         end = page + held
         extents, offset = self._extents_of(table)
@@ -372,7 +372,7 @@ class KVPool:
             pages -= take
 
     def _extents_of(self, table: BlockTable) -> tuple[RangeAllocator, int]:
-        """Returns the allocator of a table's pages, and the number of its first page."""
+        """Returns the allocator of a table's blocks, and the number of the allocator's first block."""
         if not table.in_overflow:
             return self._extents, 0
         assert self._apart is not None, "a table apart, and no overflow"
@@ -387,6 +387,6 @@ class KVPool:
 
 
 def _zero_runs(counts: NDArray[np.int32]) -> list[tuple[int, int]]:
-    """``(first, length)`` of the runs of zeros."""
+    """Returns ``(first, length)`` of each run of zeros."""
     edges = np.flatnonzero(np.diff(np.concatenate(([1], counts, [1])) == 0))
     return [(int(a), int(b - a)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

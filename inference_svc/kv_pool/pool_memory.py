@@ -1,7 +1,8 @@
-"""Memory of a pool on a CPU: zeros at once, and there before it is needed.
+"""Pool memory on a CPU: zeroed tensors, whose pages a thread makes resident.
 
-To write gigabytes takes seconds in which a worker that starts could do something else. The system's own pages are zeros
-already; they are made on a thread of their own, which changes nothing in them and which nobody has to wait for.
+Zeroing gigabytes by writing takes seconds and would delay a worker's start. New memory of the system reads as zeros
+without a write, so the tensors are usable at once. A thread makes the pages (of memory, not blocks) resident in the
+background with madvise, which does not change their contents.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 
 _POPULATE_WRITE = 23  # madvise(2), Linux 5.14
-# Whoever maps or unmaps memory meanwhile waits for one piece at most.
+# Bytes per madvise call. A thread that maps or unmaps memory meanwhile waits for one call at most.
 _PIECE_BYTES = 8 << 20
-# Less is there in a moment.
+# Up to this size the pages are made at once: a thread would save no time.
 _AT_ONCE_BYTES = 32 << 20
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros in memory of its own, of which no page exists yet. Raises ConfigurationError."""
+    """Creates a tensor of zeros in new memory without resident pages. Raises ConfigurationError."""
     size = math.prod(shape) * dtype.itemsize
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -36,9 +37,11 @@ def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def populate(parts: Sequence[torch.Tensor]) -> threading.Thread | None:
-    """Begins to make the pages of tensors, each contiguous, and keeps what is in them. None when all of them are there:
-    where they are few, and where the system can make pages only by writing to them. Then zeros are written, which the
-    tensors must be full of."""
+    """Makes the pages of contiguous tensors resident, and keeps their contents.
+
+    Returns the thread that does it; None if the pages are resident already. That is so for small tensors, and on
+    systems without MADV_POPULATE_WRITE: there it writes zeros, so the tensors must contain only zeros.
+    """
     if not _made(parts[0], 1):
         for part in parts:
             part.zero_()
@@ -53,12 +56,12 @@ def populate(parts: Sequence[torch.Tensor]) -> threading.Thread | None:
 
 def _make(parts: Sequence[torch.Tensor]) -> None:
     for part in parts:
-        if not _made(part, part.nbytes):  # no memory is left: whoever writes there hears of it
+        if not _made(part, part.nbytes):  # out of memory: the first write to these pages will report it
             return
 
 
 def _made(part: torch.Tensor, size: int) -> bool:
-    """Makes the pages of a tensor's first ``size`` bytes, without the GIL. False where the system refuses."""
+    """Makes the pages of a tensor's first ``size`` bytes resident, without the GIL. False if the system refuses."""
     first = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     end = part.data_ptr() + size
     for at in range(first, end, _PIECE_BYTES):

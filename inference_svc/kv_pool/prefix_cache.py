@@ -1,6 +1,6 @@
-"""Prefix cache: finished sequences whose pages stay in the pool until they are needed.
+"""Prefix cache: finished sequences whose blocks stay in the pool until eviction.
 
-The next turn of a conversation continues in these pages, without a copy and without a lookup at the daemon. Only the
+The next turn of a conversation continues in these blocks, without a copy and without a lookup at the daemon. Only the
 engine's thread uses this module.
 """
 
@@ -18,13 +18,16 @@ from inference_svc.kv_pool.block_table import PAGE_TOKENS, BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 
 TokenArray = NDArray[np.uint32]
-# Shorter shared prefixes are computed again.
+# The engine computes a shorter shared prefix again.
 MIN_SHARED_TOKENS = PAGE_TOKENS
 
 
 @dataclass(frozen=True)
 class CacheScope:
-    """Boundary of reuse: sequences share keys and values only within one tenant and adapter (empty: none)."""
+    """Boundary of reuse: sequences of one tenant and adapter share keys and values.
+
+    An empty field means no tenant or no adapter.
+    """
 
     tenant_salt: bytes = b""
     adapter: bytes = b""
@@ -32,7 +35,10 @@ class CacheScope:
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """Prefix that the daemon stores: ``tokens`` up to the end of the chunk ``prefix_hash`` (empty: none)."""
+    """Prefix that the daemon stores: ``tokens`` tokens, ending with chunk ``prefix_hash``.
+
+    An empty hash means that nothing is stored.
+    """
 
     tokens: int = 0
     prefix_hash: bytes = b""
@@ -41,7 +47,7 @@ class StoredPrefix:
 
 @dataclass(frozen=True, eq=False)
 class CachedSequence:
-    """Tokens ``[n]`` with their keys and values in ``table``, whose pages it owns."""
+    """A finished sequence: its tokens ``[n]``, and the table of their blocks, which it owns."""
 
     tokens: TokenArray
     table: BlockTable
@@ -50,12 +56,12 @@ class CachedSequence:
 
     @cached_property
     def head(self) -> bytes:
-        """First tokens as bytes: a prompt that differs here shares no prefix worth reusing."""
+        """The first MIN_SHARED_TOKENS tokens as bytes: a prompt that differs in them shares no reusable prefix."""
         return self.tokens[:MIN_SHARED_TOKENS].tobytes()
 
 
 def as_array(tokens: list[int]) -> TokenArray:
-    """Converts token ids for comparisons."""
+    """Converts token ids to an array for comparisons."""
     return np.asarray(tokens, np.uint32)
 
 
@@ -67,7 +73,7 @@ def common_prefix(a: TokenArray, b: TokenArray) -> int:
 
 
 class PrefixCache:
-    """LRU cache of finished sequences. Owns their pages."""
+    """LRU cache of finished sequences. Owns their blocks."""
 
     def __init__(self, pool: KVPool, max_sequences: int) -> None:
         self._pool, self._max = pool, max_sequences
@@ -87,7 +93,7 @@ class PrefixCache:
         return [entry.table for entry in self._entries.values()]
 
     def longest_prefix(self, scope: CacheScope, tokens: TokenArray) -> tuple[CachedSequence | None, int]:
-        """Finds the entry with the longest common prefix, and its length; None below MIN_SHARED_TOKENS."""
+        """Finds the entry with the longest common prefix, and the prefix's length; None below MIN_SHARED_TOKENS."""
         found, longest, head = None, 0, tokens[:MIN_SHARED_TOKENS].tobytes()
         for entry in self._entries.values():
             if entry.scope == scope and entry.head == head:
@@ -97,7 +103,7 @@ class PrefixCache:
         return found, longest
 
     def insert(self, entry: CachedSequence) -> None:
-        """Takes the pages of a finished sequence over, and frees entries that it makes redundant."""
+        """Adds a finished sequence and owns its blocks. Frees entries that are prefixes of it."""
         if not self._max:
             self._pool.free(entry.table)
             return
@@ -110,7 +116,7 @@ class PrefixCache:
             self._drop(next(iter(self._entries)))
 
     def drop_corrupt(self, scope: CacheScope, tokens: TokenArray) -> None:
-        """Drops entries that begin with ``tokens``, and zeroes the pages that no other table holds."""
+        """Drops entries that begin with ``tokens``. Zeroes their blocks, except blocks of other tables."""
         for key, entry in list(self._entries.items()):
             if entry.scope == scope and common_prefix(entry.tokens, tokens) == len(tokens):
                 self._pool.zero_exclusive(entry.table)
@@ -121,11 +127,11 @@ class PrefixCache:
         self._entries.move_to_end(id(entry))
 
     def take(self, entry: CachedSequence) -> BlockTable:
-        """Removes an entry; the caller owns its pages."""
+        """Removes an entry; the caller owns its blocks."""
         return self._entries.pop(id(entry)).table
 
     def evict(self, in_overflow: bool = False) -> bool:
-        """Frees the least recently used entry in the pool or in its overflow; False when there is none."""
+        """Frees the least recently used entry in the pool or in its overflow; False if there is none."""
         key = next((key for key, entry in self._entries.items() if entry.table.in_overflow == in_overflow), None)
         if key is None:
             return False
@@ -133,8 +139,10 @@ class PrefixCache:
         return True
 
     def reserve_disk(self, table: BlockTable, start: int, end: int) -> None:
-        """Calls ``KVPool.reserve_disk``; while the disk is full, evicts entries in the overflow. Raises
-        OverflowFailed."""
+        """Allocates disk blocks with ``KVPool.reserve_disk``.
+
+        While the disk is full, evicts entries in the overflow. Raises OverflowFailed when none is left.
+        """
         while True:
             try:
                 return self._pool.reserve_disk(table, start, end)

@@ -1,5 +1,5 @@
-"""LoRA adapters: PEFT folders, checked weights, and the low-rank products beside the model's.
+"""LoRA adapters: PEFT folders, checked weights, and low-rank products.
 
-Imports ``models.linear`` and ``models.meta_model``, and nothing of the engine; ``adapter_dir`` and ``peft_config``
-import no torch.
+Imports only ``models.linear`` and ``models.meta_model`` of this package; ``adapter_dir`` and ``peft_config`` import no
+torch.
 """

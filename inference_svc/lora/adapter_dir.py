@@ -1,6 +1,6 @@
 """Adapter folder: required files, configuration and tensor shapes.
 
-Imports no torch, so that commands can check adapters before it is loaded.
+Imports no torch, so that commands can check adapters without loading it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from inference_svc.lora.peft_config import CONFIG, PeftConfig, read_peft_config
 WEIGHTS = "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
 MAX_HEADER_BYTES = 100 << 20
-# Most bytes per element once the adapter is placed: float32, in layers of which three are joined.
+# Maximum bytes per element in the layout of the kernels: float32, in a fused layer of three linears.
 _ELEMENT_BYTES = 4 * 3
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+)\.(?P<which>lora_A|lora_B)\.weight")
 
 
 @dataclass(frozen=True)
 class AdapterDir:
-    """A checked adapter folder. ``shapes`` maps tensor names in the file to their shapes."""
+    """Checked adapter folder. ``shapes`` maps tensor names in the file to their shapes."""
 
     name: str
     path: Path
@@ -36,11 +36,11 @@ class AdapterDir:
 
     @property
     def max_bytes(self) -> int:
-        """Upper bound of the memory of its weights."""
+        """Upper bound of the memory of the adapter's weights."""
         return sum(math.prod(shape) for shape in self.shapes.values()) * _ELEMENT_BYTES
 
     def pairs(self) -> dict[str, tuple[str, str]]:
-        """Tensor names of the two matrices of each layer, by the layer's path in the model.
+        """Maps each layer's path in the model to the tensor names of its two matrices.
 
         Raises ConfigurationError for any other tensor in the file.
         """
@@ -61,7 +61,7 @@ class AdapterDir:
 
 
 def open_adapter_dir(name: str, path: Path) -> AdapterDir:
-    """Read configuration and tensor shapes, but no weights. Raises ConfigurationError."""
+    """Read an adapter's configuration and tensor shapes, without weights. Raises ConfigurationError."""
     try:
         if not path.is_dir():
             raise ConfigurationError(f"there is no folder {path}")

@@ -19,8 +19,8 @@ from inference_svc.lora.adapter_dir import MAX_HEADER_BYTES, WEIGHTS, AdapterDir
 from inference_svc.lora.peft_config import CONFIG, PatternRefused
 from inference_svc.models.meta_model import build_meta_model
 
-# Part of fingerprints. Raise it when an adapter's contribution to a row gets other bits, so that older chunks are not
-# reused.
+# Part of fingerprints. Raise the number when a change of the code changes the bits of an adapter's products, so that
+# older chunks are not reused.
 _PURPOSE = b"kvsidecar/lora/1"
 _LAYERS = "model.layers."
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -40,9 +40,9 @@ class LowRank:
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """An adapter's weights for a model with these ``linears``.
+    """Weights of an adapter for a model with these ``linears``.
 
-    ``fingerprint`` depends on the weights alone, not on the adapter's name or folder.
+    ``fingerprint`` depends only on the weights, not on the adapter's name or folder.
     """
 
     name: str
@@ -52,7 +52,7 @@ class AdapterWeights:
 
 
 def linears_of(config: Any, dtype: torch.dtype, attention: str) -> Linears:
-    """Linear layers of a model with this configuration, without loading its weights."""
+    """Finds the linear layers of a model from its configuration, without loading weights."""
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -92,7 +92,7 @@ def _read(folder: AdapterDir, linears: Linears, model: str) -> AdapterWeights:
         size = (folder.path / WEIGHTS).stat().st_size
         if size > folder.max_bytes + MAX_HEADER_BYTES:
             raise folder.refusal(f"cannot be read: it has {size} bytes, more than its tensors take")
-        # Not mapped: a file that is truncated while it is read would kill the process (SIGBUS).
+        # Not memory-mapped: if another process truncated the file, a mapped read would kill this one (SIGBUS).
         tensors = load((folder.path / WEIGHTS).read_bytes())
         for path in sorted(pairs):
             down, up = (tensors[key] for key in pairs[path])

@@ -1,8 +1,8 @@
-"""A placed adapter: two low-rank products for each linear layer that it changes.
+"""LoRA adapter in memory: two low-rank products per changed linear layer.
 
-The layer's own weight stays as it is, at any width and in any place, so that rows of the model and of any adapters are
-computed together (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023): the model's product for all rows,
-then an adapter's for its own rows.
+The layer's own weight is not modified; it may be quantized, or streamed from a file. So one batch may contain rows of
+the model and of several adapters (as in Punica, Chen et al., 2023, and S-LoRA, Sheng et al., 2023): the layer's product
+is computed for all rows, then each adapter's products for the rows of that adapter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Place = tuple[int, str]
 
 
 class LoraPair:
-    """Maps ``x [rows, inputs]`` to the addition to a product, ``[rows, outputs]``, in x's dtype."""
+    """Computes ``up(down(x))``: ``[rows, inputs]`` to ``[rows, outputs]``, in x's dtype.
+
+    The caller adds the result to the layer's own product.
+    """
 
     def __init__(self, down: Tensor, up: Tensor) -> None:
         self._down, self._up = linear_for(down, None), linear_for(up, None)
@@ -45,7 +48,7 @@ class LoraPair:
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """An adapter that any number of sequences may use. ``fingerprint`` is part of its namespace."""
+    """Adapter that any number of sequences may use. ``fingerprint`` is part of its namespace's hash."""
 
     name: str
     fingerprint: bytes
@@ -59,10 +62,10 @@ class LoraAdapter:
 def place_adapter(
     weights: AdapterWeights, together: Mapping[str, Sequence[str]], dtype: torch.dtype, device: torch.device
 ) -> LoraAdapter:
-    """Place an adapter beside a model.
+    """Build an adapter's products in the model's dtype, on its device.
 
-    ``together`` maps names of fused products to the paths (within a layer) of the linears that they join; other linears
-    are products of their own, named by their paths.
+    ``together`` maps the name of each fused product to the paths (within a layer) of its linears. Each other linear is
+    one product, named by its path.
     """
     named = {path: name for name, paths in together.items() for path in paths}
     wanted: set[Place] = set()
@@ -79,10 +82,10 @@ def place_adapter(
 
 
 def _joined(weights: AdapterWeights, parts: Sequence[str]) -> tuple[Tensor, Tensor]:
-    """Join the matrices of linears over the same input whose outputs are concatenated.
+    """Join the matrices of linears that have the same input and concatenated outputs.
 
-    Returns ``down [ranks, inputs]`` and ``up [outputs, ranks]``, float32 and scaled, block-diagonal in ``up``; linears
-    that the adapter does not change have zeros.
+    Returns ``down [ranks, inputs]`` and ``up [outputs, ranks]`` in float32. ``up`` is scaled and block-diagonal. A
+    linear that the adapter does not change has zeros.
     """
     outputs, inputs = sum(weights.linears[part][0] for part in parts), weights.linears[parts[0]][1]
     found = [weights.layers.get(part) for part in parts]

@@ -1,6 +1,6 @@
 """``adapter_config.json`` of PEFT (peft 0.21): changed layers, ranks and scales.
 
-Imports no torch: an adapter is refused before a model is loaded.
+Imports no torch, so that an unsupported adapter is refused before a model is loaded.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 CONFIG = "adapter_config.json"
 _ALL_LINEAR = "all-linear"
 _MAX_RANK, _MAX_FILE_BYTES = 1024, 1 << 20
-# Patterns may backtrack forever. All patterns of an adapter together may take this long; usual ones take milliseconds.
+# A pattern may backtrack forever, so this limits the matching time of all patterns of an adapter together. Usual
+# patterns take milliseconds.
 _MAX_MATCH_SECONDS, _MAX_PATTERNS, _MAX_PATTERN_LENGTH = 5.0, 1024, 1024
 # The first number in a module's path is its layer number.
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-# Settings that need more than two matrices beside each linear layer.
+# Settings that need more than two additional matrices per linear layer.
 _REFUSED = {
     "alora_invocation_tokens": "it changes only what follows certain tokens (activated LoRA)",
     "arrow_config": "it routes between adapters",
@@ -39,25 +40,25 @@ _REFUSED = {
     "use_dora": "it is a DoRA adapter, whose layers are scaled anew",
     "use_qalora": "it fits a quantized model alone (QA-LoRA)",
 }
-# Settings of the training only.
+# Settings that affect only training.
 _WITHOUT_EFFECT = {
     "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode", "loftq_config",
     "lora_dropout", "lora_ga_config", "megatron_core", "peft_version", "qalora_group_size", "revision",
     "runtime_config", "unsloth_fixed", "velora_config",
 }  # fmt: skip
-# Other initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) change the model's own weights, too.
+# Other initializations (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) also change the model's own weights.
 _SUPPORTED_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class PatternRefused(Exception):
-    """A pattern of an adapter takes too long to match, or is no regular expression."""
+    """An adapter's pattern is not a regular expression, or matches too slowly."""
 
 
 class PeftConfig(BaseModel):
-    """Fields that decide the result of an adapter.
+    """Fields of the configuration that affect the adapter's result.
 
-    Paths are those of the model, such as ``model.layers.0.mlp.up_proj``. Patterns are matched without the GIL, and
-    within ``_MAX_MATCH_SECONDS`` in all; methods raise PatternRefused after that.
+    Paths are module paths of the model, such as ``model.layers.0.mlp.up_proj``. Patterns are matched without the GIL.
+    Methods raise PatternRefused when matching has taken ``_MAX_MATCH_SECONDS`` in all.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
@@ -84,7 +85,7 @@ class PeftConfig(BaseModel):
         return {} if value is None else value
 
     def targets(self, path: str) -> bool:
-        """True if the adapter changes a linear layer of the model."""
+        """True if the adapter changes the linear layer at ``path``."""
         if self.exclude_modules and self._matches(self.exclude_modules, path):
             return False
         if isinstance(self.target_modules, str):
@@ -95,7 +96,7 @@ class PeftConfig(BaseModel):
         return self.rank_pattern.get(self._key(self.rank_pattern, path), self.r)
 
     def scale(self, path: str) -> float:
-        """Factor of the product of a layer's two matrices."""
+        """Factor by which the product of a layer's two matrices is multiplied."""
         alpha, rank = self.alpha_pattern.get(self._key(self.alpha_pattern, path), self.lora_alpha), self.rank(path)
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
@@ -109,17 +110,17 @@ class PeftConfig(BaseModel):
         return number == wanted if isinstance(wanted, int) else number in wanted
 
     def _matches(self, wanted: list[str] | str, path: str) -> bool:
-        """Match a path: a regular expression completely, a list of names by equality or as a suffix."""
+        """True if a path matches. A regular expression must match all of it, a name in a list the path or its end."""
         if isinstance(wanted, str):
             return self._match(wanted, path) is not None
         return any(path == name or path.endswith(f".{name}") for name in wanted)
 
     def _key(self, patterns: dict[str, Any], path: str) -> str:
-        """First pattern that a path ends with; empty for none."""
+        """First pattern that matches the end of a path; empty for none."""
         return next((pattern for pattern in patterns if self._match(rf"(.*\.)?({pattern})", path)), "")
 
     def _match(self, expression: str, path: str) -> Any:
-        """Match a whole path within the time that is left; None for no match."""
+        """Match a whole path within the remaining time; None for no match."""
         began = time.monotonic()
         try:
             return regex.fullmatch(expression, path, timeout=max(self._left_seconds, 1e-3), concurrent=True)

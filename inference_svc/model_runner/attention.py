@@ -1,12 +1,12 @@
-"""Attention of packed rows over the paged pool, registered with ``transformers.AttentionInterface``.
+"""Attention of packed rows over the KV pool, for ``transformers.AttentionInterface``.
 
-The batch travels in the place of the attention mask, which every supported model hands through untouched.
+The batch takes the place of the attention mask: every supported model passes the mask to its layers unchanged.
 
-Batch invariance (CPU): a row's output must not depend on which rows are computed with it, or a cache hit would
-change the answer. Our kernels keep to that by themselves. Where they cannot run, torch's attention serves, which gives
-a row the same bits on a CPU whenever its number of query rows is a multiple of 4 and its number of keys a multiple of
-512 (its key block); both are padded here, and masked keys contribute exact zeros. Grouped query heads are packed into
-rows for short segments: eight rows share one pass over the keys where seven heads would take seven.
+Batch invariance (CPU): a row's output must not depend on the other rows of its batch, because a cache hit would then
+change the answer. Our kernels guarantee this. Without them, torch's attention is used. On a CPU it gives a row the same
+bits if the number of query rows is a multiple of 4 and the number of keys a multiple of 512 (its key block); this
+module pads both, and masked keys contribute exact zeros. In short segments, the query heads that share a key head are
+packed into rows: with seven such heads, one pass over the keys (of eight rows) replaces seven.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from inference_svc.model_runner.forward_batch import ForwardBatch, Segment
 from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.linear.plain_linear import ROW_MULTIPLE
 
-# Above this many rows, packing heads into rows costs more for the mask than it saves.
+# With more rows than this, the mask for packed heads costs more than the packing saves.
 PACK_ROWS = 128
 
 
 class ProjectionDone(Exception):
-    """Keys and values of a ``project_only`` batch are in the pool: nothing more of the layer is wanted."""
+    """Signal that ends a layer of a ``project_only`` batch after its projections."""
 
 
 def _keys_values(batch: ForwardBatch, segment: Segment, layer: int) -> tuple[Tensor, Tensor]:
-    """Keys and values ``[kv_heads, padded, head_dim]`` of a segment: a view when they lie in one piece."""
+    """Keys and values ``[kv_heads, padded, head_dim]`` of a segment; a view if their slots are contiguous."""
     keys, values = batch.pool.keys[layer], batch.pool.values[layer]
     if segment.first_slot is not None and not segment.left:
         end = segment.first_slot + segment.padded
@@ -42,7 +42,7 @@ def _keys_values(batch: ForwardBatch, segment: Segment, layer: int) -> tuple[Ten
     if segment.slots is None:
         assert segment.first_slot is not None
         segment.slots = torch.arange(segment.padded, device=keys.device) + segment.first_slot
-        segment.slots[: segment.left] = batch.pool.padding_slot  # hidden by every mask, and finite
+        segment.slots[: segment.left] = batch.pool.padding_slot  # every mask hides these keys, and they are finite
     return keys.index_select(1, segment.slots), values.index_select(1, segment.slots)
 
 
@@ -71,7 +71,7 @@ def segment_mask(segment: Segment, group: int, window: int | None, like: Tensor)
 def _rows_mask(segment: Segment, window: int | None, like: Tensor) -> Tensor:
     """Additive mask ``[rows, padded keys]``."""
     mask = torch.zeros(segment.rows, segment.padded, dtype=like.dtype, device=like.device)
-    # Before this key, a segment of consecutive rows sees all.
+    # All rows of a segment of consecutive rows see the keys before this one.
     first = segment.start + 1 if segment.positions is None and window is None else 0
     key = torch.arange(first, segment.padded, device=like.device)
     if segment.positions is None:
@@ -94,7 +94,7 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """``query [rows, heads, dim]`` to output of the same shape."""
+    """Computes torch's attention of one segment: ``query [rows, heads, dim]`` to output of the same shape."""
     rows, heads, dim = query.shape
     kv_heads = keys.shape[0]
     group = heads // kv_heads
@@ -123,7 +123,7 @@ def _attend(
 def _soft_capped(
     q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float, softcap: float, group: int
 ) -> Tensor:
-    """Attention with ``softcap * tanh(scores / softcap)`` (Gemma 2); in float32, as the eager model does."""
+    """Computes attention with ``softcap * tanh(scores / softcap)`` (Gemma 2). In float32, as the eager model."""
     if group > 1:
         keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.matmul(q.float(), keys.float().transpose(-1, -2)) * scale
@@ -142,7 +142,10 @@ def attend_rows(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """``query [1, heads, rows, dim]``, ``key``/``value [1, kv_heads, rows, dim]`` to ``[1, rows, heads, dim]``."""
+    """Attention function for transformers: writes keys and values to the pool, then attends.
+
+    ``query [1, heads, rows, dim]``, ``key`` and ``value [1, kv_heads, rows, dim]``; returns ``[1, rows, heads, dim]``.
+    """
     batch, layer = attention_mask, module.layer_idx
     windows = batch.pool.windows
     if windows and windows[layer] != sliding_window:
@@ -159,7 +162,7 @@ def attend_rows(
 
 
 def _attention_fn(batch: ForwardBatch) -> Callable[..., Tensor]:
-    """Our kernel for the pool's device, or torch's."""
+    """Chooses our kernel for the pool's device, or torch's attention."""
     native = batch.pool.native
     if native is not None and native.serves(batch):
         return native
@@ -169,8 +172,11 @@ def _attention_fn(batch: ForwardBatch) -> Callable[..., Tensor]:
 def attend_segments(
     query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """``query [rows, heads, dim]`` to output of the same shape, by torch's attention, one segment after the other."""
-    # zeros: padding rows belong to no segment, and what they hold must be finite
+    """Computes torch's attention, one segment after the other.
+
+    ``query [rows, heads, dim]`` to output of the same shape.
+    """
+    # Zeros: padding rows belong to no segment, and their output must be finite.
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for segment in batch.segments:
         part = slice(segment.first_row, segment.first_row + segment.rows)
@@ -182,12 +188,12 @@ def attend_segments(
 
 
 def _observe(query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None) -> None:
-    """Shows the batch's observer the attention of ``query [rows, heads, dim]``, by torch."""
+    """Computes the attention probabilities of ``query [rows, heads, dim]`` for the batch's observer."""
     assert batch.observer is not None
     (segment,) = batch.segments
     keys, _ = _keys_values(batch, segment, layer)
     (kv_heads, count, dim), rows_, heads = keys.shape, segment.rows, query.shape[1]
-    # Heads that share keys are rows of one product.
+    # Query heads that share a key head are rows of one matrix product.
     mine = query[segment.first_row : segment.first_row + rows_].transpose(0, 1)
     scores = (mine.reshape(kv_heads, -1, dim) @ keys.transpose(1, 2)).view(heads, rows_, count).float()
     scores = scores.mul_(scale).add_(segment_mask(segment, 1, window, query)[:rows_])
@@ -206,5 +212,5 @@ def _scatter(batch: ForwardBatch, pool: Tensor, rows: Tensor) -> None:
 
 
 def register() -> None:
-    """Makes the function known to transformers. Idempotent."""
+    """Registers the attention function with transformers. Idempotent."""
     AttentionInterface.register(ATTENTION_NAME, attend_rows)

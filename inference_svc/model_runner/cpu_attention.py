@@ -1,4 +1,7 @@
-"""Attention of a batch by our CPU kernel: all sequences in one call, keys read from the pool as they lie."""
+"""Attention of a batch by our CPU kernel.
+
+One call computes all sequences, and reads keys in place from scattered blocks of the pool.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ assert PAGE_TOKENS == cpu_attention.PAGE
 
 
 def prepare_attention(batch: ForwardBatch, heads: int, softcap: float | None = None) -> Attention:
-    """The attention of a batch's layers, its pages looked up once."""
+    """Prepares the attention of all layers of a batch: finds the blocks once."""
     beyond = batch.pool.padding_slot
     rows = [cpu_attention.SequenceRows(s.first_row, s.rows, _pages(s, beyond)) for s in batch.segments]
     pool = batch.pool
@@ -25,7 +28,10 @@ def prepare_attention(batch: ForwardBatch, heads: int, softcap: float | None = N
 
 
 def attend_in_place(attention: Attention, batch: ForwardBatch, layer: int, scale: float, window: int | None) -> None:
-    """A layer's attention between the tensors that ``attention`` is bound to, shown to the batch's observer."""
+    """Computes a layer's attention between the tensors that ``attention`` is bound to.
+
+    Reports the strongest probabilities to the batch's observer, if it has one.
+    """
     attention(layer, scale, window)
     if batch.observer is not None:
         batch.observer.see(torch.from_numpy(attention.max_probs()))
@@ -34,11 +40,11 @@ def attend_in_place(attention: Attention, batch: ForwardBatch, layer: int, scale
 def attend(
     query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
 ) -> Tensor:
-    """``query [rows, heads, dim]`` of a batch, padding included, to output of the same shape."""
+    """Computes a layer's attention: ``query [rows, heads, dim]``, with padding, to output of the same shape."""
     if batch.attention is None:
         batch.attention = prepare_attention(batch, query.shape[1], softcap)
     query = query.contiguous()
-    # zeros: padding rows belong to no sequence, and what they hold must be finite
+    # Zeros: padding rows belong to no sequence, and their output must be finite.
     out = torch.zeros_like(query)
     batch.attention.bind(query, out)
     attend_in_place(batch.attention, batch, layer, scale, window)
@@ -46,8 +52,11 @@ def attend(
 
 
 def _pages(segment: Segment, beyond: int) -> NDArray[np.int64]:
-    """First slots of the pages of a segment's keys; up to the end of a block of keys, padding from ``beyond`` on: what
-    another sequence has there may be NaN, which times zero is NaN."""
+    """Returns the first slot of each block of a segment's keys. Padded to whole units of the kernel.
+
+    Padding and released blocks have the slot ``beyond``, the pool's padding: the kernel multiplies these values by
+    zero, and another sequence's values may be NaN, which times zero is NaN.
+    """
     tokens = cpu_attention.num_pages(segment.keys) * PAGE_TOKENS
     if segment.first_slot is not None:
         pages = np.arange(segment.first_slot, segment.first_slot + tokens, PAGE_TOKENS)

@@ -1,8 +1,8 @@
-"""A pass of few rows through all fused layers in one call.
+"""CPU graph: all fused layers in one native call, for few rows.
 
-Decoding a small model, Python takes as long between its kernels as they do themselves. Here the calls of a pass are
-made once, over buffers that stay, and every pass only says how many rows there are and where their keys lie: what CUDA
-graphs are on a GPU (``inference_svc.model_runner.cuda_graphs``).
+When a small model decodes, Python between the kernels takes as long as the kernels. Here the kernel calls of a forward
+are built once, over static buffers; each forward then sets only the number of rows and the locations of their keys. It
+is the CPU's counterpart of CUDA graphs (``inference_svc.model_runner.cuda_graphs``).
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from inference_svc.models.linear.dense_linear import DenseLinear
 from inference_svc.models.linear.packed_linear import PackedLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 
-# A pass is made for up to so many rows; with more, there is enough to do in each kernel.
+# Maximum rows of each graph. With more rows, the kernels' time exceeds Python's.
 CAPACITIES = (12, 32)
-# To how many other slots a row's keys and values can be written: to those of every other branch.
+# Maximum number of additional slots to which a row's keys and values are written: one per other branch.
 MAX_COPIES = MAX_BRANCHES - 1
 
 
 def can_capture(batch: ForwardBatch) -> bool:
-    """True if a batch needs no Python between kernels: no adapters, loading layers or observer, and few rows."""
+    """True if a batch needs no Python between its kernels.
+
+    That is: few rows, and no adapters, loading layers or observer.
+    """
     copies = 0 if batch.copies is None else len(batch.copies.lines)
     silent = not batch.adapted and not batch.gates and batch.observer is None
     return silent and batch.real <= CAPACITIES[-1] and copies <= MAX_COPIES
 
 
 class CpuGraph:
-    """All ``layers`` of a model over one pool, for up to ``capacity`` rows, on one thread at a time."""
+    """Graph of all layers over one pool, for up to ``capacity`` rows. One thread at a time."""
 
     def __init__(
         self,
@@ -51,8 +54,11 @@ class CpuGraph:
         capacity: int,
         like: Tensor,
     ) -> None:
-        """``last_norm`` is of rows, hidden states, what is added to them, and its output; ``like`` a tensor
-        ``[.., hidden]`` of the model's type. Raises NotCapturable."""
+        """Builds the kernel calls. Raises NotCapturable.
+
+        ``last_norm(rows, hidden, delta, out)`` makes the call of the final norm; the call adds ``delta`` to ``hidden``
+        first. ``like`` is a tensor ``[.., hidden]`` of the model's type.
+        """
         self._heads, self._kv_heads = widths.heads, widths.kv_heads
 
         def rows(*shape: int) -> Tensor:
@@ -95,8 +101,10 @@ class CpuGraph:
         yield _product(layer.down, self._gated, self._delta)
 
     def run(self, hidden: Tensor, batch: ForwardBatch, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Normalized states after the last layer, ``[capacity, hidden]`` of which the batch's are the first; they stay
-        until the next run. ``angles`` are cosines and sines ``[rows, dim]``."""
+        """Computes all layers and the final norm. ``angles``: cosines and sines ``[rows, dim]``.
+
+        Returns ``[capacity, hidden]``, valid until the next run; the first rows are the batch's.
+        """
         count = len(hidden)
         self._hidden[:count] = hidden
         self._slots[:count] = batch.slots
@@ -114,7 +122,7 @@ class CpuGraph:
 
 
 class NotCapturable(Exception):
-    """A layer's products are not all kernels of ours."""
+    """Some product of a layer does not use our kernels."""
 
 
 def _product(of: LinearFn, x: Tensor, y: Tensor) -> KernelCall:

@@ -1,6 +1,7 @@
-"""Attention of a batch by our CUDA kernels: all sequences in one launch, keys read from the pool as they lie.
+"""Attention of a batch by our CUDA kernels.
 
-Where torch is faster, it serves instead: ``measured`` times both for each kind of batch when a worker starts.
+One launch computes all sequences, and reads keys in place from scattered blocks of the pool. For kinds of batches where
+torch's attention is faster, torch's is used: ``select_cuda_attention`` times both when a worker starts.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class CudaAttention:
-    """Our kernels, for the kinds of batches that they serve."""
+    """Our CUDA kernels, used for the given ``kinds`` of batches."""
 
     kernels: Kernels
     kinds: frozenset[str] = frozenset(KINDS)
 
     def serves(self, batch: ForwardBatch) -> bool:
-        # What watches attention needs scores, which our kernels never have as a whole.
+        # An observer needs all scores, and our kernels never have all of them at one time.
         return batch.observer is None and kind_of(batch) in self.kinds
 
     def __call__(
         self, query: Tensor, batch: ForwardBatch, layer: int, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """``query [rows, heads, dim]`` of a batch, padding included, to output of the same shape."""
+        """Computes a layer's attention: ``query [rows, heads, dim]``, with padding, to output of the same shape."""
         if batch.index is None:
             batch.index = build_index(batch)
         index = batch.index
         source = PagedKV(batch.pool.keys[layer], batch.pool.values[layer], index.first_slot, index.pages)
-        # zeros: padding rows belong to no sequence, and what they hold must be finite
+        # Zeros: padding rows belong to no sequence, and their output must be finite.
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         real = query[: batch.real].contiguous()
         cuda: Any = torch.cuda
-        with cuda.device_of(query):  # kernels are launched on the thread's current device
+        with cuda.device_of(query):  # a kernel runs on the thread's current device
             found, _ = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)
         out[: batch.real] = found
         return out
@@ -64,14 +65,17 @@ def kind_of(batch: ForwardBatch) -> str:
 
 
 def find_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
-    """Our kernels for a model's device, when they attend heads of its type and size."""
+    """Finds our kernels for a device; None if they do not support the type or head size."""
     if device.type != "cuda" or head_dim not in HEAD_DIMS or not supports(device, dtype):
         return None
     return kernels_for(device).kernels
 
 
 def build_index(batch: ForwardBatch) -> CudaIndex:
-    """Every segment is a sequence to the kernels. Keys in several pieces are named singly, as pages of one token."""
+    """Describes a batch to the kernels: each segment is one of their sequences.
+
+    If the keys of some segment are not contiguous, each key is listed by its slot, as a kernel page of one token.
+    """
     device, segments = batch.tokens.device, batch.segments
 
     def int32(values: list[int]) -> Tensor:
@@ -93,13 +97,15 @@ def build_index(batch: ForwardBatch) -> CudaIndex:
             line[: segment.keys] = segment.slots[: segment.keys]
         elif segment.first_slot is not None:
             there = torch.arange(segment.first_slot, segment.first_slot + segment.keys, device=device)
-            line[: segment.keys] = there.clamp_min(0)  # what a window has left behind is not read
+            line[: segment.keys] = there.clamp_min(0)  # released keys are behind the window: the kernel skips them
     return CudaIndex(at, None, pages)
 
 
 def select_cuda_attention(pool: KVPool, kernels: Kernels, heads: int, keys: int = 4096) -> CudaAttention:
-    """Our kernels for those kinds of batches in which they beat torch's attention, by the median of a few calls over
-    ``keys`` keys of an empty pool. Writes nothing."""
+    """Selects the kinds of batches for which our kernels beat torch's attention.
+
+    Compares the median times of a few calls over ``keys`` keys of an empty pool. Writes nothing to the pool.
+    """
     ours = CudaAttention(kernels)
     keys = min(keys, pool.free_pages * PAGE_TOKENS)
     table = pool.allocate(keys)

@@ -1,8 +1,8 @@
-"""Decode steps that are recorded once and then replayed, so that no Python runs between kernels (CUDA graphs).
+"""CUDA graphs: decode steps that are recorded once and then replayed.
 
-A recorded step reads its rows from static buffers and is launched as it was recorded. What a launch depends on, the
-number of sequences and the bound on their keys, is therefore rounded up to a power of two, and there is one recording
-for each pair. Sequences beyond the real ones compute a row in the pool's padding.
+A replay runs no Python between kernels. A recorded step reads its rows from static buffers, and its launch parameters
+are fixed. They depend on the number of sequences and on the maximum number of keys, so both are rounded up to a power
+of two, with one recording per pair. Padding sequences compute a row in the pool's padding slot.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ class GraphRecorder(Protocol):
     """Records work on a device."""
 
     def record(self, step: Step) -> Step:
-        """Runs a step, which reads and writes the same memory whenever it is called, and returns what does it again.
-        Raises RuntimeError for a step that cannot be recorded."""
+        """Runs and records a step; returns a function that replays it.
+
+        The step must read and write the same memory at every call. Raises RuntimeError if it cannot be recorded.
+        """
         ...
 
 
 class CudaGraphRecorder:
-    """Records CUDA graphs, which share the memory of what they compute: one is replayed at a time."""
+    """Records CUDA graphs. All share one memory pool, so only one may be replayed at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda: Any = torch.cuda
@@ -50,10 +52,10 @@ class CudaGraphRecorder:
             beside = cuda.Stream()
             beside.wait_stream(cuda.current_stream())
             with cuda.stream(beside):
-                step()  # libraries choose their kernels at the first call
+                step()  # warm-up: libraries choose their kernels at the first call
             cuda.current_stream().wait_stream(beside)
             graph = cuda.CUDAGraph()
-            # Other threads copy to and from the cache meanwhile: only this thread is watched.
+            # Other threads copy to and from the cache meanwhile, so the capture checks only this thread.
             with cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 out = step()
         self._memory = graph.pool()
@@ -66,7 +68,7 @@ class CudaGraphRecorder:
 
 
 class _CapturedStep:
-    """One recording: static buffers for so many sequences, and the step over them."""
+    """One recording: static buffers for ``sequences`` rows, and the step over them."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, sequences: int, most_keys: int) -> None:
         self._pool, self._decoder, self._sequences = pool, decoder, sequences
@@ -112,7 +114,10 @@ class _CapturedStep:
 
 
 class _Buffer:
-    """Memory of a device that is filled from the host. ``host`` may be written once what was sent has been used."""
+    """Device memory that is filled from the host.
+
+    ``host`` may be written again after the device has used the last ``send``.
+    """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self._staged = torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
@@ -124,7 +129,7 @@ class _Buffer:
 
 
 class CudaGraphs:
-    """The recordings of one decoder, made when they are first needed."""
+    """Recordings of one decoder, made at first use."""
 
     def __init__(self, decoder: Decoder, pool: KVPool, recorder: GraphRecorder, most_sequences: int) -> None:
         self._decoder, self._pool, self._recorder = decoder, pool, recorder
@@ -144,8 +149,10 @@ class CudaGraphs:
         )
 
     def __call__(self, spans: list[SequenceSlice]) -> Tensor | None:
-        """Logits ``[spans, vocabulary]`` of spans that are served, valid until the next call; None when the device
-        refuses to record, and will not be asked again."""
+        """Computes logits ``[spans, vocabulary]`` of spans for which ``serves`` is true; valid until the next call.
+
+        None if the step cannot be recorded; ``serves`` is then always false.
+        """
         bucket = _power(len(spans), 1), _power(max(s.end for s in spans), _MIN_KEYS)
         recorded = self._recorded.get(bucket)
         if recorded is None:
@@ -160,7 +167,7 @@ class CudaGraphs:
 
 
 def make_cuda_graphs(decoder: Decoder, pool: KVPool, most_sequences: int) -> CudaGraphs | None:
-    """For a pool on a CUDA device on which our attention decodes."""
+    """Creates CUDA graphs for a pool; None unless our CUDA attention serves its decode steps."""
     device = pool.keys.device
     if device.type != "cuda" or pool.native is None or "decode" not in pool.native.kinds:
         return None
@@ -173,7 +180,7 @@ def _is_decode(span: SequenceSlice) -> bool:
         and span.positions is None
         and span.wants_logits
         and span.table.first_slot is not None
-        and span.adapter is None  # what a recording computes is the model's
+        and span.adapter is None  # a recording contains only the model's own products
         and (span.gate is None or span.gate.complete)
     )
 
@@ -185,5 +192,5 @@ def _first_slot(span: SequenceSlice) -> int:
 
 
 def _power(count: int, least: int) -> int:
-    """The next power of two, at least ``least``."""
+    """Rounds up to a power of two, at least ``least``."""
     return max(least, 1 << (count - 1).bit_length())

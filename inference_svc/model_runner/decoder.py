@@ -1,4 +1,4 @@
-"""The decoder loop: embed, layers, norm, head, one layer at a time, over an unmodified model."""
+"""Decoder: embedding, layers, norm and head of an unmodified model, layer by layer."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from inference_svc.models.loader import LoadedModel
 
 
 class Decoder:
-    """Runs batches of rows and writes their keys and values into the batch's pool.
+    """Computes forward batches with a loaded model.
 
-    On a CPU the model's linear weights move into packed layers: a loaded model serves one Decoder.
+    A forward writes the keys and values of its rows to the batch's pool. On a CPU the decoder moves the model's linear
+    weights into packed layers, so a loaded model can have only one Decoder.
     """
 
     def __init__(self, loaded: LoadedModel) -> None:
@@ -47,7 +48,7 @@ class Decoder:
             inner.norm,
             inner.rotary_emb,
         )
-        # Gemma 3: sliding and global layers turn keys by different angles.
+        # Gemma 3: sliding-window and global layers have different RoPE angles.
         differ = isinstance(getattr(self._rotary, "rope_type", None), dict)
         self._kinds: list[str] | None = list(loaded.config.layer_types) if differ else None
         self._source: LayerSource = RESIDENT
@@ -72,37 +73,37 @@ class Decoder:
 
     @torch.inference_mode()
     def place(self, weights: AdapterWeights) -> LoraAdapter:
-        """An adapter that rows of this decoder may name once it was let in. On any thread."""
+        """Builds an adapter for this decoder. Rows may name it after ``let_in``. Runs on any thread."""
         return place_adapter(
             weights, {} if self._fused is None else fused_layer_weights.FUSED_LINEARS, self._dtype, self._device
         )
 
     def adopt(self, weights: AdapterWeights) -> LoraAdapter:
-        """An adapter that rows of this decoder may name. Not while a forward runs."""
+        """Builds an adapter and enables it. Must not run during a forward."""
         adapter = self.place(weights)
         self.let_in(adapter)
         return adapter
 
     def let_in(self, adapter: LoraAdapter) -> None:
-        """Rows may name an adapter from now on. Not while a forward runs."""
+        """Enables an adapter: rows may name it from now on. Must not run during a forward."""
         if self._fused is None:
             self._hooks = self._hooks or LoraHooks(self._layers)
             self._hooks.install(adapter.pairs)
 
     @torch.inference_mode()
     def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Logits ``[batch.wanted, vocabulary]`` of the rows that want them, in the model's dtype."""
+        """Computes the logits ``[batch.wanted, vocabulary]`` of ``batch.logit_rows``, in the model's dtype."""
         return self.resume(self.embed(batch), batch, 0)
 
     @torch.inference_mode()
     def embed(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states ``[rows, width]`` before the first layer."""
+        """Computes the hidden states ``[rows, width]`` before the first layer."""
         hidden: Tensor = self._embed(batch.tokens[None])[0]
         return hidden
 
     @torch.inference_mode()
     def advance(self, hidden: Tensor, batch: ForwardBatch, first: int, end: int) -> Tensor:
-        """Hidden states ``[rows, width]`` after the layers ``first`` to ``end``. ``hidden`` may be changed."""
+        """Computes layers ``first`` to ``end``: hidden states ``[rows, width]``. May change ``hidden``."""
         if self._fused is None:
             return self._run_layers(hidden, batch, first, end)
         self._fused.settle(hidden, batch, self._fused.run(hidden, batch, first, end))
@@ -110,7 +111,7 @@ class Decoder:
 
     @torch.inference_mode()
     def project(self, hidden: Tensor, batch: ForwardBatch, layer: int) -> None:
-        """Writes the keys and values of one layer to the pool. ``hidden`` stays as it is."""
+        """Writes the keys and values of one layer to the pool. Does not change ``hidden``."""
         if self._fused is not None:
             self._fused.project(hidden, batch, layer)
             return
@@ -119,8 +120,10 @@ class Decoder:
 
     @torch.inference_mode()
     def trace(self, hidden: Tensor, batch: ForwardBatch, layer: int, see: Callable[[Tensor], None]) -> None:
-        """Runs one layer as every forward does, and shows ``see`` what each of its kernels gives, in order. Keys and
-        values are written to the pool; ``hidden`` may be changed. Not while another thread runs a forward."""
+        """Computes one layer as in a forward. Calls ``see`` with the result of each kernel, in order.
+
+        Writes keys and values to the pool and may change ``hidden``. Must not run while another thread runs a forward.
+        """
         if self._fused is not None:
             self._fused.trace(hidden, batch, layer, see)
             return
@@ -137,24 +140,24 @@ class Decoder:
             see(self._run_layers(hidden, batch, layer, layer + 1))
 
     def products(self, layer: int) -> list[Any]:
-        """A layer's linear layers, whose weights may only be read while they are ``held``."""
+        """Linear layers of layer ``layer``. Their weights may be read only inside ``held(layer)``."""
         if self._fused is not None:
             return self._fused.products(layer)
         return [part for part in self._layers[layer].modules() if hasattr(part, "out_features")]
 
     def held(self, layer: int) -> LayerLease:
-        """Context in which a layer's weights are in memory."""
+        """Returns a context in which a layer's weights are in memory."""
         return self._source.acquire_layer(layer)
 
     @torch.inference_mode()
     def normalize(self, hidden: Tensor) -> Tensor:
-        """Applies the final norm to ``hidden [rows, width]``; rows are a multiple of ROW_MULTIPLE."""
+        """Applies the final norm to ``hidden [rows, width]``; ``rows`` is a multiple of ROW_MULTIPLE."""
         if self._fused is None:
             return self._norm(hidden)  # type: ignore[no-any-return]
         return self._fused.normalize(hidden)
 
     def form_of(self, layer: int) -> tuple[object, ...]:
-        """Describes how a layer is computed; equal for layers that differ in their weights only."""
+        """Describes the computation of a layer; equal for layers that differ only in their weights."""
         if self._fused is not None:
             return self._fused.form_of(layer)
         parts = self._layers[layer].named_modules()
@@ -167,15 +170,18 @@ class Decoder:
 
     @torch.inference_mode()
     def angles_at(self, positions: Tensor) -> Iterator[Tensor]:
-        """Cosines and sines by which keys are turned at ``positions``, of every kind of layer."""
-        rotary = copy.deepcopy(self._rotary)  # some keep what they saw
+        """Yields RoPE cosines and sines at ``positions``, for every kind of layer."""
+        rotary = copy.deepcopy(self._rotary)  # some rotary modules change their state at each call
         like = torch.zeros(1, 1, 1, dtype=self._dtype, device=self._device)
         for kind in dict.fromkeys(self._kinds or [""]):
             yield from rotary(like, positions[None], *([kind] if kind else []))
 
     @torch.inference_mode()
     def resume(self, hidden: Tensor, batch: ForwardBatch, first: int) -> Tensor:
-        """Logits ``[batch.wanted, vocabulary]`` from hidden states before layer ``first``, which may be changed."""
+        """Computes logits ``[batch.wanted, vocabulary]`` from the hidden states before layer ``first``.
+
+        May change ``hidden``.
+        """
         if self._fused is not None:
             states = self._fused.complete(hidden, batch, first)
         else:
@@ -184,7 +190,7 @@ class Decoder:
         if states is None:
             return torch.empty(0, 0)
         if isinstance(self._head, (QuantizedLinear, DenseLinear)):
-            # Any number of rows gives the same bits: there are none to fill up with.
+            # These products give the same bits for any number of rows, so the padding rows are not needed.
             states = states[: batch.wanted]
         logits: Tensor = self._head(states)[: batch.wanted]
         if self._softcap is not None:
@@ -192,7 +198,7 @@ class Decoder:
         return logits
 
     def _run_layers(self, hidden: Tensor, batch: ForwardBatch, first: int, end: int) -> Tensor:
-        """The model's own layers over ``hidden [rows, width]``."""
+        """Computes ``hidden [rows, width]`` with the model's own layers."""
         if self._hooks is not None:
             self._hooks.rows, self._hooks.count = batch.adapted, len(batch.tokens)
         states, positions = hidden[None], batch.positions[None]
@@ -212,7 +218,7 @@ class Decoder:
         return states[0]
 
     def _angles(self, states: Tensor, positions: Tensor, first: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Cosines and sines for each of the layers ``first`` to ``end``."""
+        """Returns RoPE cosines and sines for each of the layers ``first`` to ``end``."""
         if self._kinds is None:
             return [self._rotary(states, positions)] * (end - first)
         kinds = self._kinds[first:end]

@@ -1,4 +1,4 @@
-"""EngineLost: the error that ends an engine, because its device or a copy no longer works."""
+"""EngineLost: the error that ends an engine after a device failure or hung copy."""
 
 from __future__ import annotations
 
@@ -6,12 +6,17 @@ import torch
 
 
 class EngineLost(BaseException):
-    """Fatal error: passes every handler of single requests' failures and ends the engine's thread."""
+    """Fatal error of an engine; no handler of a request's failure catches it.
+
+    It ends the engine's thread.
+    """
 
 
 def check_device(device: torch.device, error: BaseException) -> None:
-    """Raises EngineLost when ``error`` left a CUDA device unusable: such errors are sticky, and every later call of the
-    process fails as well."""
+    """Raises EngineLost if ``error`` left a CUDA device unusable.
+
+    CUDA errors are sticky: after such an error, every later CUDA call of the process fails.
+    """
     if device.type != "cuda":
         return
     try:

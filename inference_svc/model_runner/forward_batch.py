@@ -1,8 +1,8 @@
 """Forward batch: the packed rows of several sequences, input of one step.
 
-A row is ``(token, position, sequence, slot)``. Its key and value are written to the pool at its slot; its query sees
-the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode, the verification of
-draft tokens and selective recompute are the same forward with different rows.
+A row is ``(token, position, sequence, slot)``. The forward writes the row's key and value to its slot of the pool; the
+row's query sees the keys of its sequence with ``key position <= row position``. Prefill, chunked prefill, decode,
+verification of draft tokens and selective recompute are the same forward with different rows.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from kvkernels.cpu.cpu_attention import Attention
     from kvkernels.cuda.cuda_attention import AttentionRows
 
-# Rows that attend in one call: fewer calls against fewer keys that are read only to be masked.
+# Rows per segment. Longer segments need fewer calls; shorter ones read fewer keys that the mask hides.
 SEGMENT_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Branch of a draft tree: ``tokens`` at the positions from ``start`` on, beside the slice's own draft tokens.
+    """Branch of a draft tree: ``tokens`` at positions from ``start`` on.
 
-    Sampled rows of a slice are numbered: 0 is the row of its last true token, then those of its own draft tokens, then
-    those of its branches. The branch has the rows from ``first`` on and follows the row ``behind``. ``table`` has the
-    pages of all keys that they see. Pages from the one on in which the branch begins are its own; what other rows of
-    the step compute for them is written there as well: of the ``copied`` rows, at these slots.
+    The sampled rows of a slice are numbered: row 0 is the slice's last sampled or prompt token, then come the rows of
+    the slice's own draft tokens, then the rows of its branches. The branch has the rows from ``first`` on and follows
+    row ``behind``. ``table`` maps all keys that the branch sees. The branch owns the block in which it begins and the
+    blocks after it. ``copied`` are ``(row, slot)``: earlier rows of the same step whose keys and values are also
+    written to these slots of the branch's blocks.
     """
 
     tokens: list[int]
@@ -52,17 +53,18 @@ class Branch:
 
     @property
     def end(self) -> int:
-        """One more than its last row."""
+        """End of the branch's rows, exclusive."""
         return self.first + len(self.tokens)
 
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """Tokens of one sequence to compute: at positions from ``start`` on, or at rising ``positions``.
+    """Tokens of one sequence to compute in a step.
 
-    Keys and values of all earlier positions must lie in ``table``'s pages. Logits are computed for the first
-    ``num_scored`` tokens; with ``wants_logits`` also for the last token, or, when the last ``num_drafted`` are draft
-    tokens, for these, the one before them, and all tokens of ``branches``.
+    Their positions are ``start`` and the following ones, or the ascending ``positions``. ``table`` must contain the
+    keys and values of all earlier positions. The step computes logits for the first ``num_scored`` tokens. With
+    ``wants_logits`` it also computes logits for the last token; if the last ``num_drafted`` tokens are draft tokens,
+    for these, the token before them, and all tokens of ``branches``.
     """
 
     tokens: list[int]
@@ -70,15 +72,15 @@ class SequenceSlice:
     table: BlockTable
     wants_logits: bool
     positions: NDArray[np.int64] | None = None
-    gate: LayerReadyEvent | None = None  # when keys and values of earlier positions are still being loaded
+    gate: LayerReadyEvent | None = None  # set while keys and values of earlier positions are being loaded
     num_drafted: int = 0
-    adapter: LoraAdapter | None = None  # what is added to the model's own products
+    adapter: LoraAdapter | None = None  # its products are added to the model's
     num_scored: int = 0
     branches: tuple[Branch, ...] = ()
 
     @property
     def end(self) -> int:
-        """One more than the last position."""
+        """End of the positions, exclusive."""
         return self.start + len(self.tokens) if self.positions is None else int(self.positions[-1]) + 1
 
     @property
@@ -87,7 +89,7 @@ class SequenceSlice:
         return self.num_drafted + sum(len(branch.tokens) for branch in self.branches)
 
     def following(self, row: int) -> dict[int, int]:
-        """Maps the draft tokens after a sampled row to their rows."""
+        """Maps the draft tokens that may follow a sampled row to their rows."""
         found: dict[int, int] = {}
         if row < self.num_drafted:
             found[self.tokens[len(self.tokens) - self.num_drafted + row]] = row + 1
@@ -117,17 +119,20 @@ class SequenceSlice:
 
 @dataclass(eq=False)
 class Segment:
-    """Rows of one span inside a batch and the keys they see (``keys`` of them, padded to ``padded``)."""
+    """Rows of one slice, at most SEGMENT_ROWS, and their keys.
+
+    The rows see ``keys`` keys, which are padded to ``padded``.
+    """
 
     first_row: int
     rows: int
     start: int
-    positions: Tensor | None  # [rows] when they do not follow each other from start on
+    positions: Tensor | None  # [rows] if they are not consecutive from start on
     keys: int
     padded: int
     first_slot: int | None
-    slots: Tensor | None  # [padded] when the keys do not lie in one piece
-    left: int = 0  # leading keys that nobody sees, and that are not where they would be
+    slots: Tensor | None  # [padded] if the slots of the keys are not contiguous
+    left: int = 0  # leading keys whose blocks were released; no row sees them
     adapter: LoraAdapter | None = None
     masks: dict[tuple[int, int | None], Tensor] = field(default_factory=dict)
 
@@ -143,20 +148,23 @@ class CudaIndex:
 
 @dataclass(frozen=True)
 class SlotCopies:
-    """Rows whose keys and values are written to other slots as well: ``lines [copies, rows]``, NOWHERE for none."""
+    """Additional slots to which keys and values of rows are written.
+
+    ``lines [copies, rows]`` are slots, UNMAPPED for none.
+    """
 
     lines: Tensor
 
     @cached_property
     def flat(self) -> tuple[Tensor, Tensor]:
-        """The rows and the slots, one by one."""
+        """Rows ``[n]`` and slots ``[n]`` of all copies."""
         found = (self.lines != UNMAPPED).nonzero()
         return found[:, 1], self.lines[found[:, 0], found[:, 1]]
 
 
 @dataclass(eq=False)
 class ForwardBatch:
-    """One forward. ``rows`` is a multiple of ROW_MULTIPLE; the last ones may be padding."""
+    """Input of one forward. ``rows`` is a multiple of ROW_MULTIPLE; the last rows may be padding."""
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
@@ -166,10 +174,10 @@ class ForwardBatch:
     wanted: int
     real: int  # rows that are not padding
     pool: KVPool
-    contiguous_slots: tuple[int, int] | None  # first slot and rows, when all real rows lie in one piece
-    project_only: bool = False  # a layer stops when its keys and values are written
+    contiguous_slots: tuple[int, int] | None  # first slot and number of real rows, if their slots are contiguous
+    project_only: bool = False  # the layer ends when its keys and values are written
     observer: AttentionObserver | None = None
-    # what our CUDA kernels read it by, and our CPU kernel; made when they first do
+    # Inputs of our CUDA kernels and of our CPU kernel, made at their first use.
     index: CudaIndex | None = None
     attention: Attention | None = None
     gates: tuple[LayerReadyEvent, ...] = ()
@@ -177,21 +185,27 @@ class ForwardBatch:
     copies: SlotCopies | None = None
 
     def pass_layer(self, layer: int) -> None:
-        """Waits until a layer is loaded for all sequences. Raises LayerLoadFailed."""
+        """Waits until a layer is loaded for all sequences of the batch. Raises LayerLoadFailed."""
         for gate in self.gates:
             gate.pass_layer(layer)
 
 
 class AttentionObserver(Protocol):
-    """Receives the attention of a batch with one segment, layer by layer."""
+    """Receives attention probabilities of a batch with one segment, layer by layer."""
 
     def see(self, strongest: Tensor) -> None:
-        """The strongest probability that any row gives each key, ``[heads, keys]``; keys behind the last may follow."""
+        """Receives ``strongest [heads, keys]``: the maximum over all rows of each key's probability.
+
+        Padding keys may follow the last key.
+        """
         ...
 
 
 def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) -> ForwardBatch:
-    """Packs slices into a batch. Each table must hold the slice's tokens and all keys that its rows see."""
+    """Packs slices into a batch.
+
+    Each slice's table must have slots for its tokens and contain all keys that its rows see.
+    """
     tokens: list[int] = []
     slots, positions, segments = [], [], []
     logit_rows: list[int] = []
@@ -238,7 +252,7 @@ def build_batch(spans: list[SequenceSlice], pool: KVPool, device: torch.device) 
 
 
 def _copies(copied: list[tuple[int, int]], rows: int, device: torch.device) -> SlotCopies | None:
-    """``copied`` are rows and slots; a row may come more than once."""
+    """Builds SlotCopies from ``(row, slot)`` pairs; a row may occur more than once."""
     if not copied:
         return None
     ordered, line, lines = sorted(copied), 0, [[UNMAPPED] * rows]
@@ -251,7 +265,7 @@ def _copies(copied: list[tuple[int, int]], rows: int, device: torch.device) -> S
 
 
 def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
-    """Reduces a batch to the rows that need logits, each a segment of its own."""
+    """Reduces a batch to the rows that need logits, with one segment per row."""
     wanted, segments = batch.logit_rows[: batch.wanted].tolist(), []
     for at, row in enumerate(wanted):
         whole = next(s for s in batch.segments if s.first_row <= row < s.first_row + s.rows)
@@ -271,7 +285,7 @@ def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
         logit_rows=torch.arange(len(batch.logit_rows), device=batch.logit_rows.device),
         real=batch.wanted,
         contiguous_slots=None,
-        copies=None,  # they have been written
+        copies=None,  # already written
         index=None,
         attention=None,
         adapted=_adapted(segments, batch.wanted),
@@ -279,7 +293,7 @@ def keep_logit_rows(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _adapted(segments: list[Segment], real: int) -> tuple[LoraRows, ...]:
-    """The rows of each adapter, where they follow each other in one piece. ``real`` rows are no padding."""
+    """Returns the contiguous row ranges of each adapter. ``real``: rows of the batch without padding."""
     found: list[LoraRows] = []
     for segment in segments:
         if segment.adapter is None:
@@ -293,12 +307,12 @@ def _adapted(segments: list[Segment], real: int) -> tuple[LoraRows, ...]:
 
 
 def _padded(keys: int) -> int:
-    """Rounds a number of keys up to KEY_BLOCK, so that torch's kernel gives a row the same bits in any batch."""
+    """Rounds a number of keys up to KEY_BLOCK: torch's kernel then gives a row the same bits in any batch."""
     return -(-keys // KEY_BLOCK) * KEY_BLOCK
 
 
 def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.device) -> list[Segment]:
-    """A span in pieces of SEGMENT_ROWS rows, each of which sees the keys up to its own last position."""
+    """Splits a slice into segments of SEGMENT_ROWS rows; each sees the keys up to its last position."""
     out, first_slot = [], span.table.first_slot
     for at in range(0, len(span.tokens), SEGMENT_ROWS):
         count = min(SEGMENT_ROWS, len(span.tokens) - at)
@@ -306,7 +320,7 @@ def _segments(span: SequenceSlice, first_row: int, pool: KVPool, device: torch.d
         keys = span.start + at + count if part is None else int(part[-1]) + 1
         padded = _padded(keys)
         first, slots = first_slot, None
-        # Keys behind the sequence's end are read, though masked: they must at least be inside the pool.
+        # Attention reads the padding keys behind the sequence's end, although masked: they must be inside the pool.
         if first is None or first + padded > pool.keys.shape[2]:
             first = None
             padding = np.full(padded - keys, pool.padding_slot)

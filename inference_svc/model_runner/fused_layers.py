@@ -1,9 +1,10 @@
-"""Fused decoder layers for the CPU: the same mathematics as the model's own layers, in a quarter of the calls.
+"""Fused decoder layers for the CPU.
 
-At one row a 0.5B model's layer is 0.9 ms of memory traffic; the eager layer adds 0.4 ms of Python and small
-kernels to it. Here a layer is four packed matrix products, three compiled row kernels and one attention call. It
-serves models whose layers have Llama's structure (Llama, Mistral, Qwen2, Qwen3); others run their own layers.
-``tests/inference_svc/models/test_architectures.py`` holds both against each other.
+They compute the same mathematics as the model's own layers, in a quarter of the calls. For one row, a layer of a 0.5B
+model takes 0.9 ms of memory traffic; the eager layer adds 0.4 ms of Python and small kernels. A fused layer consists of
+four packed matrix products, three compiled row kernels and one attention call. It supports models with Llama's layer
+structure (Llama, Mistral, Qwen2, Qwen3); other models run their own layers.
+``tests/inference_svc/models/test_architectures.py`` compares both.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from inference_svc.models.fused_layer_weights import (
 )
 from inference_svc.models.layer_streaming.layer_source import RESIDENT, LayerSource
 
-# The last layer is cut to the rows that want logits where they are at most one in so many.
+# The last layer computes only the rows that need logits, if these are at most 1/4 of all rows.
 _FEW = 4
 
 
 class _LayerPass:
-    """Buffers of one pass over some layers. ``see`` is shown what each kernel gives."""
+    """Buffers of a forward through some layers. Calls ``see`` with the output of each kernel."""
 
     def __init__(
         self, layers: FusedLayers, hidden: Tensor, batch: ForwardBatch, see: Callable[[Tensor], None] | None = None
@@ -55,7 +56,7 @@ class _LayerPass:
         self.gated = hidden.new_zeros(rows, layers.widths.inner)
 
     def product(self, i: int, name: str, of: LinearFn, x: Tensor) -> Tensor:
-        """A product of layer ``i`` over ``x [rows, in]``, with what adapters add to some of its rows."""
+        """Computes a product of layer ``i`` over ``x [rows, in]``. Adds the adapters' products of their rows."""
         out = of(x)
         for part in self.batch.adapted:
             part.add((i, name), x, out)
@@ -64,21 +65,24 @@ class _LayerPass:
         return out
 
     def run(self, call: KernelCall, *outputs: Tensor) -> None:
-        """Runs a kernel over all rows, which writes to ``outputs``."""
+        """Runs a kernel, which writes to ``outputs``, over all rows."""
         cpu_rows.run(call, self.real)
         if self.see is not None:
             for output in outputs:
                 self.see(output)
 
     def attend(self, i: int, layer: FusedLayerWeights) -> None:
-        """The attention of layer ``i``, from ``queries`` to ``attended``."""
+        """Computes the attention of layer ``i``, from ``queries`` to ``attended``."""
         cpu_attention.attend_in_place(self.attention, self.batch, i, layer.scale, layer.window)
         if self.see is not None:
             self.see(self.attended)
 
 
 class FusedLayers:
-    """All layers of a model, those ``given`` or its own, of which it takes the linear weights then."""
+    """Fused layers of a model: those ``given``, or built from the model's own layers.
+
+    Building them takes the linear weights out of the model.
+    """
 
     def __init__(
         self, model: Any, given: Sequence[FusedLayerWeights] | None = None, source: LayerSource = RESIDENT
@@ -93,18 +97,20 @@ class FusedLayers:
         self._source = source
         self._final_norm = norm_weight(model.model.norm)
         self._final_epsilon = float(model.model.norm.variance_epsilon)
-        # By pool, whose thread alone runs them, and by capacity.
+        # CPU graphs by pool and capacity. Only the thread of the pool runs them.
         self._chains: WeakKeyDictionary[KVPool, dict[int, CpuGraph | None]] = WeakKeyDictionary()
 
     def run(self, hidden: Tensor, batch: ForwardBatch, first: int, end: int) -> Tensor | None:
-        """Layers ``first`` to ``end`` over ``hidden [rows, hidden]``, changed in place. What the last one still adds
-        to it is returned, for ``settle``."""
+        """Computes layers ``first`` to ``end`` over ``hidden [rows, hidden]``, in place.
+
+        Returns the last layer's output that is still to be added to ``hidden``; ``settle`` adds it.
+        """
         return self._run(_LayerPass(self, hidden, batch), first, end)
 
     def complete(self, hidden: Tensor, batch: ForwardBatch, first: int) -> Tensor | None:
-        """Normalized states of the rows that want logits, after all layers from ``first`` on; None when none does.
+        """Computes the layers from ``first`` on and the final norm. Returns the rows that need logits, or None.
 
-        Of the last layer, rows that want none compute their keys and values only.
+        In the last layer, rows that need no logits compute only their keys and values.
         """
         if (
             first == 0
@@ -118,7 +124,7 @@ class FusedLayers:
         if batch.wanted <= batch.real // _FEW and first <= last and batch.observer is None:
             work = _LayerPass(self, hidden, batch)
             delta = self._run(work, first, last)
-            with self._source.acquire_layer(last):  # for both of its uses
+            with self._source.acquire_layer(last):  # one lease for both uses of the layer
                 self._project(work, last, delta)
                 if not batch.wanted:
                     return None
@@ -149,17 +155,19 @@ class FusedLayers:
         return delta
 
     def project(self, hidden: Tensor, batch: ForwardBatch, i: int) -> None:
-        """Writes keys and values of layer ``i`` to the pool, and no more."""
+        """Computes only the keys and values of layer ``i``, and writes them to the pool."""
         with self._source.acquire_layer(i):
             self._project(_LayerPass(self, hidden, batch), i, None)
 
     def trace(self, hidden: Tensor, batch: ForwardBatch, i: int, see: Callable[[Tensor], None]) -> None:
-        """Layer ``i`` over ``hidden``, which is changed; ``see`` is shown what each of its kernels gives, but for the
-        keys and values that it writes to the pool."""
+        """Computes layer ``i`` over ``hidden``, in place. Calls ``see`` with the output of each kernel.
+
+        ``see`` does not get the keys and values, which are written to the pool.
+        """
         self._run(_LayerPass(self, hidden, batch, see), i, i + 1)
 
     def form_of(self, i: int) -> tuple[object, ...]:
-        """Describes how layer ``i`` is computed; equal for layers that differ in their weights only."""
+        """Describes the computation of layer ``i``; equal for layers that differ only in their weights."""
         layer = self._layers[i]
         return layer.head_norms[0] is not None, layer.window, *map(linear_form, self.products(i))
 
@@ -168,24 +176,26 @@ class FusedLayers:
         return [layer.qkv, layer.o, layer.gate_up, layer.down]
 
     def normalize(self, hidden: Tensor) -> Tensor:
-        """The norm behind the last layer of ``hidden [rows, hidden]``, which stays as it is."""
+        """Computes the final norm of ``hidden [rows, hidden]``; does not change ``hidden``."""
         out = torch.empty_like(hidden)
         cpu_rows.run(self.last_norm(len(hidden), hidden, None, out), len(hidden))
         return out
 
     def settle(self, hidden: Tensor, batch: ForwardBatch, delta: Tensor | None) -> None:
-        """Adds what ``run`` left over, as the next layer would."""
+        """Adds the output of ``run`` to ``hidden``, as the next layer would."""
         if delta is not None:
             last = self.last_norm(batch.real, hidden, delta, torch.empty_like(hidden))
             cpu_rows.run(last, batch.real)
 
     def last_norm(self, rows: int, hidden: Tensor, delta: Tensor | None, out: Tensor) -> KernelCall:
-        """After the last layer, as ``kvkernels.cpu.norm_rope_silu.norm``."""
+        """Makes the kernel call of the final norm: adds ``delta`` to ``hidden``, then normalizes into ``out``."""
         return cpu_rows.rms_norm(rows, hidden, delta, self._final_norm, self._final_epsilon, out)
 
     def _project(self, work: _LayerPass, i: int, delta: Tensor | None) -> None:
-        """Up to the rotated queries of layer ``i``, with its keys and values in the pool: after what is being loaded of
-        it, which a repair's rows replace."""
+        """Computes the rotated queries, keys and values of layer ``i``; writes keys and values to the pool.
+
+        Waits first until the layer is loaded, because the rows of a selective recompute replace loaded values.
+        """
         work.batch.pass_layer(i)
         layer, rows = self._layers[i], work.real
         norm = cpu_rows.rms_norm(rows, work.hidden, delta, layer.input_norm, layer.epsilon, work.normed)
@@ -205,7 +215,7 @@ class FusedLayers:
         work.run(rotate, work.queries)
 
     def _chain(self, hidden: Tensor, batch: ForwardBatch) -> CpuGraph | None:
-        """Returns the CPU graph for a batch, capturing it at first use; None where a product cannot be captured."""
+        """Returns the CPU graph for a batch, captured at first use; None if a product cannot be captured."""
         if self._source is not RESIDENT:
             return None
         capacity = next(most for most in cpu_graph.CAPACITIES if batch.real <= most)
@@ -218,7 +228,8 @@ class FusedLayers:
         return graphs[capacity]
 
     def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines ``[rows, dim]`` from a table that the model's own rotary module filled."""
+        """Returns RoPE cosines and sines ``[rows, dim]``. They are from a table that the model's rotary module
+        fills."""
         longest = int(positions.max()) + 1
         if longest > len(self._cos):
             size = 1 << (longest - 1).bit_length()

@@ -10,17 +10,20 @@ from kvsidecar.errors import KVSidecarError
 
 from inference_svc.model_runner.engine_lost import EngineLost
 
-# A copy from memory that takes longer than this hangs. Its thread may write to the pages at any time, so that nobody
-# can have them any more.
+# A copy from memory that takes longer than this hangs. Its thread may still write to the blocks at any time, so the
+# blocks cannot be freed and the engine ends.
 MAX_COPY_SECONDS = 60.0
 
 
 class LayerLoadFailed(KVSidecarError):
-    """Error of a load that ended before all layers were complete."""
+    """A load ended before all layers were in the pool."""
 
 
 class LayerReadyEvent:
-    """Number of a sequence's layers that are in the pool. The loader sets it; a step waits per layer. Thread-safe."""
+    """Event per layer of a sequence that is being loaded. Thread-safe.
+
+    The loader marks layers as loaded; a step waits for each layer before it computes the layer.
+    """
 
     def __init__(self, layers: int) -> None:
         self._layers, self._ready = layers, 0
@@ -30,12 +33,12 @@ class LayerReadyEvent:
 
     @property
     def complete(self) -> bool:
-        """True once all layers are loaded."""
+        """True if all layers are loaded."""
         return self._ready == self._layers
 
     @property
     def done(self) -> bool:
-        """True once loading ended, with or without success: no thread writes to the pages any more."""
+        """True after the load ended, with or without success: no thread writes to the blocks any more."""
         return self._failed or self.complete
 
     @property
@@ -44,7 +47,7 @@ class LayerReadyEvent:
 
     @property
     def restore_ms(self) -> float:
-        """Milliseconds from creation to the last layer; 0 before."""
+        """Milliseconds from creation to the last layer; 0 until then."""
         return max(0.0, self._completed - self._made) * 1e3
 
     def open(self, layers: int) -> None:

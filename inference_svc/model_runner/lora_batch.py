@@ -1,8 +1,9 @@
-"""The rows of a batch that adapters change, and how they come to a model's own layers.
+"""LoRA in a batch: rows with adapters, and hooks on a model's own layers.
 
-Rows of the model and of any adapters are one forward. The model's products are computed for all of them, as if there
-were no adapters; what an adapter adds is computed for its rows alone, as many as matrix kernels give the same bits for
-in any batch. So a row's result depends on nothing beside it.
+A batch may contain rows without an adapter and rows of several adapters. The model's products are computed for all
+rows, as if there were no adapters. Then each adapter's products are computed for the rows of that adapter only. These
+rows are padded to a number for which the matrix kernels give a row the same bits in any batch, so a row's result does
+not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from inference_svc.lora.lora_adapter import LoraAdapter, Place
 
 @dataclass(frozen=True)
 class LoraRows:
-    """The rows from ``first`` to ``end``; ``padding`` more make them as many as the kernels want. None where a batch
-    has no other rows, and is padded itself."""
+    """Contiguous rows ``first`` to ``end`` of a batch that use one adapter.
+
+    ``padding`` is the number of zero rows that pad them to ROW_MULTIPLE. It is None if the batch has no other rows: the
+    batch itself is padded then.
+    """
 
     adapter: LoraAdapter
     first: int
@@ -29,7 +33,7 @@ class LoraRows:
     padding: int | None
 
     def add(self, place: Place, x: Tensor, out: Tensor) -> None:
-        """Adds to these rows of ``out [rows, outputs]`` what the adapter makes of those of ``x [rows, inputs]``."""
+        """Adds the adapter's product of these rows of ``x [rows, inputs]`` to ``out [rows, outputs]``."""
         pair = self.adapter.pairs.get(place)
         if pair is None:
             return
@@ -41,8 +45,11 @@ class LoraRows:
 
 
 class LoraHooks:
-    """Lets adapters add to the products of a model whose layers run as they are: each linear layer is a product by its
-    path within the layer. ``rows`` are those of the batch that is being computed, of ``count`` rows in all."""
+    """Forward hooks that add adapters' products to a model's own linear layers.
+
+    Used for models without fused layers. A linear layer is named by its path within its decoder layer. The decoder sets
+    ``rows`` (the rows with adapters) and ``count`` (all rows) before each forward.
+    """
 
     def __init__(self, layers: Any) -> None:
         self._layers, self._hooked = layers, set[Place]()
@@ -50,7 +57,7 @@ class LoraHooks:
         self.count = 0
 
     def install(self, places: Iterable[Place]) -> None:
-        """Makes these products call back. Idempotent."""
+        """Installs hooks on these linear layers. Idempotent."""
         for place in set(places) - self._hooked:
             layer, path = place
             self._layers[layer].get_submodule(path).register_forward_hook(partial(self._after, place))

@@ -1,19 +1,20 @@
-"""The probe that finds the identity of a worker's numerics.
+"""Numerics probe: identifies the bits that a worker computes, by a hash.
 
-Chunks may only be shared by workers that compute the same bits. Which bits a worker computes depends on the variant of
-our kernels, on the library that multiplies and its version, on the CPU or GPU, on the number of threads where a library
-sums up by it, and on the code that all of these run. The probe names none of them. It computes one layer of each form
-that the model has, over fixed inputs, by the engine's own code, and hashes the bits that every kernel gives. Workers
-that give equal bits share chunks, whatever their machines are called.
+Workers may share chunks only if they compute the same bits. The bits depend on the variant of our kernels, the matrix
+library and its version, the CPU or GPU, the number of threads (if a library splits sums by threads), and the code that
+each of these runs. The identity does not list these causes. Instead, the probe computes one layer of each form that the
+model has, over fixed inputs, with the engine's own code, and hashes the output bits of every kernel. Workers with equal
+hashes share chunks, on any machine.
 
-In 16 bits a result hides in which order it was summed up. So products and attention are also computed over inputs in
-which each summand occurs with both signs: the result is nothing but rounding errors, and no two orders give the same.
-The sum that attention divides by is shown by results halfway between two numbers. Norms have no such inputs; they are
-computed for so many elements that an error in the last bit of a sum shows.
+A result that is rounded to 16 bits does not show the order of its summation. So the probe also computes products and
+attention over inputs in which each summand occurs with both signs: the result then consists of rounding errors only,
+which differ between any two orders. The denominator of attention's softmax shows in results halfway between two
+adjacent numbers. Norms have no such inputs; the probe computes them for so many elements that a different last bit of a
+sum shows in some of them.
 
-A hash of a few rows stands for all rows where no bit of a row depends on its batch. The probe looks at that, too. Where
-it does not hold, and on a GPU, where nobody promises it, libraries may choose by the number of rows: the identity then
-names the device, the libraries and the threads as well.
+The hash of a few rows represents all rows only if no bit of a row depends on its batch, so the probe checks this. If a
+row's bits depend on the batch, libraries may choose other kernels for other numbers of rows; on a GPU no library
+guarantees otherwise. In both cases the identity also contains the device, the libraries and the number of threads.
 """
 
 from __future__ import annotations
@@ -45,32 +46,33 @@ from inference_svc.models.linear.quantized_linear import QuantizedLinear
 from inference_svc.models.loader import LoadedModel
 from inference_svc.models.numerics_identity import NumericsIdentity
 
-# Positions of the rows of a decode step: keys of less than a block of 64, of one piece of 512, and of two.
+# Positions of the rows of a decode step: contexts of less than 64 keys (our kernels' key block), of up to 512 keys
+# (torch's key block), and of two blocks of 512.
 _DECODED = (3, 35, 511, 699)
-# A prompt's rows, which see keys of one piece of 512 and of two.
+# Positions of a prompt's rows: they see one and two blocks of 512 keys.
 _PREFILLED = range(480, 544)
 _POOL_TOKENS = 1344
-# How many positions of a model's context the angles are looked at.
+# Number of positions of the model's context at which RoPE angles are hashed.
 _ANGLES = 1024
 _ROWS = (ROW_MULTIPLE, len(_PREFILLED))
-# Elements of a norm: one in 2^16 shows that a sum's last bit is another one.
+# Elements of the hashed norms: a different last bit of the sum shows in about one of 2^16 elements.
 _ELEMENTS = 1 << 20
 _RANK, _OUTPUTS = 16, 64
 _ID_DIGITS = 16
-_PERIOD = 65_521  # a prime: no row, head or layer gets the values of another
+_PERIOD = 65_521  # a prime, so that no two rows, heads or layers get the same values
 See = Callable[[Tensor], None]
 
 
 class NumericsProbe:
-    """Probes a model that is loaded, on the thread that calls. Changes nothing that the engine uses."""
+    """Probe of a loaded model. Runs on the caller's thread and changes no state of the engine."""
 
     def __init__(self, loaded: LoadedModel, decoder: Decoder, threads: int, native: DeviceAttention | None) -> None:
-        """``threads`` is how many the engine computes with, ``native`` what attends in its pool."""
+        """``threads``: number of the engine's compute threads. ``native``: attention kernels of the engine's pool."""
         self._loaded, self._decoder, self._threads, self._native = loaded, decoder, threads, native
 
     @torch.inference_mode()
     def id(self, bits: int) -> str:
-        """Computes the identity of keys and values computed here and stored at ``bits`` bits per element."""
+        """Computes the identity for keys and values that are stored at ``bits`` bits per element."""
         digest = hashlib.sha256(b"kvsidecar/numerics/1\0")
 
         def see(tensor: Tensor) -> None:
@@ -93,7 +95,7 @@ class NumericsProbe:
         return digest.hexdigest()[:_ID_DIGITS]
 
     def _named(self) -> list[object]:
-        """Names properties that decide bits and do not show in a few rows."""
+        """Returns device properties that affect bits but need not show in a few rows."""
         device = self._loaded.device
         if device.type == "cuda":
             name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
@@ -107,7 +109,7 @@ class NumericsProbe:
             see(part)
 
     def _see_layers(self, layers: Sequence[int], see: See) -> None:
-        """Layers over the rows of a decode step and over those of a prompt, by their own weights."""
+        """Hashes layers with their own weights. The rows are those of a decode step and of a prompt."""
         loaded, count = self._loaded, layers[-1] + 1
         pool = self._pool(count, loaded.windows[:count])
         for number, kept in enumerate((pool.keys, pool.values)):
@@ -128,7 +130,7 @@ class NumericsProbe:
         return pool
 
     def _spans(self, pool: KVPool) -> Iterator[list[forward_batch.SequenceSlice]]:
-        """A decode step of some sequences, then a prompt."""
+        """Yields the slices of a decode step of some sequences, then those of a prompt."""
         for sequences in ([range(at, at + 1) for at in _DECODED], [_PREFILLED]):
             spans = []
             for positions in sequences:
@@ -140,8 +142,10 @@ class NumericsProbe:
                 pool.free(span.table)
 
     def _see_products(self, layers: Sequence[int], see: See) -> bool:
-        """Products of the shapes that layers and adapters have. Returns whether rows have the same bits in both numbers
-        of them."""
+        """Hashes matrix products of the shapes of layers and adapters, with few and many rows.
+
+        Returns True if a row has the same bits with both numbers of rows.
+        """
         loaded, width = self._loaded, int(self._loaded.config.hidden_size)
         shapes = dict.fromkeys([(_RANK, width, False), (width, _RANK, False)])
         for i in layers:
@@ -165,8 +169,11 @@ class NumericsProbe:
         return even
 
     def _see_attention(self, see: See) -> None:
-        """Attention over keys that occur twice: once with a value and its negative, whose sum shows how values are
-        added; once with numbers next to each other, whose mean rounds up or down by how weights are."""
+        """Hashes attention over pairs of equal keys, with two kinds of value pairs.
+
+        A value and its negative: their sum shows the order in which values are added. Two adjacent numbers: their mean
+        rounds up or down with the last bit of the softmax weights.
+        """
         loaded = self._loaded
         pool = self._pool(1, ())
         at, scale = SimpleNamespace(layer_idx=0), float(loaded.head_dim**-0.5)
@@ -193,7 +200,7 @@ class NumericsProbe:
         return _values(shape, seed, self._loaded.dtype).to(self._loaded.device)
 
     def _see_storage(self, bits: int, see: See) -> None:
-        """Hashes the chunk that fixed keys and values become when quantized."""
+        """Hashes the quantized chunk of fixed keys and values."""
         loaded, count = self._loaded, len(_PREFILLED)
         keys, values = (
             self._values((loaded.layers, loaded.kv_heads, count, loaded.head_dim), number) for number in (5, 6)
@@ -205,7 +212,7 @@ class NumericsProbe:
 
 
 def _values(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
-    """Numbers between -2 and 2 that are the same on every machine and under every version of every library."""
+    """Returns fixed numbers between -2 and 2. They are the same on every machine and in every library version."""
     drawn = np.frombuffer(hashlib.shake_256(b"%d" % seed).digest(2 * _PERIOD), "<i2")
     once, size = torch.from_numpy(drawn.astype(np.float32) / np.float32(1 << 14)).to(dtype), math.prod(shape)
     return once.repeat(-(-size // _PERIOD))[:size].view(*shape)
@@ -220,16 +227,16 @@ def with_numerics_identity(
     threads: int = 0,
     native: DeviceAttention | None = None,
 ) -> LoadedModel:
-    """Probes a model and returns it with the identity of its numerics.
+    """Probes a model and returns it with its numerics identity.
 
-    ``bits`` per element of stored chunks; ``threads`` is all cores when 0. ``shared`` is ``--share-across-machines``.
+    ``bits`` per element of stored chunks. ``threads``: 0 for all cores. ``shared`` is ``--share-across-machines``.
     """
     probe = NumericsProbe(loaded, decoder, threads or len(os.sched_getaffinity(0)), native)
     return replace(loaded, numerics=NumericsIdentity(probe.id(bits), shared))
 
 
 def _cancelling(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A weight ``[outputs, inputs]`` and ``[count, inputs]`` whose products sum up to zero but for rounding."""
+    """Returns ``weight [outputs, inputs]`` and ``x [count, inputs]``. Their product is zero except for rounding."""
     one, other = _pairs(inputs, inputs)
     weight, x = torch.zeros(_OUTPUTS, inputs, dtype=dtype), torch.zeros(count, inputs, dtype=dtype)
     weight[:, one] = weight[:, other] = _values((_OUTPUTS, len(one)), 9, dtype)
@@ -239,7 +246,10 @@ def _cancelling(outputs: int, inputs: int, count: int, dtype: torch.dtype) -> tu
 
 
 def _fill(pool: KVPool, span: forward_batch.SequenceSlice, *paired: tuple[Tensor, Tensor]) -> None:
-    """Writes pairs of keys, and of values, to a span's slots; those of its own rows follow each other."""
+    """Writes pairs of keys, and pairs of values, to the slots of a slice.
+
+    Both elements of a pair at the slice's own rows have adjacent positions.
+    """
     near = span.start if len(span.tokens) > 1 else span.end
     slots = torch.from_numpy(span.table.slots(0, span.end)).to(pool.keys.device)
     for kept, found in zip((pool.keys, pool.values), paired, strict=True):
@@ -248,14 +258,17 @@ def _fill(pool: KVPool, span: forward_batch.SequenceSlice, *paired: tuple[Tensor
 
 
 def _next(numbers: Tensor) -> Tensor:
-    """The next larger numbers of the same type; the numbers are positive."""
+    """Returns the next larger number of the same type for each of these positive numbers."""
     whole = {2: torch.int16, 4: torch.int32}[numbers.element_size()]
     return (numbers.contiguous().view(whole) + 1).view(numbers.dtype)
 
 
 def _pairs(count: int, apart: int) -> tuple[Tensor, Tensor]:
-    """Pairs of the numbers below ``count``, those below ``apart`` far from each other, the others side by side. An odd
-    one at the end of either part has no pair."""
+    """Pairs the numbers below ``count``, and returns the two sides.
+
+    Numbers below ``apart`` get a pseudorandom partner, the other numbers an adjacent one. If the size of a part is odd,
+    one of its numbers has no partner.
+    """
     drawn = np.frombuffer(hashlib.shake_256(b"pairs").digest(8 * apart), "<u8")
     order = torch.from_numpy(np.argsort(drawn, kind="stable"))[: apart // 2 * 2].view(2, -1)
     near = torch.arange(apart, apart + (count - apart) // 2 * 2).view(-1, 2).T

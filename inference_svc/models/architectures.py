@@ -1,7 +1,7 @@
 """Checks whether a model's architecture can be served.
 
-An architecture is supported if a row's key and value depend only on the row's hidden state and its position: decoder
-only, rotary positions (or none) applied to queries and keys inside attention, and attention that goes through
+An architecture is supported if a row's key and value depend only on the row's hidden state and its position. So it must
+be decoder only, apply rotary positions (or none) to queries and keys inside attention, and call attention through
 ``transformers.AttentionInterface``.
 """
 

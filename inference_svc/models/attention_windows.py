@@ -14,9 +14,9 @@ _WINDOW_IN_CONFIG = ("MistralAttention", "MixtralAttention", "Phi3Attention")
 
 
 def reserve_attention_name() -> None:
-    """Registers ATTENTION_NAME, so that models can be built with it. Idempotent.
+    """Register ATTENTION_NAME, so that models can be built with it. Idempotent.
 
-    ``model_runner.attention.register`` puts the implementation in its place when a decoder is made.
+    When a decoder is created, ``model_runner.attention.register`` sets the implementation.
     """
     if ATTENTION_NAME not in AttentionInterface():
         AttentionInterface.register(ATTENTION_NAME, _attend_without_decoder)
@@ -27,14 +27,17 @@ def _attend_without_decoder(*_: Any, **__: Any) -> Any:
 
 
 def window_of(attention: Any) -> int | None:
-    """Number of last keys that a row of a layer sees, its own included; None for all."""
+    """Number of last keys that a row of a layer attends to, its own included; None for all."""
     by_configuration = type(attention).__name__ in _WINDOW_IN_CONFIG
     found: int | None = getattr(attention.config if by_configuration else attention, "sliding_window", None)
     return found
 
 
 def windows_of(model: Any) -> tuple[int | None, ...]:
-    """Windows of all layers; empty for a model whose attention modules are not found, which is taken to see all."""
+    """Windows of all layers; empty for a model whose attention modules are not found.
+
+    Such a model is assumed to attend to all keys.
+    """
     layers = list(getattr(getattr(model, "model", None), "layers", ()))
     known = all(hasattr(layer, "self_attn") for layer in layers)
     return tuple(window_of(layer.self_attn) for layer in layers) if known else ()

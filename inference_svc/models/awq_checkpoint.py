@@ -2,7 +2,7 @@
 
 AutoAWQ's GEMM format (AWQ, Lin et al., MLSys 2024, arXiv:2306.00978) is read directly; compressed-tensors is translated
 into its parts (``compressed_tensors``). A layer keeps its 4 bits, repacked once for the CUDA or CPU kernels. Layers
-that the kernels do not take are dequantized, and so are all layers without kernels or with 16 bits requested.
+that the kernels do not support are dequantized, and so are all layers without kernels or if 16 bits are requested.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from inference_svc.models.meta_model import build_meta_model
 
 METHODS = ("awq", compressed_tensors.METHOD)
 _PARTS = ("qweight", "qzeros", "scales")
-# Builds a 4-bit layer from its parts and bias; None for a shape that the kernels do not take.
+# Builds a 4-bit layer from its parts and bias; None for a shape that the kernels do not support.
 LinearFactory = Callable[[list[Tensor], Tensor | None], nn.Module | None]
 
 
@@ -58,7 +58,10 @@ def method_of(config: Any) -> str:
 
 
 def check_quantization(config: Any) -> None:
-    """Raise ModelUnsupported unless the weights have 4 bits in AWQ's GEMM format or in compressed-tensors' packing."""
+    """Raise ModelUnsupported unless the weights have 4 bits in a supported format.
+
+    The formats are AWQ's GEMM format and compressed-tensors' packing.
+    """
     settings = config.quantization_config
     if method_of(config) == compressed_tensors.METHOD:
         compressed_tensors.check(settings)
@@ -176,7 +179,10 @@ def rows_in(where: dict[str, Path], name: str, first: int, end: int) -> Tensor:
 
 
 def parts_in(where: dict[str, Path], linear: str) -> list[Tensor]:
-    """Load the parts of a linear layer's weight. Raises ModelUnsupported if one is missing or does not fit."""
+    """Load the parts of a linear layer's weight.
+
+    Raises ModelUnsupported if a part is missing or does not fit.
+    """
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         return _of_compressed(where, linear)
     return [tensor_in(where, f"{linear}.{part}") for part in _PARTS]
@@ -188,7 +194,7 @@ def is_packed(where: dict[str, Path], linear: str) -> bool:
 
 
 def group_in(where: dict[str, Path], linear: str) -> int:
-    """Group size of a linear layer for the CPU kernels; 0 for one that they do not take."""
+    """Group size of a linear layer for the CPU kernels; 0 if they do not support it."""
     if f"{linear}.{compressed_tensors.PACKED}" in where:
         sizes, scales = (
             tensor_in(where, f"{linear}.{compressed_tensors.SHAPE}").tolist(),
@@ -208,7 +214,7 @@ def group_in(where: dict[str, Path], linear: str) -> int:
 
 
 def _linear_of(name: str) -> str:
-    """Linear layer whose codes a tensor holds; empty for another tensor."""
+    """Name of the linear layer whose codes a tensor contains; empty for another tensor."""
     linear, _, part = name.rpartition(".")
     return linear if part in ("qweight", compressed_tensors.PACKED) else ""
 
@@ -246,7 +252,7 @@ def with_float32_scales(parts: list[Tensor]) -> list[Tensor]:
 
 
 def _repacked(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> awq_gemm.AwqWeights | None:
-    """Repack for the CUDA kernels; None for a shape that they do not take."""
+    """Repack for the CUDA kernels; None for a shape that they do not support."""
     words, zeros, scales = (part.to(device) for part in parts)
     try:
         return awq_gemm.repack(words, zeros, scales.to(dtype))

@@ -28,9 +28,10 @@ Product = nn.Linear | PackedLinear | DenseLinear | PlainLinear
 
 @torch.inference_mode()
 def batch_variant_shapes(products: Iterable[Product], many: Iterable[int] = _MANY) -> list[str]:
-    """Shapes (``INPUTSxOUTPUTS``) of linears whose first rows get other bits in a batch of ``many`` rows than alone.
+    """Shapes (``INPUTSxOUTPUTS``) of linears whose results depend on the batch.
 
-    Only the first linear of each shape is probed.
+    Their first rows get other bits in a batch of ``many`` rows than alone. Only the first linear of each shape is
+    probed.
     """
     found = {}
     for product in products:

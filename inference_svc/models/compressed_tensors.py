@@ -1,9 +1,9 @@
 """Translates compressed-tensors' ``pack-quantized`` 4-bit weights into AutoAWQ's parts.
 
 A linear layer has ``weight_packed`` int32 ``[out, in / 8]``, ``weight_scale [out, groups]``, ``weight_shape`` (out,
-in), and ``weight_zero_point`` int32 ``[out / 8, groups]`` where zeros are not all 0. Nibble i of a word holds number i
-plus 8: of inputs in weights, of outputs in zeros (``compressed_tensors.compressors.pack_quantized``). So both are AWQ's
-numbers from 0 to 15, in another order.
+in), and ``weight_zero_point`` int32 ``[out / 8, groups]`` unless all zeros are 0. Nibble i of a word holds number i
+plus 8. The numbers of a word belong to consecutive inputs in weights, and to consecutive outputs in zeros
+(``compressed_tensors.compressors.pack_quantized``). So both are AWQ's numbers from 0 to 15, in another order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _MIDDLE = 8  # the code of zero
 
 
 def check(settings: dict[str, Any]) -> None:
-    """Raise ModelUnsupported unless all quantized weights are 4-bit integers in groups, and nothing else is."""
+    """Raise ModelUnsupported unless the quantization is 4-bit integers in groups.
+
+    All quantized weights must have this format, and nothing else may be quantized.
+    """
     groups = settings.get("config_groups") or {}
     schemes = list(groups.values()) if isinstance(groups, dict) else [groups]
     if not all(isinstance(one, dict) and isinstance(one.get("weights") or {}, dict) for one in schemes):
@@ -49,7 +52,10 @@ def check(settings: dict[str, Any]) -> None:
 
 
 def awq_parts(packed: Tensor, scales: Tensor, zeros: Tensor | None, shape: Tensor) -> list[Tensor]:
-    """Build ``qweight``, ``qzeros`` and ``scales`` of a linear layer. Raises ValueError if the parts do not fit."""
+    """Build ``qweight``, ``qzeros`` and ``scales`` of a linear layer.
+
+    Raises ValueError if the parts do not fit.
+    """
     if shape.shape != (2,) or scales.dim() != 2:
         raise ValueError(f"{SHAPE} has {list(shape.shape)} numbers and {SCALE} {scales.dim()} dimensions; both are 2")
     wrong = [one.dtype for one in (packed, zeros) if one is not None and one.dtype != torch.int32]

@@ -25,7 +25,7 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
     """Resolve a dtype; ``auto`` is the checkpoint's.
 
-    On a CPU 16-bit weights run as bfloat16 where it is native, else as float32.
+    On a CPU, 16-bit weights run as bfloat16 if it is native, else as float32.
     """
     if name != "auto":
         chosen = getattr(torch, name, None)

@@ -1,6 +1,6 @@
-"""Weights of fused decoder layers: Llama-like layers as the CPU kernels need them.
+"""Weights of fused decoder layers: Llama-like layers in the form of the CPU kernels.
 
-Query, key and value projections, and gate and up projections, are joined to one product each.
+Query, key and value projections are joined to one product, and gate and up projections to another.
 ``model_runner.fused_layers`` computes with them; layer streaming stores and loads them.
 """
 
@@ -60,8 +60,10 @@ class FusedLayerWeights:
 
 
 def can_fuse_model(model: Any) -> bool:
-    """True if all layers of a model can be fused: on a CPU, of a known structure, with SiLU gates and whole heads
-    rotated."""
+    """True if all layers of a model can be fused.
+
+    They must be on a CPU and of a known structure, with SiLU gates and whole heads rotated.
+    """
     return all(can_fuse(layer, model.config) for layer in model.model.layers)
 
 
@@ -86,7 +88,7 @@ def has_fusable_structure(layer: Any, config: Any) -> bool:
 
 
 def _together(layer: Any) -> list[list[Any]]:
-    """Lists the linear layers that share an input."""
+    """List the linear layers that share an input."""
     return [[layer.get_submodule(path) for path in FUSED_LINEARS[name]] for name in ("qkv", "gate_up")]
 
 
@@ -95,7 +97,7 @@ def head_dim(config: Any) -> int:
 
 
 def _join(parts: list[Any]) -> Joined:
-    """Joins linear layers over the same input to one product; the parts' weights may be freed."""
+    """Join linear layers over the same input to one product; the parts may then be freed."""
     if isinstance(parts[0], QuantizedLinear):
         return join_linears(parts)
     weight = torch.cat([p.weight for p in parts])
@@ -108,8 +110,10 @@ def norm_weight(norm: Any) -> Tensor:
 
 
 def take_weights(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
-    """Takes products and norms out of a layer, by field name. Drops its linear modules, so that each weight is held
-    once."""
+    """Take products and norms out of a layer, by field name.
+
+    Drops its linear modules, so that memory holds each weight once.
+    """
     a, m = layer.self_attn, layer.mlp
     qkv, gate_up = _together(layer)
     products = {"qkv": _join(qkv), "o": _join([a.o_proj]), "gate_up": _join(gate_up), "down": _join([m.down_proj])}
@@ -123,7 +127,10 @@ def take_weights(layer: Any) -> tuple[dict[str, Joined], dict[str, Tensor]]:
 
 
 def make_layer(layer: Any, products: Mapping[str, LinearFn], norms: Mapping[str, Tensor]) -> FusedLayerWeights:
-    """A layer of what was ``gathered`` from it; its own module only says how it computes."""
+    """Build a layer from the weights gathered from it.
+
+    The layer's own module only tells how it computes.
+    """
     a = layer.self_attn
     return FusedLayerWeights(
         qkv=products["qkv"],
@@ -140,7 +147,7 @@ def make_layer(layer: Any, products: Mapping[str, LinearFn], norms: Mapping[str,
 
 
 def linear_form(product: Any) -> tuple[object, ...]:
-    """Describes how a product is computed; equal for products that differ in their weights only."""
+    """Describe how a product is computed; equal for products that differ only in weights."""
     kept, stored = getattr(product, "quantized", None), getattr(product, "dense", None)
     width = (kept.bits, kept.group) if kept is not None else getattr(stored, "kept", "")
     return type(product).__name__, product.in_features, product.out_features, product.bias is not None, width

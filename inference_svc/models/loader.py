@@ -77,8 +77,8 @@ class LoadedModel:
     context_length: int
     stop_tokens: frozenset[int]
     rope_factors: str = ""  # the set of LongRoPE frequencies in use: short or long
-    streamed: StreamedModel | None = None  # the source of layers that are not all in ``model``
-    numerics: NumericsIdentity = UNKNOWN  # set by who knows how it will be computed with
+    streamed: StreamedModel | None = None  # source of the layers that ``model`` does not contain
+    numerics: NumericsIdentity = UNKNOWN  # set by the component that knows the kernels
 
     @property
     def layers(self) -> int:
@@ -98,7 +98,7 @@ class LoadedModel:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer in keys; None for a layer that sees all."""
+        """Sliding window of each layer in keys; None for a layer that attends to all keys."""
         return windows_of(self.model) if self.streamed is None else self.streamed.windows
 
     @property
@@ -110,7 +110,7 @@ class LoadedModel:
     def sampling(self) -> dict[str, float | int]:
         """Default sampling parameters, by the names of ``SamplingParams``.
 
-        They are those of its generation_config.json; empty without any.
+        They come from generation_config.json; empty without that file.
         """
         wanted: Any = getattr(self.model, "generation_config", None)
         if getattr(wanted, "do_sample", None) is None:
@@ -169,14 +169,17 @@ def _projection_share(config: Any) -> float:
 
 
 def _ffn_width(config: Any) -> int:
-    """Inner width of a layer's feed-forward part for one token; in a mixture, that of its chosen experts."""
+    """Inner width of a layer's feed-forward part for one token.
+
+    In a mixture of experts, that of the chosen experts.
+    """
     experts = int(getattr(config, "num_experts_per_tok", None) or 1)
     return experts * int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Cost-relevant numbers of a model's configuration."""
+    """Numbers of a model's configuration that determine its cost."""
 
     layers: int
     projection_share: float  # share of a layer's weights in the query, key and value projections
@@ -253,7 +256,7 @@ def load(
         elif packed:
             model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep)
         else:
-            # Only on a CPU our expert function keeps a row's bits; elsewhere transformers' own one is faster.
+            # Only on a CPU does our expert function keep a row's bits; elsewhere transformers' own one is faster.
             experts = EXPERTS if place.type == "cpu" else None
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=chosen, attn_implementation=ATTENTION_NAME, experts_implementation=experts
@@ -288,7 +291,7 @@ def _recipe(
 
 
 def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: StreamingOptions) -> StreamingOptions:
-    """Streaming options with the pool limited to what all sequences can fill."""
+    """Streaming options with the pool limited to the size that all sequences can fill."""
     tokens = stream.sequences * (context or int(getattr(config, "max_position_embeddings", 2048)))
     _, kv_heads, dim = _heads(config)
     each = KVPool.bytes_per_token(int(config.num_hidden_layers), kv_heads, dim, dtype)
@@ -296,7 +299,7 @@ def _with_pool_of(config: Any, dtype: torch.dtype, context: int, stream: Streami
 
 
 def _is_needed(folder: Path, recipe: LayerFileRecipe, width: int, stream: StreamingOptions) -> bool:
-    # No weight gets larger than this: with plenty of memory the exact sizes need not be computed.
+    # No weight gets larger than this: with enough memory, the exact sizes need not be computed.
     most = (4 + bool(stream.copy_bits)) * sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return most + reserved_bytes(stream) > free_bytes(stream.memory_bytes) and streaming_needed(recipe, width, stream)
 
@@ -373,6 +376,6 @@ def _as_list(value: Any) -> list[int]:
 
 
 def quiet_transformers() -> None:
-    """Keep the library's own warnings out of the log; loading progress is shown on terminals only."""
+    """Keep the library's own warnings out of the log, and progress bars to terminals."""
     transformers.logging.set_verbosity_error()
     disable_bars_off_terminal()

@@ -1,10 +1,10 @@
 """LongRoPE with one fixed set of frequencies.
 
 LongRoPE (Ding et al., arXiv:2402.13753) has two sets of frequencies, for sequences up to the original context and for
-longer ones, and transformers chooses the set by the longest sequence of a batch. Stored keys would be wrong as soon as
-their sequence grew out of the first set. So the set is chosen once, by the longest sequence that will be served, as
-other servers do: a context up to the original one gives exactly the answers of the short set, a longer one those of the
-long set for every sequence.
+longer ones. transformers chooses the set by the longest sequence of a batch, so stored keys would be wrong as soon as
+their sequence exceeds the range of the first set. Therefore this module chooses the set once, by the longest sequence
+that will be served, as other servers do: a context up to the original one gives exactly the answers of the short set; a
+longer context gives those of the long set for every sequence.
 """
 
 from __future__ import annotations

@@ -9,7 +9,10 @@ from transformers import AutoModelForCausalLM
 
 
 def build_meta_model(config: Any, dtype: torch.dtype, attention: str) -> tuple[Any, Any]:
-    """Build a model on the meta device, and its rotary embedding with real frequencies to insert later."""
+    """Build a model on the meta device, and its rotary embedding.
+
+    The rotary embedding has real frequencies, for later insertion.
+    """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     return model, type(model.model.rotary_emb)(config=config)

@@ -1,8 +1,8 @@
 """Sets MKL's strict mode, so that a row gets the same bits in every batch.
 
-MKL multiplies few rows in another order than many, unless it is told to be reproducible ("conditional numerical
-reproducibility", strict mode). It reads the setting at its first product, so it is set before a model is loaded. The
-strict mode exists on Intel's CPUs only; on others, rows padded to a multiple of four are enough
+MKL multiplies few rows in another order than many, unless the program requests reproducible results ("conditional
+numerical reproducibility", strict mode). It reads the setting at its first product, so the setting must precede loading
+a model. The strict mode exists on Intel's CPUs only; on others, padding rows to a multiple of four is enough
 (docs/adr/004-batch-invariance.md).
 """
 

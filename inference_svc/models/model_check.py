@@ -1,6 +1,6 @@
 """Checks of a model, device and dtype before torch is imported.
 
-Each takes less than a second; importing torch takes many.
+Each check takes less than a second; importing torch takes many.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ _NEEDED = ("config.json", "tokenizer_config.json")
 
 
 def check_device(name: str) -> None:
-    """Check ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` against the driver's devices. Raises ConfigurationError."""
+    """Check ``auto``, ``cpu``, ``cuda`` or ``cuda:N`` against the driver's devices.
+
+    Raises ConfigurationError.
+    """
     if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", name):
         raise ConfigurationError(f"device is {name!r}; allowed are auto, cpu, cuda and cuda:N")
     if name.startswith("cuda"):
@@ -47,7 +50,7 @@ def check_dtype(name: str, device: str) -> None:
 
 
 def check_model(name: str, strict: bool) -> None:
-    """Raise ModelUnsupported for an unknown name, and for files that are no supported model."""
+    """Raise ModelUnsupported for an unknown name, and for files of an unsupported model."""
     if name.startswith(PREFIX):
         check_shape(name)
         return

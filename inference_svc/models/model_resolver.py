@@ -15,7 +15,7 @@ DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 def resolve(name: str, library: ModelLibrary | None = None) -> Path:
     """Find a model's folder of safetensors or GGUF file.
 
-    ``name`` is ``demo``, a pulled model, a path, or a hub id, which is fetched. A pulled model has precedence over a
+    ``name`` is ``demo``, a pulled model, a path, or a hub id, which is downloaded. A pulled model has precedence over a
     folder of the same name; ``./NAME`` is always the folder. Raises ModelUnsupported with advice.
     """
     if name == BUILT_IN:

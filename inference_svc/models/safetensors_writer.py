@@ -1,6 +1,7 @@
-"""Writes safetensors files piece by piece (https://github.com/huggingface/safetensors#format).
+"""Writes safetensors files piece by piece.
 
-The header comes first, so that only one piece of a tensor need be in memory.
+Format: https://github.com/huggingface/safetensors#format. The header comes first, so memory needs only one piece of a
+tensor.
 """
 
 from __future__ import annotations

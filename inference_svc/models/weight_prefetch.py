@@ -1,6 +1,6 @@
 """Prefetches a model's weights into the page cache while the worker imports torch.
 
-The import takes seconds of a CPU and leaves the disk idle; loading then waits for the disk. Imports no torch.
+The import needs seconds of CPU while the disk is idle; loading would then wait for the disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from kvsidecar.process.free_memory import free_bytes
 
 from inference_svc.models.model_resolver import resolve
 
-# Larger weights would evict pages of other processes, or each other's: they are read when they are needed.
+# Larger weights would evict pages of other processes, or their own; they are read when needed.
 _SHARE_OF_FREE = 2
 
 
 def prefetch_weights(model: str) -> threading.Thread | None:
     """Start to read a local model's weights on a daemon thread.
 
-    None if they exceed half of the free memory, or cannot be found (loading will report why).
+    Returns None if they exceed half of the free memory, or if they are not found (loading reports the reason).
     """
     try:
         place = hub.fetched_before(model) if hub.is_hub_id(model) and not Path(model).exists() else resolve(model)
@@ -46,7 +46,7 @@ def _read(files: list[Path]) -> None:
             return
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
-        except OSError:  # a file system that does not know it
+        except OSError:  # a file system without this call
             return
         finally:
             os.close(handle)

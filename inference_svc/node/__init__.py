@@ -1,4 +1,4 @@
 """The node supervisor: starts, probes and restarts daemon, workers and gateway.
 
-Imports no torch; of the worker only its settings and preflight checks.
+Imports no torch; from the worker it imports only settings and preflight checks.
 """

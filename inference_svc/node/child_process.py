@@ -1,4 +1,4 @@
-"""One supervised process of a node: start, probe, restart."""
+"""Child process: one supervised process of a node, with start, probe and restart."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from inference_svc.node.liveness import PROBE_SECONDS, Probe
 
 log = structlog.get_logger("serve")
 
+STOP_SECONDS = 45.0
+"""The daemon's longest shutdown, in which it writes queued chunks, with a margin."""
+
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.1, 10.0, 30.0
-_STOP_SECONDS = 45.0  # the daemon's longest shutdown, in which queued chunks are written
 _PROBE_INTERVAL_SECONDS, _STARTING_PROBE_INTERVAL_SECONDS = 1.0, 0.05
 _FAILED, _BAD_SETTINGS = 1, 2
 
@@ -28,8 +30,8 @@ _FAILED, _BAD_SETTINGS = 1, 2
 class ChildProcess:
     """A process with its command and its liveness probe.
 
-    Once it has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). Start-up has
-    no limit, because a large model loads for minutes. ``changed`` is called when the report changes.
+    After the process has served, it is killed and restarted if its probe fails for ``liveness_seconds`` (0: never). Its
+    start has no time limit, because a large model takes minutes to load. ``changed`` is called when the report changes.
     """
 
     name: str
@@ -37,16 +39,18 @@ class ChildProcess:
     probe: Probe | None = None
     liveness_seconds: float = 0.0
     changed: Callable[[], None] = lambda: None
+    stop_seconds: float = STOP_SECONDS
     report: ProcessReport = field(default_factory=ProcessReport)
     served: bool = False
-    """True once it was ready: later exits are no configuration errors."""
+    """True after the process has served: a later exit is not a configuration error."""
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the process serves for the first time."""
     process: asyncio.subprocess.Process | None = None
     _started: float = 0.0
+    _terminated: bool = False
 
     async def keep_running(self, stop: asyncio.Event) -> str:
-        """Run and restart it until ``stop``. Returns why it cannot start; empty after a stop."""
+        """Run and restart the process until ``stop``. Returns the reason if it cannot start; empty after a stop."""
         pause = _MIN_BACKOFF_SECONDS
         while not stop.is_set():
             code = await self._run_once()
@@ -62,10 +66,10 @@ class ChildProcess:
         return ""
 
     async def _run_once(self) -> int:
-        """Run it once. Returns the exit code."""
+        """Run the process once. Returns the exit code."""
         self._started = time.monotonic()
-        # In a session of its own: Ctrl-C reaches the supervisor alone, which ends the children in order.
-        # If the supervisor is killed, its children get SIGTERM, so that none keeps the port.
+        # The child has its own session, so that Ctrl-C reaches only the supervisor, which ends the children in order.
+        # If the supervisor is killed, its children get SIGTERM, so that none of them keeps the port.
         self.process = await asyncio.create_subprocess_exec(
             *self.command,
             start_new_session=True,
@@ -83,9 +87,10 @@ class ChildProcess:
         return code
 
     async def _probe_until_exit(self, process: asyncio.subprocess.Process) -> bool:
-        """Probe the process while it runs; True if it was killed.
+        """Probe the process while it runs. True if this method killed it.
 
-        Silence is the sum of failed probes, not wall-clock time: this process may have been stopped itself.
+        The silence is the sum of the failed probes' times and not wall-clock time, because this supervisor may have
+        been stopped itself.
         """
         if self.probe is None:
             return False
@@ -115,17 +120,23 @@ class ChildProcess:
             await self.probe.close()
 
     async def terminate(self) -> None:
-        """Terminate it, and kill it if that takes too long."""
+        """Terminate the process, and kill it after ``_STOP_SECONDS``."""
         process = self.process
         if process is None or process.returncode is not None:
             return
         process.terminate()
+        self._terminated = True
         try:
-            await asyncio.wait_for(process.wait(), _STOP_SECONDS)
+            await asyncio.wait_for(process.wait(), self.stop_seconds)
         except TimeoutError:
             log.warning("process did not stop in time, killing it", name=self.name)
             process.kill()
             await process.wait()
+
+    def signal_again(self) -> None:
+        """Send a second SIGTERM to a process that was terminated and still runs: it stops draining."""
+        if self._terminated and self.process is not None and self.process.returncode is None:
+            self.process.terminate()
 
     def _set_report(self, report: ProcessReport) -> None:
         if report != self.report:

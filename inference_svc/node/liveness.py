@@ -18,7 +18,7 @@ from kvsidecar.process.runtime_dir import socket_target
 PROBE_SECONDS = 3.0
 """Timeout of one probe."""
 _CREDENTIALS = struct.Struct("3i")
-# By default gRPC backs off longer after every failed attempt.
+# Short backoffs: by default, gRPC's backoff grows with every failed attempt.
 _RECONNECT = (("grpc.max_reconnect_backoff_ms", 300), ("grpc.min_reconnect_backoff_ms", 100))
 
 
@@ -26,15 +26,16 @@ class Probe(Protocol):
     """Probe of one process. Runs on the event loop."""
 
     async def answers(self, pid: int) -> bool:
-        """True if the process, or a child of it, serves. Takes at most ``PROBE_SECONDS``."""
+        """True if the process or a child of it serves. Takes at most ``PROBE_SECONDS``."""
 
     async def close(self) -> None: ...
 
 
 class GrpcProbe:
-    """Queries the gRPC health service at a Unix socket, which must answer SERVING.
+    """Probe of the gRPC health service at a Unix socket.
 
-    Fails if another process listens at the socket, and if its path was removed, because new clients could not connect.
+    The answer must be SERVING. The probe also fails if another process listens at the socket, or if the socket's path
+    was removed, because new clients could not connect.
     """
 
     def __init__(self, path: Path) -> None:
@@ -62,7 +63,10 @@ class GrpcProbe:
 
 
 class HttpProbe:
-    """Queries ``/health`` of a gateway. Any answer counts, also 503, which it gives without a ready worker."""
+    """Probe of a gateway's ``/health``.
+
+    Any answer counts, also 503, the answer of a gateway without a ready worker.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -75,7 +79,7 @@ class HttpProbe:
 
 
 def _listens(path: Path, pid: int) -> bool:
-    """True if a process, or a child of it, listens at a Unix socket. Does not block."""
+    """True if a process or a child of it listens at a Unix socket. Does not block."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         if probe.connect_ex(str(path)) not in (0, errno.EISCONN):

@@ -1,4 +1,4 @@
-"""File lock that allows one node per runtime folder."""
+"""Node lock: a file lock that allows one node per runtime folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvsidecar.process.runtime_dir import ensure_private_dir
 
 
 class NodeLock:
-    """Context manager that holds a locked file in the runtime folder, with a description of the node.
+    """Context manager of a locked file in the runtime folder.
 
-    The kernel releases the lock when the process ends; the file stays. Raises ConfigurationError if another node runs
-    in the folder, or the folder cannot be used.
+    The file contains a description of the node. The kernel releases the lock when the process ends; the file stays.
+    Raises ConfigurationError if another node runs in the folder, or if the folder cannot be used.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class NodeLock:
         write_node_report(self._file, node)
 
     def restore(self) -> bool:
-        """Recreate folder and file if they were deleted; True if they were. Raises ConfigurationError."""
+        """Recreate folder and file if they were deleted; True in that case. Raises ConfigurationError."""
         if self._path.exists():
             return False
         gone, self._file = self._file, self._acquire()

@@ -1,7 +1,7 @@
-"""``kvsidecar serve``: supervises the daemon, workers and gateway of a node.
+"""Supervisor (``kvsidecar serve``): runs the daemon, workers and gateway of a node.
 
-A child that exits is restarted, with exponential backoff while it keeps exiting. A child that never served and fails,
-or refuses its settings, ends the node. SIGTERM ends the children from front to back: gateway, workers, daemon.
+A child that exits is restarted, with exponential backoff. If a child fails before it has ever served, or refuses its
+settings, the node ends. On SIGTERM the supervisor ends the children in this order: gateway, workers, daemon.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.node.child_process import ChildProcess
+from inference_svc.node.child_process import STOP_SECONDS, ChildProcess
 from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.server.daemon_address import daemon_address
@@ -66,6 +66,10 @@ class ServeConfig(ModelSettings):
     """Serve a web page at / of the gateway: chat, reused parts of prompts, state of the node."""
     default_max_tokens: int = Field(default=0, ge=0, lt=2**31)
     """Maximum tokens of a chat completion or response without a limit of its own; 0 for the rest of the context."""
+    alias: str = ""
+    """Further names of the model or its adapters: NAME=MODEL, separated by commas."""
+    claude_names: bool = False
+    """Answer requests for any model whose name begins with claude-, for Anthropic's clients."""
     runtime_dir: Path = Field(default_factory=default_runtime_dir)
     """Private folder for the sockets."""
     store: str = Field(default_factory=lambda: str(default_data_dir() / "store"))
@@ -94,7 +98,7 @@ class Supervisor:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+            loop.add_signal_handler(number, self._on_signal)
         started = asyncio.create_task(self._start_all())
         kept = asyncio.create_task(self._keep_folder())
         stopped = asyncio.create_task(self._stop.wait())
@@ -112,10 +116,17 @@ class Supervisor:
             return 1
         return 0
 
+    def _on_signal(self) -> None:
+        """Stop; a second signal reaches the child that is draining."""
+        if self._stop.is_set():
+            for child in self._children:
+                child.signal_again()
+        self._stop.set()
+
     # ---- starting -------------------------------------------------------------------------------------------
 
     async def _start_all(self) -> None:
-        # All at once: the daemon serves long before a worker has imported torch.
+        # Start all in parallel: the daemon serves long before a worker has imported torch.
         daemon = self._worker.cache_address or self._launch(
             "daemon", self._daemon_command(), GrpcProbe(self.cache_socket)
         )
@@ -163,10 +174,10 @@ class Supervisor:
 
     @cached_property
     def _worker_memory_bytes(self) -> int:
-        """A worker's share of the memory that is free before the start, less the arena."""
+        """Memory of a worker: its share of the free memory before the start, without the arena."""
         try:
             arena = parse_size(self._config.arena_bytes)
-        except ValueError:  # the daemon says so
+        except ValueError:  # the daemon will report it
             arena = 0
         return max(1, (free_bytes() - arena) // self._config.workers)
 
@@ -175,22 +186,30 @@ class Supervisor:
         flags = {"host": self._config.host, "port": self._config.port, "workers": workers}
         cache = "none" if self._worker.cache_address else self.cache_socket
         flags |= {"cache_socket": cache, "supervisor_dir": self._config.runtime_dir}
-        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens")
+        flags |= self._explicit("log_level", "page", "otlp_endpoint", "default_max_tokens", "alias", "claude_names")
+        flags |= self._explicit("drain_seconds")
         return python_command("-m", "inference_svc", "gateway", *_flags(flags))
 
     def _store_is_private(self) -> bool:
-        """True without a store or with an encrypted one: then keys and values must not overflow to disk, either."""
+        """True without a store or with an encrypted one: keys and values must then not overflow to disk, either."""
         encrypted = any(os.environ.get(f"KVSIDECAR_CACHE_STORE_KEY{of}") for of in ("", "_FILE"))
         return self._config.store == "none" or encrypted
 
     def _explicit(self, *names: str) -> dict[str, object]:
-        """Settings that were set explicitly; others are left to each process and its environment."""
+        """Return the settings of ``names`` that were set; each process reads the others from its environment."""
         return {name: getattr(self._config, name) for name in names if name in self._config.model_fields_set}
 
     # ---- watching -------------------------------------------------------------------------------------------
 
     def _launch(self, name: str, command: list[str], probe: Probe | None = None) -> ChildProcess:
-        child = ChildProcess(name, command, probe, self._config.liveness_seconds, self._report)
+        child = ChildProcess(
+            name,
+            command,
+            probe,
+            self._config.liveness_seconds,
+            self._report,
+            stop_seconds=STOP_SECONDS + self._config.drain_seconds,
+        )
         self._children.append(child)
         self._watchers.append(asyncio.create_task(self._watch(child)))
         self._report()
@@ -229,13 +248,13 @@ class Supervisor:
 
 
 def _flags(settings: Mapping[str, object]) -> list[str]:
-    """Settings as flags, one flag for each value of a tuple."""
+    """Convert settings to flags, with one flag per value of a tuple."""
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
     return [f"--{name.replace('_', '-')}={value}" for name, values in several.items() for value in values]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """``kvsidecar serve``. Returns the exit code: 0 stopped, 1 a child failed to start, 2 bad settings."""
+    """Run ``kvsidecar serve``. Returns the exit code: 0 stopped, 1 a child failed to start, 2 bad settings."""
     parser = FlagParser(
         prog="kvsidecar serve",
         usage="%(prog)s [MODEL] [flags]",
@@ -269,14 +288,14 @@ def main(arguments: Sequence[str]) -> int:
     except KVSidecarError as error:
         print(f"kvsidecar serve: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # while a model was fetched
+    except KeyboardInterrupt:  # during the download of a model
         return EXIT_CODE
 
 
 def _browser_urls(host: str, port: int) -> tuple[str, str]:
-    """URL to open in a browser for a gateway that listens at ``host``, and a remark about wildcard addresses.
+    """Return the URL of a gateway for a browser, and a remark about wildcard addresses.
 
-    A browser cannot open the wildcard address itself.
+    A browser cannot open a wildcard address.
     """
     if host not in ("0.0.0.0", "::"):
         return f"http://{TcpAddress(host, port)}", ""
@@ -285,9 +304,9 @@ def _browser_urls(host: str, port: int) -> tuple[str, str]:
 
 
 def _worker_settings(config: ServeConfig) -> WorkerConfig:
-    """Settings of the workers: their environment variables, overridden by settings of the node.
+    """Read the settings of the workers: environment variables, overridden by settings of the node.
 
-    Refuses unknown variables of workers and gateway before any process starts.
+    Refuses unknown environment variables of workers and gateway before any process starts.
     """
     refuse_unknown_variables(GatewayConfig)
     told = {name: getattr(config, name) for name in ModelSettings.model_fields if name in config.model_fields_set}

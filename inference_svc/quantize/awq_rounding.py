@@ -1,7 +1,7 @@
 """Rounds weights to 4 bits in AutoAWQ's GEMM format.
 
 A group of inputs of one output shares a scale (float16) and a zero (4 bits): ``W = (code - zero) * scale``, codes and
-zeros from 0 to 15. Scales are rounded to float16 before codes are chosen, so that codes fit what is written.
+zeros from 0 to 15. Scales are rounded to float16 before codes are chosen, so that codes fit the written scales.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from kvkernels.cuda.awq_gemm import pack_columns
 from torch import Tensor
 
-# Inputs that share a scale and a zero; the first that divides the inputs of every layer is a model's.
+# Group sizes: inputs that share a scale and a zero. A model uses the first that divides the inputs of every layer.
 GROUPS = (128, 64, 32)
 _MAX_CODE = 15
 # The narrowest range of a group that AutoAWQ writes; it keeps scales above zero.
@@ -33,7 +33,10 @@ class QuantizedWeight:
         return (groups - self.zeros.float()[..., None]).mul_(self.scales.float()[..., None]).flatten(1)
 
     def parts(self) -> dict[str, Tensor]:
-        """Return ``qweight``, ``qzeros`` and ``scales`` of AutoAWQ's GEMM format (``kvkernels.cuda.awq_gemm``)."""
+        """Return ``qweight``, ``qzeros`` and ``scales`` of AutoAWQ's GEMM format.
+
+        See ``kvkernels.cuda.awq_gemm``.
+        """
         return {
             "qweight": pack_columns(self.codes.t()),
             "qzeros": pack_columns(self.zeros.t()),

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerBase
 # Python's PEPs that are in the public domain or under CC0: prose and code.
 SAMPLE = Path(__file__).with_name("sample.jsonl")
 TOKENS = 512
-_MAX_CALIBRATION, _MAX_EVALUATION = 32, 12  # sequences at most
-_MAX_FILE_BYTES = 4 << 20  # of a file; more would be read for nothing
+_MAX_CALIBRATION, _MAX_EVALUATION = 32, 12  # maximal numbers of sequences
+_MAX_FILE_BYTES = 4 << 20  # of a file; more would not be used
 
 
 @dataclass(frozen=True)

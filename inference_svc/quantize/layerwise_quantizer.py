@@ -1,8 +1,8 @@
-"""Quantizes a checkpoint layer by layer, with one layer and the texts' activations in memory.
+"""Quantizes a checkpoint layer by layer; memory holds one layer and all activations.
 
-The activations of the texts go from layer to layer: those of the calibration text through the original model, those of
-the evaluation text three times, through the original, plainly rounded and AWQ models. So one pass over the files both
-writes the weights and measures their quality. Embedding and head are those of the written model, in float16.
+The texts' activations pass from layer to layer: those of the calibration text through the original model; those of the
+evaluation text three times, through the original, the plainly rounded and the AWQ model. So one pass over the files
+both writes the weights and measures their quality. Embedding and head are those of the written model, in float16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from inference_svc.quantize.scale_search import InputStats
 
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.", "lm_head.weight"
 _SPARE_BYTES = 512 << 20
-# Copies of a layer's weights in memory: the original ones, and some of one linear layer during the search.
+# Copies of a layer's weights in memory: the original, and several of one linear layer during the search.
 _COPIES = 4
 # Rows of logits in memory at a time.
 _ROWS = 512
@@ -39,7 +39,7 @@ _ROWS = 512
 class QualityReport:
     """Perplexity of the evaluation text in the original, plainly rounded and AWQ models.
 
-    Errors are those of linear layers' outputs, as a share of their mean square, averaged over the layers.
+    Errors are those of the linear layers' outputs, as a share of their mean square, averaged over the layers.
     """
 
     perplexity: float
@@ -53,7 +53,7 @@ class LayerwiseQuantizer:
     """Quantizer of a checkpoint of one of ``scale_folding.FAMILIES``."""
 
     def __init__(self, folder: Path, config: Any) -> None:
-        """Raises ModelUnsupported for shapes that the format does not support."""
+        """Plan the quantization. Raises ModelUnsupported for unsupported shapes."""
         self._model, self._rotary = build_meta_model(config, torch.float32, "sdpa")
         self._source = CheckpointWeights(folder, torch.float32, None)
         self._tied = bool(config.tie_word_embeddings)
@@ -142,7 +142,7 @@ class LayerwiseQuantizer:
     def _embedded(
         self, texts: CalibrationTexts, out: SafetensorsWriter
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Embed the texts, each to ``[1, tokens, width]``; writes the embedding piece by piece."""
+        """Embed the texts, each to ``[1, tokens, width]``; write the embedding piece by piece."""
         shape = self._model.get_parameter(_EMBEDDING).shape
         tokens = torch.cat((texts.calibration, texts.evaluation))
         found = torch.empty(*tokens.shape, shape[1])
@@ -190,7 +190,10 @@ class LayerwiseQuantizer:
 
 
 def _forward(layer: nn.Module, states: list[Tensor], rotary: tuple[Tensor, Tensor]) -> None:
-    """Run texts through a layer, in place. Attention is causal: no text is longer than a window."""
+    """Run texts through a layer, in place.
+
+    Attention is only causal, since no text is longer than a window.
+    """
     for i, state in enumerate(states):
         states[i] = layer(state, attention_mask=None, position_embeddings=rotary)
 

@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def quantize(name: str, out: Path, text: Path | None) -> QuantizeReport:
-    """Write a model at 4 bits. Raises KVSidecarError, and leaves nothing at ``out`` then."""
+    """Write a model at 4 bits. Raises KVSidecarError, and then leaves no files at ``out``."""
     began = time.perf_counter()
     out = out.absolute()
     check_output(out)
@@ -162,7 +162,7 @@ def main(arguments: list[str]) -> int:
     configure_logging("info" if sys.stderr.isatty() else "warning")
     quiet_transformers()
     make_mkl_deterministic()
-    before = signal.signal(signal.SIGTERM, _ended)  # an exception, so that nothing is left behind
+    before = signal.signal(signal.SIGTERM, _ended)  # SIGTERM raises an exception, so that temporary files are removed
     try:
         report = quantize(options.model, options.out, options.text)
     except (KVSidecarError, OSError) as error:

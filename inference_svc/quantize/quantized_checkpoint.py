@@ -40,9 +40,9 @@ def check_output(out: Path) -> None:
 
 @contextmanager
 def building(out: Path, size_bytes: int) -> Iterator[Path]:
-    """Context with a temporary folder that becomes ``out`` if the block ends without an error.
+    """Context with a temporary folder that becomes ``out`` if the block succeeds.
 
-    Otherwise nothing is left. Raises ConfigurationError without disk space for ``size_bytes``.
+    After an error the folder is removed. Raises ConfigurationError without disk space for ``size_bytes``.
     """
     check_output(out)
     check_disk_space("writing the model", size_bytes, out.parent)
@@ -55,7 +55,10 @@ def building(out: Path, size_bytes: int) -> Iterator[Path]:
 
 
 def write_metadata(source: Path, target: Path, group: int) -> None:
-    """Write the configuration of the 4-bit model, and copy the original's tokenizer and other files."""
+    """Write the configuration of the 4-bit model, and copy the original's other files.
+
+    These include the tokenizer.
+    """
     try:
         config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Quantizes decoder layers, folding input scales into the preceding modules.
 
-The module before a linear layer produces its outputs divided by the scale: a norm by its weight, or another linear
-layer by its rows. So the model needs no additional operations. The pairs are AutoAWQ's for the same models.
+The module before a linear layer then produces its outputs divided by the scale: a norm through its weight, another
+linear layer through its rows. So the model needs no additional operations. The pairs are AutoAWQ's for the same models.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _FOLDS = (
 # The quantized layers, grouped by common input.
 INPUTS = tuple(fold.consumers for fold in _FOLDS)
 LINEARS = tuple(name for readers in INPUTS for name in readers)
-# An attention score is a product of two of their outputs, which a few large weights dominate: AutoAWQ does not clip
-# them, either.
+# An attention score is a product of two of their outputs, and a few large weights dominate it. AutoAWQ does not clip
+# them either.
 _NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 
 
@@ -47,7 +47,7 @@ _NEVER_CLIPPED = ("self_attn.q_proj", "self_attn.k_proj")
 class QuantizedLayer:
     """A decoder layer's 4-bit weights by name, and their mean output errors.
 
-    Errors are a share of the outputs' mean square, with plain rounding and with AWQ.
+    Errors are shares of the outputs' mean square, with plain rounding and with AWQ.
     """
 
     weights: dict[str, QuantizedWeight]
@@ -56,7 +56,7 @@ class QuantizedLayer:
 
 
 def check_quantizable(architecture: str, config: Any) -> None:
-    """Raise ModelUnsupported for an unknown architecture, and for a model that is quantized already."""
+    """Raise ModelUnsupported for an unknown architecture or an already quantized model."""
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method:
         raise ModelUnsupported(f"the model is quantized already ({method}); give the model that it was made of")
@@ -111,7 +111,7 @@ def quantize_layer(layer: nn.Module, inputs: Mapping[str, InputStats], group: in
     errors: list[float] = []
     for name in LINEARS:
         linear, scale, products = linear_of(layer, name), scales[name], inputs[name].products
-        # Rows that were divided by their consumers' scale have their errors divided, too.
+        # Dividing rows by their consumers' scale divides their errors, too.
         rows = _output_scale(name, scales, linear)
         scaled = meant[name] * scale / rows
         shrink = None if name in _NEVER_CLIPPED else best_shrink(scaled, products / scale / scale[:, None], group)
@@ -137,7 +137,7 @@ def _folded(giver: nn.Module, scale: Tensor) -> Tensor:
     if isinstance(giver, nn.Linear):
         if giver.bias is not None:
             giver.bias.data = giver.bias.data / scale
-        return scale  # the rows of its weight are divided before they are rounded
+        return scale  # the rows of its weight are divided before rounding
     before = cast(Tensor, giver.weight).data
     after = (before / scale).bfloat16().half().float()
     lost = (after == 0) | ~after.isfinite()

@@ -1,13 +1,13 @@
-"""AWQ's scale search: scales important inputs' weights up before rounding, and the inputs down.
+"""AWQ's scale search: scales up the weights of important inputs before rounding.
 
-A layer ``y = W x`` is the same as ``(W s) (x / s)`` for any positive scale of its inputs, but rounding ``W s`` is not:
-an input that is scaled up is rounded finer, at the expense of others in its group. The paper takes ``s =
-mean(|x|) ** ratio`` and searches the ratio; AutoAWQ, and so this, divides by ``size ** (1 - ratio)``, how large the
-weights are in their groups. No scale at all is tried, too, so that the error is never larger than that of plain
-rounding.
+The inputs are scaled down accordingly. A layer ``y = W x`` equals ``(W s) (x / s)`` for any positive input scale ``s``,
+but their rounded forms differ: an input that is scaled up is rounded finer, at the expense of others in its group. The
+paper uses ``s = mean(|x|) ** ratio`` and searches the ratio. AutoAWQ, and therefore this module, divides that by ``size
+** (1 - ratio)``, where ``size`` is the relative magnitude of the weights in their groups. The search also tries no
+scale at all, so that the error is never larger than that of plain rounding.
 
 The error is that of the layer's outputs, ``mean((dW x) ** 2)`` over the text, which is ``dW G dW^T`` for ``G = mean(x
-x^T)``: it is exact over any number of tokens, and costs the same for all of them.
+x^T)``. It is exact over any number of tokens, at a constant cost.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _MIN_RANGE_SHARE, _CLIP_STEPS = 0.5, 10
 
 @dataclass(frozen=True)
 class InputStats:
-    """Input statistics: ``magnitude [in]``, the mean of ``|x|``, and ``products [in, in]``, the mean of ``x x^T``."""
+    """Input statistics of a layer.
+
+    ``magnitude [in]`` is the mean of ``|x|``, and ``products [in, in]`` the mean of ``x x^T``.
+    """
 
     magnitude: Tensor
     products: Tensor
@@ -84,10 +87,10 @@ def _candidates(weights: Sequence[Tensor], magnitude: Tensor, group: int) -> Ite
 def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
     """Search the shrink factors ``[out, groups]`` of the groups' ranges of a weight ``[out, in]``.
 
-    Clipping a few large weights lets the others be rounded finer. No output's error increases.
+    Clipping a few large weights allows finer rounding of the others. No output's error increases.
     """
     outputs, groups = weight.shape[0], weight.shape[1] // group
-    # Each group on its own, ignoring products between groups.
+    # Each group is searched alone, without the products between groups.
     blocks = torch.stack([products[g : g + group, g : g + group] for g in range(0, len(products), group)])
     shrink, least = torch.ones(outputs, groups), torch.full((outputs, groups), torch.inf)
     for step in range(_CLIP_STEPS):
@@ -95,6 +98,6 @@ def best_shrink(weight: Tensor, products: Tensor, group: int) -> Tensor:
         change = (fake_quantize(weight, group, tried) - weight).view(outputs, groups, group).transpose(0, 1)
         found = ((change @ blocks) * change).sum(-1).t()
         shrink, least = torch.where(found < least, tried, shrink), least.minimum(found)
-    # With those products: accept the factors of all of an output's groups, or none.
+    # With the products between groups: accept the factors of all of an output's groups, or none.
     errors = [output_error(fake_quantize(weight, group, s) - weight, products) for s in (shrink, None)]
     return torch.where((errors[0] <= errors[1])[:, None], shrink, 1.0)

@@ -1,5 +1,5 @@
-"""Protocol requests to engine sequences, and engine output to protocol fields.
+"""Requests: converts protocol requests to sequences, and outputs to protocol fields.
 
-Imports ``engine``, ``sampling``, ``structured_output``, ``tool_calls``, ``context_reuse.chunking`` and ``lora``, and
-nothing of ``server``.
+Imports ``engine``, ``sampling``, ``structured_output``, ``tool_calls``, ``context_reuse.chunking`` and ``lora``, but
+not ``server``.
 """

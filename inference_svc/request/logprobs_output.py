@@ -1,4 +1,4 @@
-"""Log probabilities and stop reasons as protocol fields."""
+"""Logprobs output: log probabilities and stop reasons as protocol fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Decode = Callable[[list[int]], str]
 
 
 def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
-    """Message for a sampled token or prompt token, with its most likely alternatives."""
+    """Build the message of a sampled token or prompt token, with its likeliest alternatives."""
     return pb.TokenLogprob(
         token_id=drawn.token,
         text=decode([drawn.token]),
@@ -24,9 +24,9 @@ def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
 
 
 def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]:
-    """Prompt logprobs of a sequence that has its first token; empty unless requested.
+    """Build the prompt logprobs of a sequence that has its first token; empty unless requested.
 
-    Takes as long as decoding each distinct token alone.
+    Takes the time of one tokenizer call per distinct token.
     """
     if sequence.request.num_prompt_logprobs is None:
         return []
@@ -43,14 +43,14 @@ def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]
 
 
 def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
-    """Copy the stop reason of a stream's last part into a whole answer."""
+    """Copy the stop reason of a stream's last part to a complete answer."""
     kind = part.WhichOneof("stopped_by")
     if kind is not None:
         setattr(answer, kind, getattr(part, kind))
 
 
 def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.GenerateStreamResponse) -> None:
-    """Write the request's stop string or stop token that ended the sequence into an answer."""
+    """Set the stop string or the request's own stop token that ended the sequence."""
     if finish is not FinishReason.STOP:
         return
     if sequence.detokenizer.stopped:

@@ -1,4 +1,4 @@
-"""Answers to ``explain``: provenance of a prompt's parts, with their texts."""
+"""Prompt provenance: the parts of a prompt and their texts, for ``explain``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _READING = {
 
 
 def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list[pb.PromptPart]:
-    """Parts of a prompt by provenance, for a sequence with ``explain`` that has its first token.
+    """Build the parts of a prompt by provenance.
 
-    Takes as long as decoding the prompt twice.
+    For a sequence with ``explain`` that has its first token. Takes the time of detokenizing the prompt twice.
     """
     tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
     texts = split_text(decode, tokens, [part.end for part in sequence.usage.provenance])
@@ -33,5 +33,5 @@ def prompt_parts(sequence: Sequence, decode: Callable[[list[int]], str]) -> list
 
 
 def numerics_of(loaded: LoadedModel) -> pb.Numerics:
-    """Identity of the numerics that a worker of the model computes with."""
+    """Build the message with a model's numerics identity."""
     return pb.Numerics(id=loaded.numerics.id, shared_across_machines=loaded.numerics.shared)

@@ -1,8 +1,10 @@
-"""Builds sequences from requests: tokenizes prompts, checks options."""
+"""Request builder: builds sequences from requests, tokenizes prompts, checks options."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from secrets import token_hex
@@ -12,13 +14,14 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT
 
 from inference_svc.chat_template.chat_template import ChatTemplate
-from inference_svc.chat_template.template_messages import chat_texts
+from inference_svc.chat_template.template_messages import prompt_texts
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
-from inference_svc.request.request_options import PartTtls
+from inference_svc.request.breakpoint_finder import BreakpointFinder
+from inference_svc.request.sampled_calls import SampledCalls
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.scheduling.pool_capacity import PoolCapacity
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
@@ -28,7 +31,8 @@ from inference_svc.structured_output.grammar_compiler import GrammarCompiler
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.tool_call_parser import ToolCallParser
 
-# Texts with more characters per token are unusual: they are counted in pieces first.
+# A text of more than _USUAL_CHARACTERS_PER_TOKEN characters per token of the context is first tokenized in pieces of
+# _PIECE_CHARACTERS, to count its tokens. A cut between pieces causes at most _CUT_TOKENS additional tokens.
 _USUAL_CHARACTERS_PER_TOKEN, _PIECE_CHARACTERS, _CUT_TOKENS = 8, 1 << 15, 64
 _MODES = {
     pb.SPECULATION_OFF: SpeculationMode.OFF,
@@ -37,22 +41,26 @@ _MODES = {
     pb.SPECULATION_AUTO: SpeculationMode.AUTO,
 }
 _MAX_ID, _MAX_SEPARATOR = 128, 64
-# A prompt that is truncated may be this many times as long as the context.
+# A prompt that will be truncated may be at most this many times as long as the context.
 _MAX_TRUNCATION_FACTOR = 4
 
 
 @dataclass(frozen=True)
 class RequestDefaults:
-    """Worker settings for requests that set nothing else."""
+    """Worker settings that apply to requests without their own."""
 
     document_separator: str = ""
     tool_call_parser: str = "auto"
     speculate: str = "off"
     has_draft_model: bool = False
+    reuse_anywhere: bool = False
 
 
 class RequestBuilder:
-    """Builds sequences for one model. Methods may run on any thread, and raise InvalidRequest in one sentence."""
+    """Builds sequences for one model.
+
+    Any thread may call the methods; they raise InvalidRequest with one sentence.
+    """
 
     def __init__(
         self,
@@ -62,23 +70,24 @@ class RequestBuilder:
         adapters: Mapping[str, LoraAdapter] | None = None,
         room: PoolCapacity | None = None,
     ) -> None:
-        """``adapters`` may change while requests run. ``room`` explains a context shorter than the model's."""
+        """``adapters`` may change while requests run. ``room``: limits of the pool, for error messages."""
         self._adapters = adapters if adapters is not None else {}
         self._room = room or PoolCapacity(context_length, context_length, 0)
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
-        self._loaded, self._tokenizer = loaded, loaded.tokenizer
-        self._context = context_length
-        self._separator = defaults.document_separator
+        self._loaded, self._tokenizer, self._context = loaded, loaded.tokenizer, context_length
+        self._separator, self._reuse_anywhere = defaults.document_separator, defaults.reuse_anywhere
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
         self._chat_template = ChatTemplate(
             loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser
         )
-        # A longer text cannot fit: no token has more characters than the longest one of the vocabulary.
+        self.breakpoints = BreakpointFinder(self._chat_template, lambda text: self._ids(text, False))
+        self._sampled_calls = SampledCalls()
+        # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
 
     def warm_up(self) -> None:
-        """Prepare grammars, which would hold the GIL for seconds during the first request with one."""
+        """Prepare the grammar compiler. Its first use holds the GIL for seconds and must not delay requests."""
         self._grammar_compiler.warm_up()
 
     def checked_tokens(
@@ -89,13 +98,13 @@ class RequestBuilder:
         max_tokens: int | None = None,
         middle: bool = False,
     ) -> tuple[list[int], DocumentMarks]:
-        """``tokens`` of a prompt that must fit into the context.
+        """Return ``tokens`` of a prompt, which must fit into the context.
 
         With ``max_tokens``, a longer prompt is truncated to its last tokens, or with ``middle`` to its first and last
-        ones. Raises PromptTooLong, before tokenization if the number of characters tells.
+        ones. Raises PromptTooLong; without tokenization if the text has too many characters.
         """
         if max_tokens is not None:
-            size = self._check_characters(*_prompt_texts(prompt))
+            size = self._check_characters(*prompt_texts(prompt))
             if size > _MAX_TRUNCATION_FACTOR * self._context * _USUAL_CHARACTERS_PER_TOKEN:
                 raise PromptTooLong(
                     f"the prompt is too long: it has {size} characters, too many to be read for its end; send less"
@@ -104,7 +113,7 @@ class RequestBuilder:
             self._check_length(len(ids))
             return ids, marks
         self._check_length(len(prompt.token_ids.ids))
-        self._check_size(*_prompt_texts(prompt))
+        self._check_size(*prompt_texts(prompt))
         ids, marks = self.tokens(prompt, generation_prompt, cache)
         self._check_length(len(ids))
         return ids, marks
@@ -114,7 +123,8 @@ class RequestBuilder:
     ) -> tuple[list[int], DocumentMarks]:
         """Truncate a prompt to ``most`` tokens.
 
-        Keeps the special tokens at its start and its last tokens, or with ``middle`` equally many first and last ones.
+        Keeps the special tokens at its start and its last tokens; with ``middle``, equal numbers of first and last
+        tokens.
         """
         head = most // 2 if middle else 0
         if not middle and prompt.WhichOneof("kind") == "text" and not prompt.without_special_tokens:
@@ -130,13 +140,13 @@ class RequestBuilder:
     def _check_length(self, tokens: int) -> None:
         self._room.check(tokens)
 
-    def counted_tokens(self, prompt: pb.Prompt) -> list[int]:
-        """``tokens`` of a prompt that need not fit into the context; only its characters are limited."""
-        self._check_characters(*_prompt_texts(prompt))
-        return self.tokens(prompt)[0]
+    def counted_tokens(self, prompt: pb.Prompt, salt: bytes) -> list[int]:
+        """Return the tokens of a prompt that need not fit into the context; only its characters are limited."""
+        self._check_characters(*prompt_texts(prompt))
+        return self.tokens(prompt, cache=pb.CacheOptions(tenant_salt=salt))[0]
 
     def _check_characters(self, *texts: str) -> int:
-        """Return the number of characters. Raises PromptTooLong for more than the context can hold."""
+        """Return the number of characters. Raises PromptTooLong if they cannot fit into the context."""
         size = sum(map(len, texts))
         if size > self._max_characters:
             raise PromptTooLong(
@@ -146,9 +156,9 @@ class RequestBuilder:
         return size
 
     def _check_size(self, *texts: str) -> None:
-        """Refuse texts that cannot fit before they are tokenized as a whole.
+        """Refuse texts that cannot fit, before they are tokenized as a whole.
 
-        Tokenization takes hundreds of bytes for each character, so texts that hardly fit are counted in pieces first.
+        Tokenization takes hundreds of bytes per character, so the tokens of long texts are first counted in pieces.
         """
         size = self._check_characters(*texts)
         if size <= self._context * _USUAL_CHARACTERS_PER_TOKEN:
@@ -156,7 +166,7 @@ class RequestBuilder:
         counted = 0
         for text in texts:
             for at in range(0, len(text), _PIECE_CHARACTERS):
-                # A boundary within a word makes a few more tokens of it.
+                # A cut within a word results in a few additional tokens.
                 cut = _CUT_TOKENS if len(text) > _PIECE_CHARACTERS else 0
                 counted += max(0, len(self._ids(text[at : at + _PIECE_CHARACTERS], False)) - cut)
                 self._room.check(counted, f"its first {at + _PIECE_CHARACTERS} characters have about")
@@ -164,9 +174,9 @@ class RequestBuilder:
     def tokens(
         self, prompt: pb.Prompt, generation_prompt: bool = True, cache: pb.CacheOptions | None = None
     ) -> tuple[list[int], DocumentMarks]:
-        """Token ids of a prompt (at least one), and its document marks.
+        """Return the token ids of a prompt (at least one) and its document marks.
 
-        Text with a document separator is tokenized piece by piece, so that a document has the same tokens at any
+        Text with document separators is tokenized document by document, so that a document has the same tokens at any
         position.
         """
         cache = pb.CacheOptions() if cache is None else cache
@@ -187,37 +197,39 @@ class RequestBuilder:
         elif kind == "text":
             ids, marks = self._encode(prompt.text, not prompt.without_special_tokens, separator)
         elif kind == "chat":
-            ids, marks = self._encode(self._chat_template.render(prompt.chat, generation_prompt), False, separator)
+            ids, marks = self._encode_chat(prompt, generation_prompt, separator, cache.tenant_salt)
         else:
             raise InvalidRequest("the prompt is missing; set text, token_ids or chat")
         if not ids:
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         return ids, marks
 
-    def parts_in_tokens(
-        self, prompt: pb.Prompt, cache: pb.CacheOptions, tokens: int, generation_prompt: bool = True
-    ) -> PartTtls:
-        """``(end in tokens, TTL in seconds)`` of the parts of a prompt of ``tokens`` tokens. Raises InvalidRequest.
+    def _encode_chat(
+        self, prompt: pb.Prompt, generation_prompt: bool, separator: str, salt: bytes
+    ) -> tuple[list[int], DocumentMarks]:
+        """Render and tokenize a chat; calls that are sent back have the tokens that the model sampled."""
+        chat, special = prompt.chat, prompt.with_special_tokens
+        sampled = {
+            i: ids for i, m in enumerate(chat.messages) if (ids := self._sampled_calls.find(salt, m)) is not None
+        }
+        marker, pieces = token_hex(16), list[str]()  # no text has this marker, and templates write it as it is
+        if sampled:
+            with suppress(InvalidRequest):  # templates may demand a call before a result
+                rendered = self._chat_template.render(chat, generation_prompt, dict.fromkeys(sampled, marker))
+                pieces = rendered.split(marker)
+        if len(pieces) != len(sampled) + 1:
+            return self._encode(self._chat_template.render(chat, generation_prompt), special, separator)
+        ids, ends = [], list[int]()
+        for piece, tokens in zip(pieces, [*sampled.values(), []], strict=True):
+            found, marks = self._encode(piece, special and not ids, separator)
+            ends += [len(ids) + end for end in marks.segment_ends]
+            ids += found + tokens
+        return ids, DocumentMarks(segment_ends=tuple(ends))
 
-        Where a message ends is seen by rendering the messages up to it. The pieces are tokenized one by one, so an end
-        may be off by a token where one token has text of two messages; chunks are longer than that by far. Parts
-        without a token (text that the template leaves out, or that was truncated) are dropped.
-        """
-        request_options.check_parts(cache, prompt)
-        chat = bool(cache.parts) and prompt.WhichOneof("kind") == "chat"
-        whole = self._chat_template.render(prompt.chat, generation_prompt) if chat else ""
-        parts: list[tuple[int, int]] = []
-        begin = at = 0
-        for part in cache.parts:
-            end = part.tokens
-            if chat:
-                stop = max(begin, self._chat_template.end_of_messages(prompt.chat, part.messages, whole))
-                end, begin = at + len(self._ids(whole[begin:stop], False)), stop
-            end = min(end, tokens)
-            if end > at:
-                parts.append((end, part.ttl_seconds))
-            at = end
-        return tuple(parts)
+    def keep_calls(self, salt: bytes, sequence: Sequence, message: pb.ChatMessage) -> None:
+        """Keep the tokens of an answer with calls that the model ended; ``message`` is how clients send it back."""
+        tokens = sequence.tokens[sequence.request.num_prompt_tokens :]
+        self._sampled_calls.keep(salt, message, tokens[: -1 if tokens[-1] in self._loaded.stop_tokens else None])
 
     def _encode(self, text: str, special: bool, separator: str) -> tuple[list[int], DocumentMarks]:
         if not separator or separator not in text:
@@ -240,9 +252,19 @@ class RequestBuilder:
         return DocumentMarks(tuple(self._ids(separator, False)) if separator else (), ends)
 
     def text(self, ids: list[int]) -> str:
-        """Decode token ids, special tokens included; padding ids of the vocabulary have no text."""
+        """Convert token ids to text, with special tokens; padding ids of the vocabulary have no text."""
         known = len(self._tokenizer)
         return str(self._tokenizer.decode([i for i in ids if i < known]))
+
+    def token_names(self, ids: list[int]) -> list[str]:
+        """Return the tokens' names in the vocabulary; empty for padding ids."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(ids)]
+
+    def tokenizer_config(self) -> str:
+        """Return the tokenizer's settings as a JSON object, without paths."""
+        given = {k: v for k, v in self._tokenizer.init_kwargs.items() if not k.endswith(("_file", "_path"))}
+        own = {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
+        return json.dumps({**given, **own}, default=str)
 
     def build(self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float) -> Sequence:
         """Build a sequence to submit. Raises UnknownModel, PromptTooLong, InvalidRequest."""
@@ -255,7 +277,7 @@ class RequestBuilder:
     def tokenize(
         self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
     ) -> Callable[[GrammarState | None], Sequence]:
-        """Tokenize and check a request; return a function from its grammar state to the sequence.
+        """Tokenize and check a request; return a function that builds the sequence from its grammar state.
 
         Raises UnknownModel, PromptTooLong, InvalidRequest.
         """
@@ -270,7 +292,7 @@ class RequestBuilder:
         scored = request_options.logprobs("prompt_logprobs", request)
         request_options.check_prompt_logprobs(scored, len(tokens))
         ends = self._loaded.stop_tokens
-        # Stop strings and tokens may occur in the arguments of a required call, and must not end it.
+        # Stop strings and tokens in the arguments of a required call must not end the call.
         must_call = request.tool_use.mode == pb.TOOL_MODE_REQUIRED
         strings = () if must_call else request_options.stop_strings(request)
         own_stops = frozenset() if must_call else request_options.request_stop_ids(request, self._vocabulary)
@@ -286,8 +308,8 @@ class RequestBuilder:
             request.include_stop,
             request.min_tokens,
         )
-        parts = self.parts_in_tokens(request.prompt, request.cache, len(tokens))
-        cache = request_options.cache_use(request.cache, marks, parts)
+        retained = self.breakpoints.retained(request.prompt, request.cache, len(tokens))
+        cache = request_options.cache_use(request.cache, marks, self._reuse_anywhere, retained)
         parameters = GenerationRequest(
             id=request.request_id or token_hex(12),
             num_prompt_tokens=len(tokens),
@@ -317,13 +339,13 @@ class RequestBuilder:
         return found
 
     def prompt_text(self, request: pb.GenerateRequest, sequence: Sequence) -> str:
-        """The prompt's text after truncation."""
+        """Return the prompt's text after truncation."""
         if request.prompt.WhichOneof("kind") == "text" and self._max_prompt_tokens(request) is None:
             return request.prompt.text
         return self.text(sequence.tokens[: sequence.request.num_prompt_tokens])
 
     def _max_prompt_tokens(self, request: pb.GenerateRequest) -> int | None:
-        """Tokens to which a prompt is truncated; None for no truncation. Raises InvalidRequest."""
+        """Maximum prompt tokens for truncation; None for no truncation. Raises InvalidRequest."""
         if request.truncation not in pb.Truncation.values():
             raise InvalidRequest(f"truncation is {request.truncation}, which is none", param="truncation")
         if not request.HasField("truncate_prompt_tokens") and not request.truncation:
@@ -345,8 +367,8 @@ class RequestBuilder:
         return self._chat_template.parser(request)
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
-        """Sampling parameters of a request, over the model's defaults (generation_config.json)."""
-        # ListFields omits no field that was set: scalar fields are `optional`.
+        """Build a request's sampling parameters; unset ones are the model's defaults (generation_config.json)."""
+        # ListFields contains each field that was set, also to its default, because scalar fields are `optional`.
         sent = {field.name: value for field, value in given.ListFields()}
         if given.logit_bias:
             sent["logit_bias"] = dict(given.logit_bias)
@@ -355,7 +377,7 @@ class RequestBuilder:
         return SamplingParams(**(self._loaded.sampling | sent), min_tokens=min_tokens)
 
     def speculation(self, given: pb.Speculation.ValueType) -> SpeculationMode:
-        """SpeculationMode mode of a request. Raises InvalidRequest."""
+        """Return the speculation mode of a request. Raises InvalidRequest."""
         if given == pb.SPECULATION_UNSPECIFIED:
             return self._speculate
         if given not in _MODES:
@@ -370,14 +392,9 @@ class RequestBuilder:
 
 
 def _branches(given: int) -> int | None:
-    """Number of draft branches that a request asks for; None for the worker's setting."""
+    """Maximum draft branches of a request; None for the worker's setting. Raises InvalidRequest."""
     if given > MAX_BRANCHES:
         raise InvalidRequest(
             f"speculation_branches is {given}; allowed are 1 to {MAX_BRANCHES}", param="speculation_branches"
         )
     return given or None
-
-
-def _prompt_texts(prompt: pb.Prompt) -> list[str]:
-    """Texts of a prompt that will be tokenized, for counting."""
-    return [prompt.text, *chat_texts(prompt.chat)]

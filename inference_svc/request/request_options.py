@@ -1,4 +1,4 @@
-"""Checks request options: limits, stops, logprobs, cache use."""
+"""Request options: checks of limits, stops, logprobs and cache use."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.kv_transfer.cache_hints import CacheHints
+from kvsidecar.retained_prefixes import RetainedPrefixes
 
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
-# Ends of a prompt's parts in tokens, and their TTLs in seconds.
-PartTtls = tuple[tuple[int, int], ...]
 # Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
-_MAX_PARTS, _MAX_SESSION_BYTES = 16, 128
+_MAX_SESSION_BYTES = 128
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
 def max_new_tokens(request: pb.GenerateRequest, limit: int) -> int:
-    """Largest number of new tokens, at most ``limit``. Raises InvalidRequest."""
+    """Return the maximum number of new tokens, at most ``limit``. Raises InvalidRequest."""
     wanted = max(DEFAULT_MAX_TOKENS, request.min_tokens)
     if request.HasField("max_tokens"):
         wanted = request.max_tokens
@@ -37,7 +36,7 @@ def max_new_tokens(request: pb.GenerateRequest, limit: int) -> int:
 
 
 def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[int]:
-    """Stop token ids of a request. Raises InvalidRequest."""
+    """Return the stop token ids of a request. Raises InvalidRequest."""
     if len(request.stop_token_ids) > _MAX_STOP_TOKENS:
         raise InvalidRequest(
             f"stop_token_ids has {len(request.stop_token_ids)} tokens; at most {_MAX_STOP_TOKENS} are allowed",
@@ -53,38 +52,12 @@ def request_stop_ids(request: pb.GenerateRequest, vocabulary: int) -> frozenset[
 
 
 def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
-    """Stop strings of a request. Raises InvalidRequest."""
+    """Return the stop strings of a request. Raises InvalidRequest."""
     if len(request.stop) > _MAX_STOPS:
         raise InvalidRequest(f"stop has {len(request.stop)} strings; at most {_MAX_STOPS} are allowed", param="stop")
     if any(not s for s in request.stop):
         raise InvalidRequest("stop has an empty string; each must have at least one character", param="stop")
     return tuple(request.stop)
-
-
-def check_parts(cache: pb.CacheOptions, prompt: pb.Prompt) -> None:
-    """Raise InvalidRequest unless the parts of a prompt are few, rise, and lie within it."""
-    if len(cache.parts) > _MAX_PARTS:
-        raise InvalidRequest(
-            f"cache_parts has {len(cache.parts)} parts; at most {_MAX_PARTS} are allowed", param="cache_parts"
-        )
-    chat = prompt.WhichOneof("kind") == "chat"
-    unit, most = ("messages", len(prompt.chat.messages)) if chat else ("tokens", len(prompt.token_ids.ids))
-    before = 0
-    for part in cache.parts:
-        if part.WhichOneof("end") != unit or prompt.WhichOneof("kind") == "text":
-            raise InvalidRequest(
-                "a part of cache_parts ends at a number of messages in a chat, and of tokens in token_ids; text has "
-                "one part: set cache_ttl_seconds",
-                param="cache_parts",
-            )
-        end = getattr(part, unit)
-        if not before < end <= most:
-            raise InvalidRequest(
-                f"a part of cache_parts ends at {end} {unit}; ends must rise from 1 to at most the prompt's {most}",
-                param="cache_parts",
-            )
-        check_ttl("the ttl_seconds of a part of cache_parts", part.ttl_seconds, "cache_parts")
-        before = end
 
 
 def check_salt(salt: bytes) -> None:
@@ -103,30 +76,49 @@ def check_session(name: str) -> str:
     return name
 
 
-def check_ttl(what: str, seconds: int, param: str) -> None:
-    """Raise InvalidRequest for a TTL outside its limits."""
+def check_seconds(name: str, seconds: int, param: str = "") -> int:
+    """Raise InvalidRequest for a time outside the limits of TTLs and retentions."""
     if not 1 <= seconds <= MAX_TTL_SECONDS:
-        raise InvalidRequest(f"{what} is {seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none", param=param)
+        raise InvalidRequest(
+            f"{name} is {seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none", param=param or name
+        )
+    return seconds
 
 
-def cache_use(given: pb.CacheOptions, marks: DocumentMarks, parts: PartTtls = ()) -> CacheParams:
-    """Cache permissions and hints of a request. ``parts`` are its own, in tokens. Raises InvalidRequest."""
+def cache_use(
+    given: pb.CacheOptions, marks: DocumentMarks, reuse_anywhere: bool, retained: RetainedPrefixes = ()
+) -> CacheParams:
+    """Return the cache options and hints of a request. Raises InvalidRequest.
+
+    ``reuse_anywhere`` is the worker's setting, for a request without its own; ``retained`` are the request's prefixes.
+    """
     check_salt(given.tenant_salt)
     if given.HasField("ttl_seconds"):
-        check_ttl("cache_ttl_seconds", given.ttl_seconds, "cache_ttl_seconds")
-    behind = parts[-1][1] if parts and not given.HasField("ttl_seconds") else given.ttl_seconds
+        check_seconds("cache_ttl_seconds", given.ttl_seconds)
+    if given.HasField("reuse_anywhere"):
+        if given.reuse_anywhere and given.exact_only:
+            raise InvalidRequest(
+                "reuse_anywhere is true beside exact_only, which forbids it; send one of them", param="reuse_anywhere"
+            )
+        reuse_anywhere = given.reuse_anywhere
     return CacheParams(
         read=not given.skip_read,
         write=not given.skip_write,
         tenant_salt=given.tenant_salt,
-        exact_only=given.exact_only,
+        reuse_anywhere=reuse_anywhere and not given.exact_only,
         marks=marks,
-        hints=CacheHints(behind, parts, check_session(given.session)),
+        hints=CacheHints(
+            given.ttl_seconds,
+            retained,
+            check_session(given.session),
+            given.priority == pb.CACHE_PRIORITY_LOW,
+            given.fetch,
+        ),
     )
 
 
 def logprobs(name: Literal["logprobs", "prompt_logprobs"], request: pb.GenerateRequest) -> int | None:
-    """Number of alternatives per token; None for no log probabilities. Raises InvalidRequest."""
+    """Return the number of alternatives per token; None for no log probabilities. Raises InvalidRequest."""
     if not request.HasField(name):
         return None
     most: int = getattr(request, name)

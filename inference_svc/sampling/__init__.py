@@ -1,4 +1,4 @@
 """Sampling: parameters and state of a request, logits processing, log probabilities.
 
-May import ``structured_output`` only.
+May import only ``structured_output``.
 """

@@ -1,4 +1,7 @@
-"""Sampling parameters, and the sampling state of one request. ``sampler`` processes the logits."""
+"""Sampling parameters, and the sampling state of one request.
+
+``sampler`` processes the logits.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from numpy.typing import NDArray
 
 from inference_svc.structured_output.grammar_state import GrammarState
 
-# Below this, logits that differ at all differ by more than any draw could bridge: the likeliest token is taken.
+# At lower temperatures any difference between two logits makes the less likely token impossible, so sampling is greedy.
 GREEDY_BELOW = 1e-5
 MAX_TOP_K = 2**31 - 1
 _MAX_LOGIT_BIAS = 1024
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
-# So many numbers belong to each place of an answer.
+# Random numbers per position of the answer.
 _TRIES = 64
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request. Raises InvalidRequest, naming the field, for a value out of range.
+    """Sampling parameters of one request. Raises InvalidRequest, which names the field, for a bad value.
 
-    Order: tokens that are not allowed, here or by a grammar, are masked; biases are added, penalties subtracted; the
-    rest is divided by the temperature; min_p, top_k and top_p cut the tail, each of what the one before left.
+    The sampler masks tokens that ``allowed_tokens`` or a grammar does not allow, adds biases, applies penalties, and
+    divides by the temperature. Then min_p, top_k and top_p, in this order, remove unlikely tokens.
     """
 
     temperature: float = 1.0
@@ -37,16 +40,16 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     repetition_penalty: float = 1.0
-    """Divides the positive logits of tokens in the prompt or the answer, and multiplies the negative ones (Keskar et
-    al., "CTRL", 2019)."""
+    """Divides positive logits of tokens of the prompt and the answer, and multiplies negative ones (Keskar et al.,
+    "CTRL", 2019)."""
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits of these tokens."""
     allowed_tokens: frozenset[int] | None = None
-    """Nothing else is drawn; None for all."""
+    """Only these tokens are sampled; None for all."""
     min_tokens: int = 0
-    """Before so many are drawn, none is that would end the answer, unless there is no other."""
+    """Until this many tokens are sampled, tokens that end the answer are masked, unless no other token is allowed."""
 
     def __post_init__(self) -> None:
         _within("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "0 (greedy) to 2")
@@ -76,11 +79,11 @@ class SamplingParams:
 
     @property
     def counts(self) -> bool:
-        """True if penalties need token counts."""
+        """True if a penalty needs token counts."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def check(self, vocabulary: int) -> None:
-        """Raises InvalidRequest for a token that the model does not have."""
+        """Raises InvalidRequest for a token outside the model's vocabulary."""
         for name, ids in (("logit_bias", self.logit_bias), ("allowed_tokens", self.allowed_tokens or ())):
             wrong = next((i for i in ids if i >= vocabulary), None)
             if wrong is not None:
@@ -103,13 +106,13 @@ class SampledToken:
 
 @dataclass(frozen=True)
 class PromptLogprob(SampledToken):
-    """Token of a prompt with its log probability, alternatives and rank (1 for the likeliest)."""
+    """Prompt token with its log probability, alternatives and rank (likeliest: 1)."""
 
     rank: int = 0
 
 
 class TokenCounts:
-    """Tokens of a prompt and its answer, with their number in the answer."""
+    """Distinct tokens of prompt and answer, with their counts in the answer."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         known = np.unique(np.fromiter(prompt, np.int64))
@@ -118,12 +121,12 @@ class TokenCounts:
 
     @property
     def ids(self) -> NDArray[np.int64]:
-        """The tokens, each once."""
+        """The distinct tokens ``[n]``."""
         return self._ids[: len(self._at)]
 
     @property
     def generated(self) -> NDArray[np.float32]:
-        """Number of times that each token was generated."""
+        """Counts ``[n]`` of the tokens in the answer."""
         return self._generated[: len(self._at)]
 
     def copy(self) -> TokenCounts:
@@ -144,9 +147,9 @@ class TokenCounts:
 class SamplingState:
     """Sampling state of one request: number and counts of its sampled tokens.
 
-    Only ``accept`` advances it, so that a sampled and dropped token leaves no trace. Repeatable with a seed, whatever
-    else is in the batch and after preemptions: the random numbers of a position in the answer are a function of the
-    seed and the position.
+    Only ``accept`` changes it, so a token that is sampled and then dropped has no effect. The random numbers of a
+    position in the answer are a function of the seed and the position, so results with a seed do not depend on the rest
+    of the batch or on preemptions.
     """
 
     def __init__(
@@ -181,27 +184,28 @@ class SamplingState:
         return self._stops if self.drawn < self.params.min_tokens else []
 
     def uniform(self, attempt: int) -> float:
-        """Returns a number in [0, 1) for the next token; another one for each attempt.
+        """Returns the random number in [0, 1) for an attempt of the next token.
 
-        SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) by its counter.
+        The number is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) of a
+        counter.
         """
         place = self.drawn * _TRIES + attempt % _TRIES + 1
         return (mix(self._start + place * _GOLDEN) >> 11) * 2.0**-53
 
     @property
     def complete(self) -> bool:
-        """True if the grammar is complete and no token may follow."""
+        """True if the answer completes the grammar and no token may follow."""
         return self.grammar is not None and self.grammar.complete
 
     def ahead(self) -> SamplingState:
-        """Returns a copy that continues from here without the grammar, for draft tokens."""
+        """Returns a copy without grammar and log probabilities, for sampling draft tokens."""
         other = copy(self)
         other.logprobs, other.grammar = None, None
         other.counts = None if self.counts is None else self.counts.copy()
         return other
 
     def accept(self, token: int) -> None:
-        """Appends a token to the answer. Raises GenerationFailed when its grammar cannot continue."""
+        """Records the next token of the answer. Raises GenerationFailed if the grammar does not allow it."""
         self.drawn += 1
         if self.grammar is not None:
             self.grammar.accept(token)
@@ -210,7 +214,7 @@ class SamplingState:
 
 
 def mix(word: int) -> int:
-    """SplitMix64's finalizer."""
+    """Computes SplitMix64's finalizer."""
     word &= _WORD
     word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
     word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
@@ -218,5 +222,5 @@ def mix(word: int) -> int:
 
 
 def min_p_margin(min_p: float) -> float:
-    """Returns the distance below the largest logit at which a token has ``min_p`` of its probability."""
+    """Returns the logit difference that corresponds to a probability ratio of ``min_p``."""
     return -math.log(min_p) if min_p > 0 else math.inf

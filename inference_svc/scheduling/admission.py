@@ -1,8 +1,9 @@
-"""Admission: finds a waiting prompt's prefix in the pool and allocates its pages.
+"""Admission: finds a waiting prompt's prefix in the pool and allocates its blocks.
 
-The order is the scheduler's decision. A request whose prefix another request is just computing is held back until it
-can share it, so that the prefix is computed once. For a prefix that is being loaded it waits only if the load is
-expected to be faster than computing, and no longer than computing would take. Only the engine's thread uses this.
+The scheduler decides the order. If another request is computing the prefix of a waiting request, the waiting request is
+held back until it can share the prefix, so that the prefix is computed once. If another request is loading the prefix,
+the waiting request waits only if the load should be faster than computing, and no longer than computing would take.
+Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -33,17 +34,18 @@ from inference_svc.sequence.sequence import Sequence, SequenceState
 
 log = structlog.get_logger("engine")
 
-# Waiting requests that are compared with each other; later ones are considered once these are admitted.
+# Number of waiting requests, from the front of the queue, among which admission chooses.
 _WINDOW = 16
-# Spare pages for a new sequence's answer, so that it stays contiguous, while a quarter of the pool is free.
+# A new sequence gets up to _SPARE_TOKENS more slots for its answer, so that its blocks stay contiguous, if after that 1
+# / _SPARE_SHARE of the pool is free.
 _SPARE_TOKENS, _SPARE_SHARE = 256, 4
-# Tokens of one copy.
+# Tokens per copy between the pool and its overflow.
 _COPIED_TOKENS = 1024
 
 
 @dataclass(frozen=True)
 class PrefixSource:
-    """Pool prefix of ``tokens`` leading tokens, in a cached or a running sequence."""
+    """Prefix in the pool: the first ``tokens`` tokens of a cached or a running sequence."""
 
     tokens: int = 0
     cached: CachedSequence | None = None
@@ -55,9 +57,9 @@ def as_array(tokens: list[int]) -> TokenArray:
 
 
 class Admission:
-    """Chooses among waiting sequences and allocates their pages.
+    """Chooses among waiting sequences and allocates their blocks.
 
-    ``piece``: tokens of a prompt that one step computes. ``max_tokens``: limit of prompt and answer together.
+    ``piece``: maximum prompt tokens per step. ``max_tokens``: limit of prompt and answer together.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class Admission:
         """Time at which the first held-back sequence may be admitted (time.perf_counter)."""
 
     def next(self, waiting: deque[Sequence], live: Iterable[Sequence]) -> tuple[Sequence, PrefixSource] | None:
-        """Chooses the sequence to admit now, with its pool prefix; None when all are held back.
+        """Chooses the sequence to admit now, with its prefix in the pool; None if all are held back.
 
-        ``live`` are the sequences with pages. A preempted sequence, at the queue's front, goes first. A sequence that
-        waits for the overflow does not block the others.
+        ``live`` are the sequences with blocks. A preempted sequence is at the front of the queue and is admitted first.
+        A sequence that waits for overflow blocks does not delay the other sequences.
         """
         now, live = time.perf_counter(), list(live)
         sequences = list(islice(self._in_turn(waiting), _WINDOW))
@@ -95,17 +97,21 @@ class Admission:
         return None if chosen is None else (sequences[chosen], found[chosen][0])
 
     def probe(self, waiting: Iterable[Sequence], done: ProbeCallback) -> None:
-        """Probes the connector, once per waiting sequence, for the length of its stored prefix."""
+        """Asks the connector, once per waiting sequence, for the length of the stored prefix."""
         for sequence in waiting:
             if not sequence.queue.probed:
                 sequence.queue.probed = True
                 try:
                     self._cache.probe(sequence, done)
-                except Exception:  # a probe only affects the order
+                except Exception:  # without a probe, only the order of admission may differ
                     log.exception("probing failed", request=sequence.request.id)
 
     def _source(self, sequence: Sequence, live: list[Sequence], now: float) -> tuple[PrefixSource, float]:
-        """Finds the longest pool prefix, and the time until which to wait for a live sequence that will have more."""
+        """Finds the longest prefix in the pool, and the time of admission.
+
+        The sequence is held back until that time if a live sequence is computing or loading a longer common prefix;
+        otherwise the time is 0.
+        """
         if not sequence.reads_cache:
             return PrefixSource(), 0.0
         # The last token is always computed: sampling needs its logits.
@@ -138,7 +144,7 @@ class Admission:
         return source, max((self._until(sequence, *one, source, now) for one in better), default=0.0)
 
     def _until(self, sequence: Sequence, other: Sequence, tokens: int, source: PrefixSource, now: float) -> float:
-        """Time until which a sequence waits for another one to have ``tokens`` of its tokens."""
+        """Time until which ``sequence`` waits for ``other`` to have ``tokens`` tokens of their common prefix."""
         latest = sequence.request.arrived_at + scheduler.MAX_HOLD_SECONDS
         computing = self._budget.seconds(tokens - source.tokens)
         if not (other.state is SequenceState.LOADING or other.kv.is_loading) or computing is None:
@@ -149,10 +155,10 @@ class Admission:
         return min(latest, max(other.timestamps.admitted_at, sequence.timestamps.queued_at) + computing)
 
     def allocate(self, sequence: Sequence, source: PrefixSource, free_pages: int, leave: int) -> bool:
-        """Allocates pages for a sequence, and fills its first ``kv.num_computed`` tokens from the source.
+        """Allocates blocks for a sequence, and fills its first ``kv.num_computed`` tokens from the source.
 
-        ``free_pages`` includes evictable ones. False, with nothing changed, if fewer than ``leave`` would remain.
-        Raises OverflowFailed; the sequence may have pages then.
+        ``free_pages`` counts free and evictable blocks. False, with nothing changed, if fewer than ``leave`` of them
+        would remain. Raises OverflowFailed; the sequence may then have blocks.
         """
         if self._pool.overflow_pages and source.tokens and _left(source):
             source = PrefixSource()
@@ -165,7 +171,7 @@ class Admission:
         if free_pages - own < leave:
             if source.cached is None or leave:
                 return False
-            # No running sequence will free pages: admit without the source, whose own pages may be the missing ones.
+            # No running sequence will free blocks. Admit without the source, so that its blocks may be evicted.
             return self.allocate(sequence, PrefixSource(), free_pages, leave)
         plenty = self._pool.pages // _SPARE_SHARE
         ahead = min(sequence.request.max_tokens - sequence.num_generated, _SPARE_TOKENS)
@@ -189,14 +195,17 @@ class Admission:
     # ---- the overflow ---------------------------------------------------------------------------------------
 
     def exceeds_pool(self, sequence: Sequence) -> bool:
-        """True if a sequence, with the next tokens of its answer, needs more than the whole pool: the overflow."""
+        """True if a sequence needs the overflow: with its next tokens, it exceeds the whole pool."""
         if not self._pool.overflow_pages:
             return False
         soon = min(sequence.request.max_tokens - sequence.num_generated, _SPARE_TOKENS)
         return exceeds_pool(self._pool, self._piece, min(len(sequence.tokens) + soon, self._longest))
 
     def _in_turn(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yields sequences that fit: those without need of the overflow, and the first that needs it if it has room."""
+        """Yields the sequences that may be admitted now.
+
+        These are all that fit the pool, and the first that needs the overflow if it fits there.
+        """
         served = False
         for sequence in waiting:
             if not self.exceeds_pool(sequence):
@@ -212,7 +221,7 @@ class Admission:
         return min(sequence.request.num_prompt_tokens + sequence.request.max_tokens, self._longest)
 
     def _allocate_overflow(self, sequence: Sequence, source: PrefixSource) -> bool:
-        """Allocates all pages that a sequence will ever need, in the overflow. False when too few are free."""
+        """Allocates all blocks that a sequence may ever need, in the overflow. False if too few are free."""
         wanted, cached = self._max_tokens_of(sequence), source.cached
         goes_on = cached is not None and cached.table.in_overflow and sequence.request.cache.write
         if cached is not None and goes_on and source.tokens + PAGE_TOKENS >= len(cached.tokens):
@@ -228,7 +237,7 @@ class Admission:
             self._begin(sequence, source)
             return True
         if cached is not None:
-            self._prefix_cache.touch(cached)  # evicted last
+            self._prefix_cache.touch(cached)  # so that eviction reaches the source last
         found = self._pool.allocate_overflow(wanted)
         while found is None and self._prefix_cache.evict(in_overflow=True):
             found = self._pool.allocate_overflow(wanted)
@@ -236,7 +245,7 @@ class Admission:
             return False
         sequence.kv.attach(found)
         self._prefix_cache.reserve_disk(found, 0, len(sequence.tokens) + LOOKAHEAD_TOKENS)
-        if source.tokens and _table(source).ranges:  # unless it was evicted just now
+        if source.tokens and _table(source).ranges:  # no ranges: the loop above evicted the source
             self._copy_across(found, sequence, source)
         return True
 
@@ -251,15 +260,16 @@ class Admission:
     # ---- the pool -------------------------------------------------------------------------------------------
 
     def _initial_tokens(self, tokens: int, source: PrefixSource) -> int:
-        """Tokens that get pages at admission; fewer than all where pages move on with the window."""
+        """Number of tokens that get blocks at admission: not all, if the pool frees blocks behind the window."""
         if not self._pool.reclaims_window:
             return tokens
         return min(tokens, source.tokens + self._pool.window + self._piece + WINDOW_STEP + PAGE_TOKENS)
 
     def _adopt(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
-        """Continues in the pages of a cached sequence, if the prompt extends it and free pages follow.
+        """Continues in the blocks of a cached sequence. False if that is not possible.
 
-        Not for a request that must not be cached: the cached sequence would be lost with it.
+        The prompt must extend the cached sequence, and the blocks after it must be free. The request must allow
+        caching, because the cached sequence would otherwise be lost at the request's end.
         """
         cached = source.cached
         if cached is None or not sequence.request.cache.write or source.tokens + PAGE_TOKENS < len(cached.tokens):
@@ -272,7 +282,7 @@ class Admission:
         return True
 
     def _copy(self, sequence: Sequence, source: PrefixSource, wanted: int) -> bool:
-        """Copies a prefix into contiguous pages, for attention that would have to gather them."""
+        """Copies a prefix into contiguous blocks, because torch's attention must gather scattered ones."""
         if not source.tokens:
             return False
         left = _left(source)
@@ -289,20 +299,20 @@ class Admission:
         return True
 
     def _share(self, sequence: Sequence, source: PrefixSource, needed: int) -> bool:
-        """Shares the prefix's whole pages and copies the last, partial one."""
+        """Shares the prefix's whole blocks and copies the last, partial one."""
         if source.cached is not None:
             self._prefix_cache.touch(source.cached)
         table = self._pool.share(_table(source), source.tokens)
         shared = table.tokens
         while not self._pool.grow(table, needed):
-            # Evicting the source itself is allowed: the new table holds references to its pages.
+            # This may evict the source itself: the new table has references to the source's blocks.
             if not self._prefix_cache.evict():
                 self._pool.free(table)
                 return False
         source_table = _table(source)
         kept = bool(source_table.ranges)
         end = source.tokens if kept else shared
-        if not self._pool.covers_window(table, end):  # the partial page was evicted, and with it keys inside the window
+        if not self._pool.covers_window(table, end):  # the partial block, with keys inside the window, was evicted
             self._pool.free(table)
             return False
         sequence.kv.attach(table)
@@ -316,12 +326,12 @@ class Admission:
 
 
 def _in_place(source: PrefixSource) -> int:
-    """Tokens of a source that need no new pages."""
+    """Tokens of a source that need no new blocks."""
     return source.tokens if source.running is not None else _left(source)
 
 
 def _left(source: PrefixSource) -> int:
-    """Leading tokens of a source whose pages were released."""
+    """Leading tokens of a source whose blocks were released."""
     return _table(source).num_released if source.tokens else 0
 
 

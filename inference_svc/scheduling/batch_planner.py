@@ -1,8 +1,8 @@
-"""Batch planner: builds the next batch, growing block tables and evicting cached prefixes if needed.
+"""Batch planner: builds the next batch, and grows block tables for it.
 
-``scheduler`` decides on numbers which sequences get rows and pages; the planner turns the decision into slices. It
-returns preemptions and failures instead of carrying them out: the engine core does that between ``decide`` and
-``build``, and after ``build``. Only the engine's thread uses this.
+``scheduler`` decides from numbers which sequences get rows and blocks; the planner turns the decision into slices. If
+blocks are missing, it evicts cached prefixes. It returns preemptions and failures; the engine core carries them out,
+between ``decide`` and ``build`` and after ``build``. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inference_svc.spec_decode.speculator import Speculator
 
 @dataclass(frozen=True)
 class PlannerServices:
-    """Shared parts of the engine that the planner uses, and the limits of a batch."""
+    """Parts of the engine that the planner uses, and batch limits."""
 
     pool: KVPool
     prefix_cache: PrefixCache
@@ -45,7 +45,7 @@ class PlannerServices:
 
 @dataclass(frozen=True)
 class Decision:
-    """Rows of the next step: ``preempted`` sequences must leave the batch before ``BatchPlanner.build``."""
+    """Rows of the next step. The caller removes ``preempted`` sequences before ``BatchPlanner.build``."""
 
     sequences: list[Sequence]
     step: scheduler.StepPlan
@@ -53,13 +53,16 @@ class Decision:
 
     @property
     def preempted(self) -> list[Sequence]:
-        """Sequences whose pages the others need."""
+        """Sequences to preempt, because other sequences need their blocks."""
         return [self.sequences[i] for i in self.step.preempted]
 
 
 @dataclass
 class PlannedBatch:
-    """Slices of the next step, and sequences that could not get the pages that were counted for them."""
+    """Slices of the next step.
+
+    ``preempted`` and ``failed`` sequences did not get the blocks that the decision planned for them.
+    """
 
     slices: list[tuple[Sequence, SequenceSlice]] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
@@ -67,15 +70,15 @@ class PlannedBatch:
 
 
 class BatchPlanner:
-    """Builds the slices of each step, and owns the branch tables of its draft trees until they are freed."""
+    """Builds the slices of each step. Owns the branch tables of the step's draft trees."""
 
     def __init__(self, services: PlannerServices, count_free_pages: Callable[[], int]) -> None:
-        """``count_free_pages`` counts pages that are free or held by the prefix cache only."""
+        """``count_free_pages`` counts the blocks that are free, or referenced only by the prefix cache."""
         self._services, self._pool, self._count_free_pages = services, services.pool, count_free_pages
         self.branch_tables = BranchTables(services.pool, self._grow)
 
     def decide(self, sequences: list[Sequence]) -> Decision:
-        """Chooses rows, draft tokens and preemptions for a step over sequences with pages."""
+        """Chooses rows, draft tokens and preemptions for a step over sequences with blocks."""
         services = self._services
         rows = min(sum(s.num_uncomputed for s in sequences), services.max_batch_tokens)
         decoding = [s for s in sequences if s.num_uncomputed == 1 and not s.kv.is_loading]
@@ -84,7 +87,7 @@ class BatchPlanner:
         sequences = [s for s in sequences if max_rows.get(s, 1)]
         step = self._schedule(sequences, drafts, max_rows)
         if self._pool.window and (step.preempted or not (step.rows or self._pending_pages)):
-            # Pages that wait to be stored are worth less than the computed pages of a sequence.
+            # Freeing blocks that wait for a save costs less than preempting a sequence.
             services.window_releaser.release_unsaved(sequences)
             step = self._schedule(sequences, drafts, max_rows)
         return Decision(sequences, step, drafts)
@@ -101,7 +104,7 @@ class BatchPlanner:
             assert kv.table is not None
             end, to_score = kv.num_computed + count, rows_to_score(sequence, count)
             if not self._grow(kv.table, end):
-                # Fewer pages than were counted. While pages are about to be freed, the sequence skips a step.
+                # Fewer blocks are free than were counted. If saves will soon free blocks, the sequence skips a step.
                 if not (services.preemption_saver.sequences or services.window_releaser.busy or batch.preempted):
                     batch.preempted.append(sequence)
                 continue
@@ -133,7 +136,7 @@ class BatchPlanner:
         return batch
 
     def _add_branches(self, slices: list[tuple[Sequence, SequenceSlice]], trees: dict[int, Draft]) -> None:
-        """Adds branches of draft trees in pages that are left once every slice has its own."""
+        """Adds branches of draft trees, in the blocks that remain after all slices have theirs."""
         began, count = time.perf_counter(), 0
         for i, draft in trees.items():
             sequence, piece = slices[i]
@@ -143,7 +146,7 @@ class BatchPlanner:
 
     @property
     def _pending_pages(self) -> int:
-        """Pages that will be free once what they hold is stored."""
+        """Number of blocks that will be free after the pending saves."""
         return self._services.preemption_saver.pending_pages + self._services.window_releaser.pending_pages
 
     def _schedule(
@@ -160,9 +163,9 @@ class BatchPlanner:
         )
 
     def _grow(self, table: BlockTable, tokens: int) -> bool:
-        """Grows a table to ``tokens`` tokens, evicting cached prefixes if needed. False when no page is left."""
+        """Grows a table to ``tokens`` tokens, evicting cached prefixes if needed. False if no block is left."""
         while not self._pool.grow(table, tokens):
-            # A table in the overflow got all the pages that it will ever need at admission.
+            # Admission allocates all blocks of a table in the overflow, so this table cannot grow.
             if table.in_overflow or not self._services.prefix_cache.evict():
                 return False
         return True
@@ -171,7 +174,7 @@ class BatchPlanner:
 def make_entry(
     sequence: Sequence, pool: KVPool, num_draft_tokens: int, max_tokens: int | None = None
 ) -> scheduler.SchedulerEntry:
-    """Describes a sequence with pages to the scheduler, which knows numbers only."""
+    """Describes a sequence with blocks in numbers, for the scheduler."""
     kv, missing = sequence.kv, sequence.num_uncomputed
     assert kv.table is not None
     return scheduler.SchedulerEntry(

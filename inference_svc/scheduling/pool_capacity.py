@@ -1,4 +1,4 @@
-"""Pool capacity: the pages that a request needs, and the longest request that fits."""
+"""Pool capacity: the blocks that a request needs, and the longest request that fits."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from kvsidecar.errors import PromptExceedsPool, PromptTooLong
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import WINDOW_STEP, KVPool
 
-# In the overflow, so many tokens behind those of a pass have room on disk before it: guesses are written there, by who
-# makes them too, and never further.
+# Number of token slots in the overflow, behind the tokens of a step, that get disk blocks before the step. The step and
+# the draft model write draft tokens into these slots, and never further.
 LOOKAHEAD_TOKENS = 128
 
 
 def peak_tokens(pool: KVPool, piece: int, tokens: int) -> int:
-    """Returns the largest number of tokens for which a request holds pages at one time.
+    """Returns the largest number of tokens for which a request has blocks at one time.
 
-    ``tokens`` of prompt and answer are computed in pieces of ``piece``.
+    ``tokens``: prompt and answer; ``piece``: maximum prompt tokens per step.
     """
     return min(tokens, pool.window + piece + WINDOW_STEP + PAGE_TOKENS) if pool.reclaims_window else tokens
 
 
 def exceeds_pool(pool: KVPool, piece: int, tokens: int) -> bool:
-    """True if a request of ``tokens`` tokens with its answer needs more than the whole pool."""
+    """True if a request of ``tokens`` tokens (prompt and answer) exceeds the pool."""
     return peak_tokens(pool, piece, tokens) > pool.pages * PAGE_TOKENS
 
 
@@ -31,7 +31,8 @@ def exceeds_pool(pool: KVPool, piece: int, tokens: int) -> bool:
 class PoolCapacity:
     """Limits of prompt and answer together, in tokens.
 
-    ``context`` is the model's limit; ``longest`` is lower where the pool's ``pages``, and its overflow's, hold fewer.
+    ``context`` is the model's limit. ``longest`` is lower if both the pool (``pages`` blocks) and its overflow
+    (``overflow_pages``) are smaller.
     """
 
     context: int
@@ -41,7 +42,7 @@ class PoolCapacity:
 
     @classmethod
     def of(cls, pool: KVPool, piece: int, context: int) -> PoolCapacity:
-        """Computes the limits of a pool; ``piece`` tokens of a prompt are computed at once."""
+        """Computes the limits of a pool. ``piece``: maximum prompt tokens per step."""
         most = max(pool.pages, pool.overflow_pages) * PAGE_TOKENS
         longest = min(context, most) if exceeds_pool(pool, piece, context) else context
         return cls(context, longest, pool.pages, pool.overflow_pages)
@@ -49,7 +50,7 @@ class PoolCapacity:
     def check(self, tokens: int, counted: str = "it has") -> None:
         """Refuses a prompt that leaves no token for an answer.
 
-        Raises PromptTooLong, or PromptExceedsPool where the pool is the limit.
+        Raises PromptTooLong if the model's context is the limit, PromptExceedsPool if the pool is.
         """
         if tokens < self.longest:
             return

@@ -1,4 +1,4 @@
-"""Preemption: stores what a preempted sequence computed before its pages are freed."""
+"""Preemption saver: stores a preempted sequence's keys and values before its blocks are freed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _MIN_SAVED_TOKENS = 128
 
 
 class PreemptionSaver:
-    """Preempted sequences whose pages are being stored. Only the engine's thread uses it.
+    """Saves of preempted sequences. Only the engine's thread uses it.
 
-    ``on_saved`` is called on another thread with the stored prefix, None when saving failed.
+    The connector calls ``on_saved`` on another thread, with the stored prefix, or None if the save failed.
     """
 
     def __init__(self, pool: KVPool, connector: KVConnector, on_saved: SaveCallback) -> None:
@@ -27,16 +27,16 @@ class PreemptionSaver:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Sequences that still own pages here."""
+        """Sequences whose blocks are being saved."""
         return list(self._pending)
 
     @property
     def pending_pages(self) -> int:
-        """Pages that will be free once everything pending is stored."""
+        """Number of blocks that will be free after the pending saves."""
         return sum(self._pool.count_exclusive_pages(s.kv.table) for s in self._pending if s.kv.table is not None)
 
     def save(self, sequence: Sequence) -> bool:
-        """Starts storing a sequence that left the batch. False when it is too short or cannot be stored."""
+        """Starts to save a sequence that left the batch. False if it is too short or cannot be stored."""
         cache, kv = sequence.request.cache, sequence.kv
         saved = kv.stored.tokens
         if not (sequence.reads_cache and cache.write and kv.is_loaded) or kv.table is None:
@@ -46,7 +46,7 @@ class PreemptionSaver:
         try:
             if not self._connector.save_part(sequence, self._pool, kv.table, kv.num_exact, self._on_saved):
                 return False
-        except Exception:  # its tokens are computed again instead
+        except Exception:  # the engine computes the tokens again instead
             log.exception("storing a preempted sequence failed", request=sequence.request.id)
             return False
         sequence.state = SequenceState.PREEMPTING
@@ -54,6 +54,6 @@ class PreemptionSaver:
         return True
 
     def finish(self, sequence: Sequence, stored: StoredPrefix | None) -> None:
-        """Records the end of a save: the caller frees the pages."""
+        """Records the end of a save. The caller frees the blocks."""
         self._pending.discard(sequence)
         sequence.kv.record_stored(stored)

@@ -1,6 +1,6 @@
-"""Queue of running sequences whose approximate tokens are being recomputed.
+"""Recompute queue: running sequences with a selective recompute of approximate tokens.
 
-One piece of one sequence's selective recompute runs per step, in turn with the other prompts of the batch.
+Each step runs at most one piece of one sequence's recompute. Recomputes and prompts take alternate steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inference_svc.sequence.sequence import Sequence, SequenceState
 class RecomputeQueue:
     """Selective recomputes of running sequences. Only the engine's thread uses it.
 
-    ``max_piece_rows()`` limits the rows of one piece; it is asked before each.
+    ``max_piece_rows()`` returns the maximum rows of the next piece; it is called before each piece.
     """
 
     def __init__(self, decoder: Decoder, pool: KVPool, max_piece_rows: Callable[[], int]) -> None:
@@ -58,9 +58,9 @@ class RecomputeQueue:
         self._pending.pop(sequence, None)
 
     def next(self, running: list[Sequence]) -> Sequence | None:
-        """Chooses the sequence that recomputes a piece in this step, round-robin; None for no one.
+        """Chooses the sequence that recomputes a piece in this step, round-robin; None for none.
 
-        Recomputes and other prompts alternate, so that a step never exceeds the rows of a batch beside what decodes.
+        Recomputes and prompts alternate, so that a step has either a piece or prompt rows beside its decoding rows.
         """
         ready = [s for s in self._pending if not s.kv.is_loading] or list(self._pending)
         prompts = any(s.num_uncomputed > 1 and s not in self._pending for s in running)
@@ -71,7 +71,7 @@ class RecomputeQueue:
         return ready[0]
 
     def run_piece(self, sequence: Sequence) -> Tensor | None:
-        """Recomputes one piece; after the last, returns the logits ``[1, vocabulary]`` of the first token.
+        """Recomputes one piece; after the last piece, returns the logits ``[1, vocabulary]`` of the next token.
 
         Raises LayerLoadFailed.
         """

@@ -1,17 +1,18 @@
 """Scheduler: admission order, rows per step, preemption. Pure: numbers in, decisions out.
 
-Admission: longest known prefix first, with ageing: a second of waiting counts as ``AGE_TOKENS_PER_SECOND`` known
-tokens. A preempted sequence goes first.
+Admission: the sequence with the longest known prefix is first, with ageing: a second of waiting counts as
+``AGE_TOKENS_PER_SECOND`` known tokens. A preempted sequence is admitted before all others.
 
-Rows: each decoding sequence gets one. Of the rest, the oldest prompt gets half and the shortest ones the remainder, so
-that a short prompt does not wait for a long one, and a long one never stands still. Sequences whose layers are still
-loading run, one at a time, only when no other sequence is ready: a step with them waits for those layers. While any
-sequence decodes, prompts get no more rows than the prefill budget allows.
+Rows: each decoding sequence gets one row. The oldest prompt gets half of the remaining rows, and the shortest prompts
+get the rest, so that a short prompt does not wait for a long one and a long prompt always progresses. A sequence whose
+layers are still loading runs only when no other sequence is ready, one such sequence per step, because the step waits
+for these layers. While any sequence decodes, the prefill budget limits prompt rows.
 
-Pages: a sequence that needs a page takes it from the youngest. The oldest is never preempted, so that it finishes, and
-then the next. Admission must leave pages for the others to grow into, or preemptions would follow each other.
+Blocks: if a sequence needs a block and none is free, the youngest sequence is preempted. The oldest is never preempted,
+so that sequences finish one after the other. Admission leaves free blocks for running sequences, because each admission
+would otherwise cause a preemption.
 
-Draft tokens get the rows and pages that are left when every sequence has its own.
+Draft tokens get the rows and blocks that remain after all sequences have theirs.
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 AGE_TOKENS_PER_SECOND = 2000.0
-# A sequence is held back for another one's prefix no longer than this.
+# Maximum time for which a sequence is held back until another sequence has computed their common prefix.
 MAX_HOLD_SECONDS = 60.0
-# Prompts get at least this share of the rows (one in so many) when decoding alone could fill them.
+# Prompts get at least 1 / _PREFILL_SHARE of the rows, even if decoding sequences could use all.
 _PREFILL_SHARE = 4
-# Shorter chunks of a prompt cost more than they gain.
+# Fewer rows of a prompt cost more per row than they gain.
 _MIN_CHUNK_TOKENS = 32
 _RESERVE_SHARE = 100
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A waiting sequence.
+    """A waiting sequence, in numbers.
 
-    ``known`` leading tokens need not be computed. ``held_back``: a running sequence is about to have more of them.
+    ``known``: leading tokens that need no computation. ``held_back``: a running sequence will soon have more of them.
     """
 
     waited_seconds: float
@@ -44,21 +45,24 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SchedulerEntry:
-    """A running sequence."""
+    """A running sequence, in numbers."""
 
     arrived_at: float
     num_uncomputed: int  # at least one
-    free_slots: int  # token slots of its pages behind the computed tokens
-    exclusive_pages: int  # pages that are free once it is preempted
+    free_slots: int  # token slots in its blocks behind the computed tokens
+    exclusive_pages: int  # blocks that its preemption would free
     steps_skipped: int = 0  # steps since its last row
     is_loading: bool = False  # layers are still being loaded
-    num_draft_tokens: int = 0  # to verify behind its own tokens
-    in_overflow: bool = False  # its pages are in the disk overflow, which no other sequence waits for
+    num_draft_tokens: int = 0  # draft tokens to verify behind its own tokens
+    in_overflow: bool = False  # its blocks are in the disk overflow: preemption would free no pool block
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Rows of the next step: ``(index, tokens)`` of entries, the same for draft tokens, and entries to preempt."""
+    """Rows of the next step, draft rows, and the sequences to preempt.
+
+    ``rows`` and ``draft_rows`` are ``(index of the entry, number of tokens)``; ``preempted`` are indexes of entries.
+    """
 
     rows: tuple[tuple[int, int], ...] = ()
     preempted: tuple[int, ...] = ()
@@ -66,7 +70,7 @@ class StepPlan:
 
 
 def select_waiting(candidates: Sequence[Candidate]) -> int | None:
-    """Returns the index of the sequence to admit; None when all are held back."""
+    """Returns the index of the sequence to admit; None if all are held back."""
     best, chosen = -1.0, None
     for i, c in enumerate(candidates):
         if c.preempted:
@@ -80,7 +84,7 @@ def select_waiting(candidates: Sequence[Candidate]) -> int | None:
 
 
 def pages_to_reserve(pages: int, running: int) -> int:
-    """Pages that an admission must leave for running sequences: one for each to grow into, at least 1% of the pool."""
+    """Number of blocks that an admission must leave free: one per running sequence, at least 1% of the pool."""
     return max(running, pages // _RESERVE_SHARE) if running else 0
 
 
@@ -94,8 +98,8 @@ def plan_step(
 ) -> StepPlan:
     """Plans the next step: ``budget`` rows at most, ``prompt_rows`` of them for prompts while others decode.
 
-    ``free_pages``: pages that are free or evictable. While ``pending_pages`` (being stored, about to be freed) is above
-    0, no sequence is preempted; one that needs more pages than are free waits a step.
+    ``free_pages``: free and evictable blocks. ``pending_pages``: blocks that will be free after pending saves; while
+    there are any, no sequence is preempted, and a sequence that needs more than the free blocks waits a step.
     """
     order = sorted(range(len(entries)), key=lambda i: entries[i].arrived_at)
     ready = [i for i in order if not entries[i].is_loading] or order[:1]
@@ -109,10 +113,10 @@ def plan_step(
         while needed > free_pages and not pending_pages:
             left = [v for v in order if v not in preempted and not entries[v].in_overflow]
             younger = left[left.index(i) + 1 :]
-            # A sequence that is loading frees its pages only once the load is over.
+            # A loading sequence frees its blocks only when its load ends, so prefer other victims.
             victim = max(younger, key=lambda v: (not entries[v].is_loading, entries[v].arrived_at), default=i)
             if victim == left[0]:
-                break  # no other sequence has pages: it waits for those that are being stored
+                break  # no other sequence has blocks: this one waits for blocks of pending saves
             preempted.append(victim)
             free_pages += entries[victim].exclusive_pages
             if victim == i:
@@ -121,7 +125,7 @@ def plan_step(
             rows[i] = counts[i]
             free_pages -= max(0, needed)
         elif pending_pages:
-            free_pages = 0  # kept for it, together with the pending ones
+            free_pages = 0  # reserved for this sequence, together with the pending blocks
     drafts = _share_draft_rows(entries, rows, budget - sum(rows.values()), free_pages, page_tokens)
     return StepPlan(tuple(rows.items()), tuple(preempted), drafts)
 
@@ -129,7 +133,7 @@ def plan_step(
 def _share_draft_rows(
     entries: Sequence[SchedulerEntry], rows: dict[int, int], budget: int, free_pages: int, page_tokens: int
 ) -> tuple[tuple[int, int], ...]:
-    """Divides remaining rows and pages among the draft tokens of fully scheduled sequences."""
+    """Divides the remaining rows and blocks among the draft tokens of fully scheduled sequences."""
     out = []
     for i, count in rows.items():
         entry = entries[i]
@@ -148,11 +152,11 @@ def _share_draft_rows(
 def _share(
     entries: Sequence[SchedulerEntry], ready: Sequence[int], budget: int, prompt_rows: int | None
 ) -> dict[int, int]:
-    """Divides the rows among ready sequences, which are in order of arrival."""
+    """Divides the rows among ``ready`` sequences, which are in order of arrival."""
     decoding = [i for i in ready if entries[i].num_uncomputed == 1]
     prompts = [i for i in ready if entries[i].num_uncomputed > 1]
     kept = max(1, budget // _PREFILL_SHARE) if prompts else 0
-    # A sequence that was skipped is first next time.
+    # Sequences that were skipped longest are first.
     decoding.sort(key=lambda i: -entries[i].steps_skipped)
     counts = dict.fromkeys(decoding[: max(budget - kept, 0)], 1)
     left = budget - len(counts)

@@ -1,4 +1,4 @@
-"""Incremental detokenizer: token ids to text, whole characters only, cut at stop strings."""
+"""Incremental detokenizer: token ids to text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _INCOMPLETE = "�"
 
 
 class IncrementalDetokenizer:
-    """Turns one request's tokens into text as they are generated.
+    """Converts one request's tokens to text while the engine generates them.
 
-    ``push`` returns the text that is final; text that may begin a stop string is held back. After ``stopped`` no more
-    text follows; ``stopped_by`` is the string.
+    ``push`` returns only whole characters. It keeps back text that may be the beginning of a stop string. After a stop
+    string, ``stopped`` is true, ``stopped_by`` is the string, and ``push`` returns no more text.
     """
 
     def __init__(
@@ -26,14 +26,17 @@ class IncrementalDetokenizer:
         keeps_stop: bool = False,
         unstopped: int = 0,
     ) -> None:
-        """``hidden`` tokens have no text, and other special ones only with ``shows_special``. With ``keeps_stop`` the
-        stop string is shown. It is not looked for in the first ``unstopped`` tokens."""
+        """Creates a detokenizer.
+
+        ``hidden``: tokens without text. ``shows_special``: other special tokens have text. ``keeps_stop``: the text
+        contains the stop string. ``unstopped``: number of first tokens in which stop strings are ignored.
+        """
         self._tokenizer, self._stop, self._hidden = tokenizer, stop, hidden
         self._skip_special, self._keeps_stop, self._unstopped = not shows_special, keeps_stop, unstopped
         self._known = len(tokenizer)
         self._ids: list[int] = []
-        self._shown_from = 0  # ids before this have been turned into text
-        self._context_from = 0  # ids before this no longer influence how later ones are decoded
+        self._shown_from = 0  # ids before this index are converted to text
+        self._context_from = 0  # ids before this index do not affect the text of later ones
         self._held = ""
         self._pushed = 0
         self.stopped_by = ""
@@ -43,7 +46,7 @@ class IncrementalDetokenizer:
         return bool(self.stopped_by)
 
     def push(self, token: int) -> str:
-        """Adds a token and returns the text that is final."""
+        """Adds a token and returns the new text."""
         self._pushed += 1
         if self.stopped or token in self._hidden:
             return ""
@@ -56,7 +59,7 @@ class IncrementalDetokenizer:
         return self._release(after[len(before) :])
 
     def finish(self) -> str:
-        """Returns the text that was held back, at the end of generation."""
+        """Ends the text and returns the part that ``push`` kept back."""
         if self.stopped:
             return ""
         rest = self._decode(self._ids[self._context_from :])
@@ -68,7 +71,7 @@ class IncrementalDetokenizer:
         return out
 
     def _decode(self, ids: list[int]) -> str:
-        # A model may have more ids than its tokenizer knows (padding of the vocabulary): they have no text.
+        # A model may have more ids than its tokenizer (padding of the vocabulary); these have no text.
         return str(self._tokenizer.decode([i for i in ids if i < self._known], skip_special_tokens=self._skip_special))
 
     def _release(self, text: str) -> str:
@@ -86,7 +89,7 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of ``text`` that begins ``stop``."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for n in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:n]):
             return n
@@ -94,11 +97,11 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def split_text(decode: Callable[[list[int]], str], tokens: list[int], ends: Sequence[int]) -> list[str]:
-    """Splits the text of ``tokens`` at ``ends`` (ascending, the last one all tokens).
+    """Splits the text of ``tokens`` at the token counts ``ends`` (ascending; the last is the number of tokens).
 
-    Joined, the pieces are the text of all tokens; a character that is cut goes to the piece that completes it. Each
-    piece is decoded after the one before it, as in ``IncrementalDetokenizer``: a token's text may depend on its
-    neighbour.
+    The joined pieces are the text of all tokens. A character whose tokens are in two pieces belongs to the second one.
+    Each piece is decoded with the piece before it as context, as in ``IncrementalDetokenizer``, because a token's text
+    may depend on the token before.
     """
     whole, cuts, at = decode(tokens), [0], 0
     context_from = piece_from = 0

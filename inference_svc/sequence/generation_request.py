@@ -1,4 +1,4 @@
-"""The immutable part of a sequence: parameters of one generation request."""
+"""Generation request: the immutable parameters of a sequence."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class SpeculationMode(enum.Enum):
     """The proposer of a request's draft tokens."""
 
     OFF = "off"
-    NGRAM = "ngram"  # continuations of the same tokens in the prompt, the answer and the tenant's past answers
-    DRAFT = "draft"  # a smaller model
-    AUTO = "auto"  # the one with the higher expected gain
+    NGRAM = "ngram"  # n-gram matches in the prompt, the answer and the tenant's past answers
+    DRAFT = "draft"  # the draft model
+    AUTO = "auto"  # the proposer with the higher expected gain
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class CacheParams:
     read: bool = True
     write: bool = True
     tenant_salt: bytes = b""
-    exact_only: bool = False
+    reuse_anywhere: bool = False
     marks: DocumentMarks = field(default_factory=DocumentMarks)
     hints: CacheHints = NO_HINTS
 
@@ -39,21 +39,21 @@ class CacheParams:
 class GenerationRequest:
     """Parameters of one request, fixed at submission.
 
-    ``num_logprobs`` and ``num_prompt_logprobs`` count alternatives per token; None disables them.
+    ``num_logprobs`` and ``num_prompt_logprobs``: number of alternatives per token; None for no log probabilities.
     """
 
     id: str
     num_prompt_tokens: int
     max_tokens: int
     sampling_params: SamplingParams
-    stop_token_ids: frozenset[int]  # end the answer
-    own_stop_token_ids: frozenset[int] = frozenset()  # the subset that only this request has
+    stop_token_ids: frozenset[int]  # tokens that end the answer
+    own_stop_token_ids: frozenset[int] = frozenset()  # those of stop_token_ids that the request itself names
     include_stop: bool = False  # the text of the stop token or string is part of the answer
     cache: CacheParams = field(default_factory=CacheParams)
     num_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     speculation: SpeculationMode = SpeculationMode.OFF
-    max_branches: int | None = None  # of draft trees; None for the worker's limit
+    max_branches: int | None = None  # maximum paths of a draft tree; None for the worker's limit
     adapter: LoraAdapter | None = None
     report_provenance: bool = False
     arrived_at: float = field(default_factory=time.perf_counter)

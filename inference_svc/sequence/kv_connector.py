@@ -1,4 +1,4 @@
-"""KV connector: the engine's interface to a cache, and its results and callbacks."""
+"""KV connector: the engine's interface to a cache, with results and callbacks."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from inference_svc.kv_pool.prefix_cache import StoredPrefix
 from inference_svc.model_runner.layerwise_load import LayerReadyEvent
 from inference_svc.sequence.sequence import Sequence
 
+MISS_UNAVAILABLE = "unavailable"
+"""Kind of a miss without a session with the daemon."""
+
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Loaded part of a prompt, reported once the engine may continue. Times in milliseconds.
+    """Loaded part of a prompt. Times are in milliseconds.
 
-    ``tokens`` leading tokens are in the sequence's pages, except those behind the window of layers that have one. With
-    ``gate``, deeper layers follow. ``table`` replaces the sequence's table where its pages now hold other tokens. A
-    ``plan``, carried out by the selector of ``repair``, describes tokens that were computed in another context.
+    The connector reports it as soon as the engine may compute the sequence. The first ``tokens`` tokens are in the
+    sequence's blocks, except those behind the window of sliding-window layers. With a ``gate``, deeper layers are still
+    being loaded. ``table`` replaces the sequence's block table if the load moved its blocks to other tokens. ``plan``
+    describes the tokens whose keys and values were computed in another context; the selector of ``repair`` chooses
+    those to compute again.
     """
 
     tokens: int = 0
     gate: LayerReadyEvent | None = None
     plan: ReusePlan | None = None
     repair: RecomputeSetting | None = None
-    stored: StoredPrefix | None = None  # of the prompt; None if unknown
+    stored: StoredPrefix | None = None  # the prompt's prefix that the daemon stores; None if unknown
     table: BlockTable | None = None
     lookup_ms: float = 0.0
     transfer_ms: float = 0.0
-    looked_up_at: float = 0.0  # end of the lookup (time.perf_counter); 0 without one
-    restore_ms: float = 0.0  # until this result; ``gate`` measures the rest
+    looked_up_at: float = 0.0  # end of the lookup (time.perf_counter); 0 without a lookup
+    restore_ms: float = 0.0  # load time until this report; ``gate`` measures the rest
 
 
 class LoadCallback(Protocol):
@@ -42,13 +47,13 @@ class LoadCallback(Protocol):
 
 
 class SaveCallback(Protocol):
-    """Receives the stored prefix after a save; None when it failed."""
+    """Receives the stored prefix after a save; None if the save failed."""
 
     def __call__(self, sequence: Sequence, stored: StoredPrefix | None) -> object: ...
 
 
 class ProbeCallback(Protocol):
-    """Receives the matched tokens of a probe."""
+    """Receives the number of matched tokens of a probe."""
 
     def __call__(self, sequence: Sequence, tokens: int) -> object: ...
 
@@ -56,18 +61,21 @@ class ProbeCallback(Protocol):
 class KVConnector(Protocol):
     """Loads and stores sequences asynchronously.
 
-    Calls return at once and do not change the sequence. Each callback is called once, on another thread, or within
-    ``forget`` for a load that it gives up. Between ``load`` or ``save`` and its callback the connector owns the
-    sequence's pages; with a ``gate``, it owns the loaded ones until the gate is done.
+    Methods return at once and do not change the sequence. The connector calls each callback once, on another thread;
+    for an abandoned load, ``forget`` itself may call it. From ``load`` or ``save`` until the callback, the connector
+    owns the sequence's blocks; with a ``gate``, it owns the blocks of loaded tokens until the gate is done.
     """
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
-        """Starts loading stored tokens behind the computed ones. False when there is nothing to load."""
+        """Starts to load the stored tokens behind the computed ones. False if there is nothing to load."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Gives up the load of a cancelled or aborted sequence. Its callback is called at once, or as soon as no thread
-        writes to its pages. No effect on other sequences."""
+        """Abandons the load of a cancelled or aborted sequence.
+
+        The callback is called at once, or as soon as no thread writes to the sequence's blocks. A sequence without a
+        load is ignored.
+        """
         ...
 
     def load_seconds(self, tokens: int) -> float:
@@ -75,28 +83,34 @@ class KVConnector(Protocol):
         ...
 
     def discard(self, sequence: Sequence, position: int) -> None:
-        """Deletes the chunk at a position of a sequence's prompt, asynchronously: its payload is not finite."""
+        """Deletes the chunk at a position of a sequence's prompt. Asynchronous.
+
+        The engine calls it if the chunk's keys or values are not finite.
+        """
         ...
 
     def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
-        """Looks up asynchronously how many leading tokens of a waiting sequence are stored."""
+        """Starts a lookup of the number of stored leading tokens of a waiting sequence."""
         ...
 
     def save(self, sequence: Sequence, pool: KVPool, done: SaveCallback) -> bool:
-        """Starts storing the sequence's pages. False when there is nothing to store."""
+        """Starts to store the sequence's tokens. False if there is nothing to store."""
         ...
 
     def save_part(self, sequence: Sequence, pool: KVPool, table: BlockTable, tokens: int, done: SaveCallback) -> bool:
-        """Starts storing the whole chunks among the first ``tokens`` tokens of a running sequence.
+        """Starts to store the whole chunks of the first ``tokens`` tokens of a running sequence.
 
-        ``table`` holds their pages until the callback, so the sequence may end meanwhile. False without storage."""
+        ``table`` has references to their blocks until the callback, so the sequence may end meanwhile. False if nothing
+        can be stored.
+        """
         ...
 
 
 class NullKVConnector:
-    """Connector without a daemon: only the pool's prefix cache is reused."""
+    """Connector without a daemon: only the pool's prefix cache is used."""
 
     def load(self, sequence: Sequence, pool: KVPool, done: LoadCallback) -> bool:
+        sequence.set_miss(MISS_UNAVAILABLE)
         return False
 
     def forget(self, sequence: Sequence) -> None:

@@ -1,8 +1,8 @@
-"""Prompt logprobs: log probabilities of a prompt's own tokens (``echo``, ``prompt_logprobs``).
+"""Prompt logprobs: log probabilities of a prompt's own tokens.
 
-A row of logits is as wide as the vocabulary, so a step scores few rows. Such a prompt is computed from its beginning
-even if it is cached, because keys and values do not contain what the model predicted. Only the engine's thread uses
-this.
+Requested by ``echo`` and ``prompt_logprobs``. A row of logits is as wide as the vocabulary, so a step computes prompt
+logprobs of few rows. Such a prompt is computed from its first token even if it is cached, because the cache has keys
+and values, but no logits. Only the engine's thread uses this module.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from inference_svc.model_runner.forward_batch import SequenceSlice
 from inference_svc.sampling.sampling_params import PromptLogprob
 from inference_svc.sequence.sequence import Sequence
 
-# Scored rows of one step, and of one float32 softmax.
+# Maximum rows with prompt logprobs per step, and maximum rows per float32 softmax.
 MAX_SCORED_ROWS, _PIECE = 128, 16
 
 
 def row_budget(sequences: Iterable[Sequence]) -> dict[Sequence, int]:
-    """Rows of this step for each sequence that needs prompt logprobs, oldest first; 0 for those that must wait."""
+    """Maximum rows of this step for each sequence that needs prompt logprobs; 0 for those that must wait.
+
+    The oldest sequence gets rows first.
+    """
     left, found = MAX_SCORED_ROWS, dict[Sequence, int]()
     for sequence in sorted(
         (s for s in sequences if rows_to_score(s, s.num_uncomputed)), key=lambda s: s.request.arrived_at
@@ -32,7 +35,7 @@ def row_budget(sequences: Iterable[Sequence]) -> dict[Sequence, int]:
 
 
 def rows_to_score(sequence: Sequence, count: int) -> int:
-    """Number of the next ``count`` rows whose prompt logprobs are still needed; 0 once all are recorded."""
+    """Number of the next ``count`` rows whose prompt logprobs are needed; 0 after all are recorded."""
     scores, last = sequence.prompt_logprobs, sequence.request.num_prompt_tokens - 1
     if sequence.request.num_prompt_logprobs is None or len(scores) == last:
         return 0
@@ -43,7 +46,7 @@ def rows_to_score(sequence: Sequence, count: int) -> int:
 def collect(spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> Tensor:
     """Records prompt logprobs and returns the other rows of ``logits [wanted, vocabulary]``.
 
-    May be called again for the same slices.
+    May be called again for the same slices, after a failed step.
     """
     if not any(span.num_scored for _, span in spans):
         return logits
@@ -65,7 +68,7 @@ def collect(spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> Tens
 
 
 def _scores(logits: Tensor, tokens: list[int], most: int) -> list[PromptLogprob]:
-    """Computes logprob, rank and alternatives of ``tokens`` from ``logits [tokens, vocabulary]``."""
+    """Computes logprob, rank and ``most`` alternatives of ``tokens`` from ``logits [tokens, vocabulary]``."""
     lines = torch.log_softmax(logits.float(), -1)
     own = lines.gather(1, torch.tensor(tokens, device=lines.device)[:, None])
     ranks = ((lines > own).sum(-1) + 1).tolist()

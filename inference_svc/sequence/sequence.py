@@ -1,4 +1,4 @@
-"""Sequence: one request inside the engine, in parts with one owner each."""
+"""Sequence: one request inside the engine; each part of its state has one owner."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import enum
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
+from kvsidecar.cache.v1.cache_pb2 import MissReason
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.telemetry.tracing import NOOP_SPAN, Span
 from numpy.typing import NDArray
@@ -27,12 +30,12 @@ from inference_svc.structured_output.grammar_state import GrammarState
 class SequenceState(enum.Enum):
     """Lifecycle of a sequence. Only the engine's thread changes it."""
 
-    WAITING = enum.auto()  # in the queue, without pages
-    LOADING = enum.auto()  # the connector fills its pages
+    WAITING = enum.auto()  # in the queue, without blocks
+    LOADING = enum.auto()  # the connector loads its cached prefix
     RECOMPUTING = enum.auto()  # in the batch; approximate tokens are being recomputed
     RUNNING = enum.auto()  # in the batch
-    PREEMPTING = enum.auto()  # out of the batch; its pages are being stored, then it waits again
-    SAVING = enum.auto()  # finished; its pages are being stored
+    PREEMPTING = enum.auto()  # out of the batch; its tokens are being stored, then it waits again
+    SAVING = enum.auto()  # finished; its tokens are being stored
     DONE = enum.auto()
 
 
@@ -49,8 +52,8 @@ class FinishReason(enum.Enum):
 class SequenceOutput:
     """One event of a sequence: a token, its end, or the stored prefix.
 
-    ``finish`` ends the answer. Unless the sequence was cancelled or failed (``error``), one last output follows with
-    ``stored_tokens``: the tokens that the cache holds of it.
+    ``finish`` ends the answer. Unless the sequence was cancelled or failed (``error``), one more output follows, with
+    ``stored_tokens``: the number of the sequence's tokens in the cache.
     """
 
     text: str = ""
@@ -62,7 +65,7 @@ class SequenceOutput:
 
 @dataclass
 class RequestTimings:
-    """Milliseconds of each phase: the fields of ``kvsidecar.inference.v1.Timings``."""
+    """Milliseconds of each phase; the fields are those of ``kvsidecar.inference.v1.Timings``."""
 
     tokenize_ms: float = 0.0
     queue_ms: float = 0.0
@@ -76,9 +79,9 @@ class RequestTimings:
 
 @dataclass
 class RequestTimestamps:
-    """Times of state changes (time.perf_counter); 0 before the first."""
+    """Times of state changes (time.perf_counter); 0 before the first change."""
 
-    queued_at: float = 0.0  # last entered the queue
+    queued_at: float = 0.0  # last time that the sequence entered the queue
     admitted_at: float = 0.0
     started_at: float = 0.0
     first_token_at: float = 0.0
@@ -86,22 +89,22 @@ class RequestTimestamps:
 
 @dataclass
 class QueueState:
-    """Scheduling history of a sequence. Owner: admission and the batch planner."""
+    """Scheduling history of a sequence. Owners: admission and the batch planner."""
 
     preempted: bool = False
     num_matched: int = 0  # tokens that a probe found in the cache while the sequence waited
     probed: bool = False
     steps_skipped: int = 0  # steps since its last row
-    abort_error: KVSidecarError | None = None  # ends the sequence once no other thread has its pages
+    abort_error: KVSidecarError | None = None  # ends the sequence as soon as no other thread uses its blocks
 
 
 @dataclass
 class ReuseUsage:
-    """Reuse counters of the prompt, as of the first token. Owner: the engine core."""
+    """Reuse counters of the prompt, at the first token of the answer. Owner: the engine core."""
 
-    num_cached: int = 0  # prompt tokens that were not computed for the first token
-    num_pool_hits: int = 0  # the part of num_cached that the pool still held
-    num_approximate: int = 0  # the part of num_cached that was computed in another context
+    num_cached: int = 0  # prompt tokens whose keys and values were reused
+    num_pool_hits: int = 0  # those of num_cached that were in the pool
+    num_approximate: int = 0  # those of num_cached that were computed in another context
     num_recomputed: int = 0
     recomputed_positions: Positions | None = None
     provenance: tuple[ProvenanceSpan, ...] = ()
@@ -109,7 +112,10 @@ class ReuseUsage:
 
 @dataclass
 class SpeculationState:
-    """Draft tokens of a sequence. Owner: the speculator; a failed draft sets ``mode`` to OFF."""
+    """Speculation mode and draft-token counts of a sequence. Owner: the engine.
+
+    ``mode`` becomes OFF if draft tokens made logits NaN or infinite.
+    """
 
     mode: SpeculationMode = SpeculationMode.OFF
     num_draft_tokens: int = 0  # verified
@@ -120,8 +126,8 @@ class SpeculationState:
 class Sequence:
     """A prompt and its answer so far.
 
-    Once submitted, only the engine's thread changes it. Other threads read its tokens and ``kv`` while they load or
-    store its pages. ``sink`` is called on the engine's thread and must return at once.
+    After submission only the engine's thread changes it. Other threads read its tokens and ``kv`` while they load or
+    store its blocks. ``sink`` is called on the engine's thread and must return at once.
     """
 
     request: GenerationRequest
@@ -129,7 +135,7 @@ class Sequence:
     detokenizer: IncrementalDetokenizer
     sink: Callable[[SequenceOutput], None]
     grammar: GrammarState | None = None
-    trace: Span = NOOP_SPAN  # of the request; set before submission
+    trace: Span = NOOP_SPAN  # the request's span; set before submission
     state: SequenceState = SequenceState.WAITING
     cancelled: threading.Event = field(default_factory=threading.Event)
     kv: KVState = field(default_factory=KVState)
@@ -137,7 +143,8 @@ class Sequence:
     usage: ReuseUsage = field(default_factory=ReuseUsage)
     timings: RequestTimings = field(default_factory=RequestTimings)
     timestamps: RequestTimestamps = field(default_factory=RequestTimestamps)
-    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # of the prompt's tokens from the second on
+    miss: Future[MissReason | str] = field(default_factory=Future)  # set once by the connector; a text names a kind
+    prompt_logprobs: list[PromptLogprob] = field(default_factory=list)  # from the prompt's second token on
 
     def __post_init__(self) -> None:
         request = self.request
@@ -149,6 +156,11 @@ class Sequence:
             self.grammar,
             request.stop_token_ids,
         )
+
+    def set_miss(self, reason: MissReason | str) -> None:
+        """Set the reason of a miss, unless it is set. Any thread may call it."""
+        with suppress(InvalidStateError):
+            self.miss.set_result(reason)
 
     @cached_property
     def cache_scope(self) -> CacheScope:
@@ -167,21 +179,21 @@ class Sequence:
 
     @property
     def in_batch(self) -> bool:
-        """True while steps may compute rows of it."""
+        """True while steps may compute rows of the sequence."""
         return self.state in (SequenceState.RUNNING, SequenceState.RECOMPUTING)
 
     @property
     def num_generated(self) -> int:
-        """Tokens of the answer so far."""
+        """Number of tokens of the answer so far."""
         return len(self.tokens) - self.request.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens whose keys and values are not in the pool yet."""
+        """Number of tokens whose keys and values are not in the pool yet."""
         return len(self.tokens) - self.kv.num_computed
 
     def restart(self) -> None:
-        """Returns to the queue without pages: everything is matched or computed again."""
+        """Returns to the waiting state without blocks; all tokens are matched or computed again."""
         timestamps = self.timestamps
         self.kv.restart()
         if not timestamps.first_token_at:

@@ -1,5 +1,5 @@
-"""The worker process: gRPC services, runtime, settings, metrics, adapter administration.
+"""Worker process: gRPC services, runtime, settings, metrics, adapter administration.
 
-The composition root: it imports every other package of the worker; only ``node``, ``__main__`` and tests import it.
+The composition root: it imports all other packages of the worker; only ``node``, ``__main__`` and tests import it.
 ``worker_config``, ``preflight`` and ``daemon_address`` import no torch.
 """

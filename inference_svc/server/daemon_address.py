@@ -1,4 +1,4 @@
-"""Address of a worker's cache daemon, from its settings."""
+"""Daemon address: where a worker's cache daemon listens, from its settings."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _FILES = ("cache_token_file", "cache_ca", "cache_cert", "cache_key")
 
 
 def daemon_address(config: WorkerConfig) -> ServiceAddress | None:
-    """Address of the worker's daemon; None without one.
+    """Return the address of the worker's daemon; None without a daemon.
 
-    Raises ConfigurationError for contradicting settings, and for files that cannot be used.
+    Raises ConfigurationError for contradicting settings and for unusable files.
     """
     if config.cache_address:
         if config.cache_socket is not None and "cache_socket" in config.model_fields_set:

@@ -27,31 +27,32 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.process.malloc_tuning import trim_freed_memory
 from kvsidecar.requests import add_calls
+from kvsidecar.retained_prefixes import RetainedPrefixes
 
 from inference_svc.context_reuse.chunking import DocumentMarks
-from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.models.layer_streaming.streamed_model import StreamedModel
 from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
+from inference_svc.request.miss_report import add_miss
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
-from inference_svc.request.request_options import PartTtls, check_salt, check_session
+from inference_svc.request.request_options import check_salt, check_session
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver
 from inference_svc.server.runtime import Runtime
+from inference_svc.server.worker_stats import worker_stats
 from inference_svc.structured_output.grammar_state import GrammarState
 from inference_svc.tool_calls.call_response import FINISH, read_calls
 
 log = structlog.get_logger("worker")
 T = TypeVar("T")
-# After larger requests, memory that tokenization used is returned to the system.
+# After a larger request, the worker returns freed memory of the tokenization to the system.
 _LARGE_BYTES = 1 << 18
 _MAX_DETOKENIZED = 1 << 17
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class InferenceService(InferenceServiceServicer):
-    """Servicer of one worker. Methods run on its event loop, the engine on its own thread."""
+    """Servicer of one worker. Methods run on the worker's event loop, the engine on its own thread."""
 
     def __init__(self, runtime: Runtime, observer: RequestObserver = NOOP) -> None:
         self._runtime, self._engine, self._observer = runtime, runtime.engine, observer
@@ -60,9 +61,9 @@ class InferenceService(InferenceServiceServicer):
         self._requests.warm_up()
         self._adapters = LoraAdmin(runtime)
         self._loop = asyncio.get_running_loop()
-        # Templates and tokenizers take seconds for a long prompt: the event loop must keep streaming.
+        # Templates and tokenizers take seconds for a long prompt, and would block the event loop's streams.
         self._tokenize_threads = ThreadPoolExecutor(2, "tokenize")
-        # Grammars may take seconds as well: only requests with one wait for them.
+        # Grammars may take seconds as well. On separate threads, they delay only requests with a grammar.
         self._grammar_threads = ThreadPoolExecutor(2, "compile")
 
     # ---- generating -----------------------------------------------------------------------------------------
@@ -78,13 +79,17 @@ class InferenceService(InferenceServiceServicer):
             add_calls(response.tool_calls, part.tool_calls)
             response.prompt_parts.extend(part.prompt_parts)
             response.prompt_logprobs.extend(part.prompt_logprobs)
+            response.prompt_token_ids.extend(part.prompt_token_ids)
             response.prompt_text = response.prompt_text or part.prompt_text
             if part.HasField("numerics"):
                 response.numerics.CopyFrom(part.numerics)
+                response.reuse_anywhere.CopyFrom(part.reuse_anywhere)
             if part.finish_reason:
                 copy_stop_reason(part, response)
                 response.finish_reason = part.finish_reason
                 response.usage.CopyFrom(part.usage)
+                if part.HasField("miss"):
+                    response.miss.CopyFrom(part.miss)
                 response.timings.CopyFrom(part.timings)
             response.request_id = part.request_id or response.request_id
         response.text = "".join(texts)
@@ -103,24 +108,37 @@ class InferenceService(InferenceServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Yield the parts of an answer. Closing it early cancels the sequence."""
-        calls, first = None, True
+        """Yield the parts of an answer. Closing the generator early cancels the sequence."""
+        calls, first, texts, message = None, True, list[str](), pb.ChatMessage()
         async with aclosing(self.outputs(request, seen)) as outputs:
             async for sequence, output in outputs:
                 if first:
                     calls = self._requests.call_parser(request)
                 part = self._part(sequence, output, sequence.request.id if first else "")
+                if request.continuous_usage or part.finish_reason:
+                    self._add_usage(sequence, part)
                 if calls is not None:
                     read_calls(calls, part)
+                    texts.append(part.text)
+                    add_calls(message.tool_calls, part.tool_calls)
+                    # A stop string, or a call beyond the allowed one, is among the tokens and not in the message.
+                    called = part.finish_reason == pb.FINISH_REASON_TOOL_CALLS and part.WhichOneof("stopped_by") is None
+                    if called and calls.calls == len(message.tool_calls):
+                        message.content = "".join(texts)
+                        self._requests.keep_calls(request.cache.tenant_salt, sequence, message)
+                if first and request.return_prompt_tokens:
+                    part.prompt_token_ids.extend(sequence.tokens[: sequence.request.num_prompt_tokens])
                 if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
                     await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
+                if part.finish_reason:
+                    await add_miss(sequence, part, wait=request.explain)
                 first = False
                 yield part
 
     async def outputs(
         self, request: pb.GenerateRequest, seen: ObservedRequest = NOOP_REQUEST
     ) -> AsyncGenerator[tuple[Sequence, SequenceOutput], None]:
-        """Yield the engine's outputs for a request. Closing it early cancels the sequence."""
+        """Yield the engine's outputs for a request. Closing the generator early cancels the sequence."""
         with seen:
             sequence, outputs = await self._submit(request, seen)
             finished = False
@@ -156,13 +174,13 @@ class InferenceService(InferenceServiceServicer):
         return sequence, outputs
 
     async def _grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
-        """Compile the request's grammar, on a thread if it may have one."""
+        """Compile the request's grammar; on a thread if the request may have one."""
         if not (request.HasField("grammar") or request.prompt.chat.tools or request.tool_use.mode):
             return self._requests.grammar_state(request)
         return await self._loop.run_in_executor(self._grammar_threads, self._requests.grammar_state, request)
 
     async def _tokenize_beside(self, request: Message, work: Callable[[], T]) -> T:
-        """Run work that takes long for a large request on a tokenizer thread."""
+        """Run ``work`` on a tokenizer thread, because it may take long for a large request."""
 
         def read() -> T:
             try:
@@ -176,11 +194,12 @@ class InferenceService(InferenceServiceServicer):
     def _add_prompt_fields(
         self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse
     ) -> None:
-        """Write the requested fields about the prompt into the first part."""
+        """Add the requested fields about the prompt to the first part."""
         if sequence.usage.provenance:
             part.prompt_parts.extend(prompt_parts(sequence, self._requests.text))
         if request.explain:
             part.numerics.CopyFrom(numerics_of(self._loaded))
+            part.reuse_anywhere.CopyFrom(self._runtime.reuse_state().message())
         part.prompt_logprobs.extend(prompt_logprobs(sequence, self._requests.text))
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
@@ -194,22 +213,26 @@ class InferenceService(InferenceServiceServicer):
         if output.finish is not None:
             part.finish_reason = FINISH[output.finish]
             set_stop_reason(sequence, output.finish, part)
-            part.usage.prompt_tokens = sequence.request.num_prompt_tokens
-            part.usage.cached_tokens = sequence.usage.num_cached
-            part.usage.generated_tokens = sequence.num_generated
-            part.usage.approximate_tokens = sequence.usage.num_approximate
-            part.usage.recomputed_tokens = sequence.usage.num_recomputed
-            part.usage.draft_tokens = sequence.speculation.num_draft_tokens
-            part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
             for name, value in vars(sequence.timings).items():
                 setattr(part.timings, name, value)
         return part
 
+    @staticmethod
+    def _add_usage(sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+        prompt, cached = sequence.request.num_prompt_tokens, sequence.usage.num_cached
+        part.usage.prompt_tokens, part.usage.cached_tokens = prompt, cached
+        part.usage.generated_tokens = sequence.num_generated
+        part.usage.approximate_tokens = sequence.usage.num_approximate
+        part.usage.recomputed_tokens = sequence.usage.num_recomputed
+        part.usage.draft_tokens = sequence.speculation.num_draft_tokens
+        part.usage.accepted_tokens = sequence.speculation.num_accepted_tokens
+        part.usage.cache_write_tokens = prompt - cached if sequence.request.cache.write else 0
+
     @unary(INFERENCE_DOMAIN)
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
-        self._requests.adapter(request.model)  # refused before anything is read
+        self._requests.adapter(request.model)  # refuses an unknown name before the prompt is tokenized
         with self._observer.request("Warm", context) as seen:
-            tokens, marks, parts = await self._tokenize_beside(request, partial(self._warm_prompt, request))
+            tokens, marks, retained = await self._tokenize_beside(request, partial(self._warm_prompt, request))
             inner = pb.GenerateRequest(
                 prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)),
                 max_tokens=1,
@@ -217,8 +240,8 @@ class InferenceService(InferenceServiceServicer):
                 model=request.model,
             )
             inner.cache.segment_ends[:] = marks.segment_ends
-            del inner.cache.parts[:]
-            inner.cache.parts.extend(pb.CachePart(tokens=end, ttl_seconds=ttl) for end, ttl in parts)
+            del inner.cache.breakpoints[:]
+            inner.cache.breakpoints.extend(pb.CacheBreakpoint(tokens=end, retain_seconds=s) for end, s in retained)
             if request.prefetch:
                 return await self._prefetch(inner)
             sequence, outputs = await self._submit(inner, seen)
@@ -235,10 +258,9 @@ class InferenceService(InferenceServiceServicer):
                 prompt_tokens=len(tokens), cached_tokens=sequence.usage.num_cached, stored_tokens=output.stored_tokens
             )
 
-    def _warm_prompt(self, request: pb.WarmRequest) -> tuple[list[int], DocumentMarks, PartTtls]:
+    def _warm_prompt(self, request: pb.WarmRequest) -> tuple[list[int], DocumentMarks, RetainedPrefixes]:
         tokens, marks = self._requests.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache)
-        parts = self._requests.parts_in_tokens(request.prompt, request.cache, len(tokens), generation_prompt=False)
-        return tokens, marks, parts
+        return tokens, marks, self._requests.breakpoints.find(request.prompt, request.cache, len(tokens))
 
     async def _prefetch(self, request: pb.GenerateRequest) -> pb.WarmResponse:
         sequence = self._requests.tokenize(request, lambda _: None, time.perf_counter())(None)
@@ -262,8 +284,14 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        ids = await self._tokenize_beside(request, lambda: self._requests.counted_tokens(request.prompt))
-        return pb.TokenizeResponse(token_ids=ids)
+        salt = request.tenant_salt
+        ids = await self._tokenize_beside(request, lambda: self._requests.counted_tokens(request.prompt, salt))
+        names = self._requests.token_names(ids) if request.return_token_names else ()
+        return pb.TokenizeResponse(token_ids=ids, token_names=names)
+
+    @unary(INFERENCE_DOMAIN)
+    async def GetTokenizer(self, request: pb.GetTokenizerRequest, context: Context) -> pb.GetTokenizerResponse:
+        return pb.GetTokenizerResponse(config_json=self._requests.tokenizer_config())
 
     @unary(INFERENCE_DOMAIN)
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
@@ -283,7 +311,7 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         ailment = self._engine.ailment
-        if ailment:  # gateways choose workers by this call
+        if ailment:  # gateways send requests only to workers that answer this call
             raise Unavailable(ailment)
         m = self._loaded
         return pb.GetModelResponse(
@@ -298,6 +326,7 @@ class InferenceService(InferenceServiceServicer):
             has_chat_template=bool(m.tokenizer.chat_template),
             adapters=[self._adapter_message(adapter) for adapter in list(self._engine.adapters.values())],
             numerics=numerics_of(m),
+            reuse_anywhere=self._runtime.reuse_state().message(),
         )
 
     def _namespace(self, fingerprint: bytes) -> bytes:
@@ -328,66 +357,6 @@ class InferenceService(InferenceServiceServicer):
 
 
 def _require_unix_socket(context: Context) -> None:
-    """Refuse callers over TCP: only the worker's own user can connect to its Unix socket."""
+    """Refuse callers over TCP: only the worker's user can connect to its Unix socket."""
     if not context.peer().startswith("unix"):
         raise FailedPrecondition("adapters come and go at the worker's Unix socket only")
-
-
-def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
-    """Collect a worker's counters and gauges."""
-    engine, cache, guessed = runtime.engine, runtime.cache, runtime.engine.speculator.stats
-    running, waiting, saving = engine.load
-    return pb.GetStatsResponse(
-        running=running,
-        waiting=waiting,
-        pool_pages=engine.pool.pages,
-        pool_free_pages=engine.free_pages,
-        page_tokens=PAGE_TOKENS,
-        cache_attached=cache is not None and cache.attached,
-        pending_saves=saving,
-        requests=engine.stats.requests,
-        cancelled=engine.stats.cancelled,
-        prompt_tokens=engine.stats.prompt_tokens,
-        cached_tokens=engine.stats.cached_tokens,
-        generated_tokens=engine.stats.generated_tokens,
-        cache_failures=cache.stats.failures if cache else 0,
-        preemptions=engine.stats.preemptions,
-        resident_sequences=engine.resident_sequences,
-        resident_tokens=engine.stats.pool_hit_tokens,
-        approximate_tokens=engine.stats.approximate_tokens,
-        recomputed_tokens=engine.stats.recomputed_tokens,
-        stored_chunks=cache.stats.stored_chunks if cache else 0,
-        refused_chunks=cache.stats.refused_chunks if cache else 0,
-        drafts=guessed.drafts,
-        draft_tokens=guessed.draft_tokens,
-        accepted_tokens=guessed.accepted_tokens,
-        accepted_at=guessed.accepted_at,
-        draft_seconds=guessed.draft_seconds,
-        verify_seconds=guessed.verify_seconds,
-        streaming=_streaming_stats(engine.loaded.streamed),
-        overflow_pages=engine.pool.overflow_pages,
-        overflow_free_pages=engine.free_overflow_pages,
-        overflowed=engine.stats.overflow_admissions,
-        draft_branches=guessed.branches,
-        branched_tokens=guessed.branched_tokens,
-        skipping_requests=engine.stats.bypassing_requests,
-        skipping_tokens=engine.stats.bypassing_tokens,
-        bypassed_requests=cache.stats.bypassed if cache else 0,
-    )
-
-
-def _streaming_stats(streamed: StreamedModel | None) -> pb.StreamingStats:
-    if streamed is None:
-        return pb.StreamingStats(mode="full_resident")
-    stats, residency = streamed.stats, streamed.residency
-    return pb.StreamingStats(
-        mode=residency.mode,
-        resident_bytes=residency.resident_bytes,
-        pass_bytes=residency.streamed_bytes,
-        hits=stats.hits,
-        waits=stats.waits,
-        misses=stats.misses,
-        read_bytes=stats.bytes,
-        read_seconds=stats.read_seconds,
-        wait_seconds=stats.wait_seconds,
-    )

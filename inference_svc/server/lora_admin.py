@@ -1,7 +1,7 @@
-"""Loads and unloads LoRA adapters while a worker serves.
+"""LoRA administration: loads and unloads adapters while requests run.
 
-Only folders below ``--lora-root`` are loaded, one at a time, and off the engine's thread except for one trial row, so
-that requests continue.
+Adapters are loaded only from folders below ``--lora-root``, one at a time. The engine's thread computes one trial row;
+the rest runs on other threads, so that requests continue.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ log = structlog.get_logger("worker")
 class LoraAdmin:
     """Administration of a worker's adapters.
 
-    Methods block, may be called on any thread, and raise KVSidecarError in one sentence.
+    The methods block. Any thread may call them; they raise KVSidecarError with one sentence.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._engine, self._config = runtime, runtime.engine, runtime.config
         self._lock = threading.Lock()
         loaded, allowed = runtime.engine.loaded, runtime.config.lora_root is not None
-        # Before requests run: transformers sets torch's default dtype meanwhile, for every thread.
+        # Done before requests run, because transformers sets torch's default dtype for all threads during the call.
         self._linears: Linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME) if allowed else {}
 
     def load(self, name: str, path: str, namespace: bytes = b"") -> LoraAdapter:
         """Load an adapter from a folder below the root.
 
-        The same adapter may be loaded again without effect. Another one of the same name is refused, as is one of
-        another ``namespace`` if it is given: a name never changes its meaning.
+        Loading the same adapter again has no effect. Another adapter with the same name is refused, so that a name
+        never changes its meaning. If ``namespace`` is given, an adapter with another namespace is refused.
         """
         root = self._root()
         if not ADAPTER_NAME.fullmatch(name):
@@ -64,7 +64,7 @@ class LoraAdmin:
             return _on_short_lived_thread(lambda: self._load(name, _resolve_below(root, path), namespace))
 
     def unload(self, name: str) -> None:
-        """Unload an adapter: end its requests and its session with the daemon."""
+        """Unload an adapter, and end its requests and its session with the daemon."""
         self._root()
         with self._lock:
             self._unload(name)
@@ -117,7 +117,7 @@ class LoraAdmin:
             self._detach(gone.fingerprint)
 
     def _attach(self, name: str, fingerprint: bytes) -> bool:
-        """Open an adapter's session with the daemon before its first request; False if it has one."""
+        """Open an adapter's session with the daemon before its first request; False if there is one already."""
         cache, address = self._runtime.cache, daemon_address(self._config)
         if cache is None or address is None or cache.has_adapter(fingerprint):
             return False
@@ -134,7 +134,7 @@ class LoraAdmin:
 def _resolve_below(root: Path, path: str) -> Path:
     """Resolve a folder below the root, following symbolic links.
 
-    The refusal reveals nothing about folders elsewhere.
+    The error does not reveal whether a folder outside the root exists.
     """
     refusal = InvalidRequest(f"{path[:200]!r} is no folder below --lora-root", param="path")
     try:
@@ -145,12 +145,12 @@ def _resolve_below(root: Path, path: str) -> Path:
         for name in (CONFIG, WEIGHTS):
             if not (folder / name).resolve().is_relative_to(root):
                 raise InvalidRequest(f"{name} of {path[:200]!r} is a link that leads out of --lora-root", param="path")
-    except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, or links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # the name is too long or has a NUL, or links form a cycle
         raise refusal from error
     return folder
 
 
 def _on_short_lived_thread(work: Callable[[], T]) -> T:
-    """Run work on a thread that ends with it: see ``runtime.build_runtime``."""
+    """Run ``work`` on a thread that ends after it; ``runtime.build_runtime`` has the reason."""
     with ThreadPoolExecutor(1, "load") as thread:
         return thread.submit(work).result()

@@ -1,7 +1,7 @@
-"""OpenTelemetry spans and metrics of a worker's requests.
+"""OpenTelemetry observer: spans and metrics of a worker's requests.
 
-Names are those of https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ (``gen_ai.server.*``), and vLLM's
-for attributes that these lack (``gen_ai.latency.*``). No text, token, salt or id is exported.
+Names are those of https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-metrics/ (``gen_ai.server.*``); attributes
+that are missing there have vLLM's names (``gen_ai.latency.*``). No text, token, salt or id is exported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from inference_svc.sequence.sequence import Sequence
 SERVICE_NAME = "kvsidecar-worker"
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _PROVIDER = "kvsidecar"
-# Bucket boundaries that the conventions advise, in seconds.
+# Bucket boundaries that these conventions recommend, in seconds.
 _DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -40,7 +40,7 @@ class ObservedRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the observation, with the error of a failed request."""
+        """End the observation; ``error`` is that of a failed request."""
 
     def answered(self, sequence: Sequence) -> None:
         """Record a complete answer."""
@@ -55,7 +55,7 @@ class RequestObserver:
     def request(
         self, method: str, context: Context | None, prompt: pb.Prompt | None = None, service: str = SERVICE
     ) -> ObservedRequest:
-        """Observe a call of ``method``; ``prompt`` is set for calls that generate."""
+        """Observe a call of ``method``; calls that generate pass their ``prompt``."""
         return NOOP_REQUEST
 
 

@@ -1,4 +1,4 @@
-"""Location and size of the disk overflow of a worker's pool."""
+"""Overflow folder: location and size of the disk overflow of a worker's pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inference_svc.server.worker_config import WorkerConfig
 
 log = structlog.get_logger("worker")
 
-# At most this fraction of a disk's free space is used.
+# The overflow takes at most 1/4 of a disk's free space.
 _SHARE_OF_FREE = 4
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
@@ -27,8 +27,8 @@ _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -> DiskOverflow | None:
     """Open the disk overflow of a pool of ``pool_tokens`` tokens.
 
-    None if it is off, or if ``auto`` finds that none is needed or possible. Raises ConfigurationError if the configured
-    size is impossible.
+    None if it is off, not needed, or, with ``auto``, not possible. Raises ConfigurationError if the configured size is
+    impossible.
     """
     per_token = KVPool.bytes_per_token(loaded.layers, loaded.kv_heads, loaded.head_dim, loaded.dtype)
     shape = (loaded.layers, loaded.kv_heads, loaded.head_dim)
@@ -64,12 +64,15 @@ def open_overflow(config: WorkerConfig, loaded: LoadedModel, pool_tokens: int) -
 
 
 def _reclaims_window(loaded: LoadedModel) -> bool:
-    """True if all layers have a window, so that a request's pages are reclaimed and it never needs many."""
+    """True if all layers have a window: the pool then frees blocks behind it, and no request needs the overflow."""
     return bool(loaded.windows) and all(loaded.windows) and cpu_attention.serves(loaded.dtype, loaded.head_dim)
 
 
 def _free_disk_bytes(folder: Path) -> int:
-    """Free bytes on a folder's disk; creates the folder. Raises ConfigurationError, also for a folder in memory."""
+    """Create a folder and return the free bytes of its disk.
+
+    Raises ConfigurationError, also for a folder in memory.
+    """
     ensure_private_dir(folder)
     at = folder.resolve()
     mounts = {Path(p.mountpoint): p.fstype for p in psutil.disk_partitions(all=True)}

@@ -1,6 +1,6 @@
-"""Checks of a worker's settings before torch is imported.
+"""Preflight: checks of a worker's settings before torch is imported.
 
-They take less than a second; importing torch takes many.
+The checks take less than a second, the import of torch takes many.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ M = TypeVar("M", bound=ModelSettings)
 
 
 def checked_settings(settings: M) -> M:
-    """Check settings, and fetch the default model if none is named.
+    """Check settings, and download the default model if none is named.
 
-    Raises ConfigurationError or ModelUnsupported for settings that would certainly be refused later.
+    Raises ConfigurationError or ModelUnsupported for settings that the worker would refuse later in any case.
     """
     check_device(settings.device)
     check_dtype(settings.dtype, settings.device)
@@ -30,13 +30,13 @@ def checked_settings(settings: M) -> M:
             settings = settings.model_copy(update={"model": default_model()})
         check_model(settings.model, settings.strict)
         open_adapters(settings)
-    except PermissionError as error:  # a folder that this user may not read
+    except PermissionError as error:  # the user may not read a folder
         raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
     return settings
 
 
 def open_adapters(settings: ModelSettings) -> list[AdapterDir]:
-    """Open the adapters' folders before the model is loaded. Raises ConfigurationError."""
+    """Check the adapters' folders before the model is loaded. Raises ConfigurationError."""
     model = settings.public_name
     if model in settings.adapters:
         raise ConfigurationError(f"a LoRA adapter is called {model!r}, as the model is; choose another name for it")
@@ -46,7 +46,7 @@ def open_adapters(settings: ModelSettings) -> list[AdapterDir]:
 
 
 def check_draft(speculate: str, name: str, strict: bool) -> None:
-    """Raise ConfigurationError or ModelUnsupported for settings without a usable draft model."""
+    """Raise ConfigurationError or ModelUnsupported if the draft model is missing or unusable."""
     if speculate == "draft" and not name:
         raise ConfigurationError(
             "speculate is draft, and no draft_model is named; name a smaller model with the same tokenizer, or choose "

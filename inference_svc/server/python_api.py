@@ -1,6 +1,6 @@
-"""In-process engine for Python programs: ``Engine.from_pretrained(...)``.
+"""Python API: an in-process engine, ``Engine.from_pretrained(...)``.
 
-The same engine and daemon as the servers', without gRPC to the client.
+It has the same engine and daemon as a worker, but the client calls it without gRPC.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from inference_svc.context_reuse.verify import (
     candidates,
     read_questions,
 )
-from inference_svc.kv_client.connector import store_verdict
+from inference_svc.kv_client.verdict_store import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.logprobs_output import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import prompt_parts
@@ -55,7 +55,7 @@ _FULL_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Result:
-    """A generated answer. Times in milliseconds from the call."""
+    """A generated answer. Times are in milliseconds from the call."""
 
     text: str
     token_ids: list[int]
@@ -111,9 +111,9 @@ class Engine:
         """Load a model and start its engine.
 
         ``cache`` is "embedded" (a private daemon that ends with this engine), the socket of a running daemon, or None.
-        ``store`` is a folder in which an embedded daemon keeps its cache. Further settings are those of the worker
-        (``device``, ``dtype``, ``pool_bytes``, ...), except that prompts beyond the pool are refused unless
-        ``overflow_bytes`` allows pages on disk. Raises ModelUnsupported, ConfigurationError.
+        ``store`` is the folder of an embedded daemon's durable store. Further settings are those of the worker
+        (``device``, ``dtype``, ``pool_bytes``, ...), except that the disk overflow is off by default: prompts beyond
+        the pool are refused without ``overflow_bytes``. Raises ModelUnsupported, ConfigurationError.
         """
         quiet_transformers()
         if not structlog.is_configured():
@@ -153,19 +153,19 @@ class Engine:
         return self.generate_many([(prompt, options)])[0]
 
     def generate_batch(self, prompts: Iterable[Prompt], **options: Unpack[Options]) -> list[Result]:
-        """Generate answers for any number of prompts with the same options, batched. An error ends all of them."""
+        """Generate answers for any number of prompts with the same options, batched. One error ends all requests."""
         return self.generate_many([(p, options) for p in prompts])
 
     def generate_many(self, requests: Sequence[tuple[Prompt, Mapping[str, Any]]]) -> list[Result]:
-        """Generate answers for any number of ``(prompt, options)``, batched, in the order given.
+        """Generate answers for any number of ``(prompt, options)``, batched, and return them in this order.
 
-        An error ends all of them; the first one is raised.
+        An error ends all requests; the first error is raised.
         """
         results, running = list[Result](), deque[_Call]()
         try:
             for prompt, options in requests:
                 call = self._build(prompt, options)
-                while not self._try_submit(call):  # the queue is full until one of ours or of other threads ends
+                while not self._try_submit(call):  # the queue is full until a request of this or another thread ends
                     if running:
                         results.append(_result(running[0]))
                         running.popleft()
@@ -202,7 +202,7 @@ class Engine:
                 self._runtime.engine.cancel(call.sequence)
 
     def warm(self, prompt: Prompt, model: str = "") -> int:
-        """Prefill a prompt into the cache, for an adapter if ``model`` names one. Returns the stored tokens."""
+        """Prefill a prompt into the cache, for the adapter ``model`` if given. Returns the number of stored tokens."""
         tokens, marks = self._requests.checked_tokens(to_prompt(prompt), generation_prompt=False)
         call = self._submit(tokens, {"max_tokens": 1, "segment_ends": marks.segment_ends, "model": model})
         _result(call)
@@ -222,11 +222,12 @@ class Engine:
         thresholds: Thresholds | None = None,
         store: bool = True,
     ) -> Report:
-        """Verify approximate reuse: measure the answers' loss when documents were cached in another order.
+        """Verify approximate reuse: measure how answers change when documents were cached in another order.
 
-        Verifies the engine's own ``repair`` unless another selector is named; for ``auto`` the cheapest that passes is
-        chosen. With ``store``, the daemon keeps the verdict with the namespace, and its workers use approximate reuse
-        only if it passed. Call it while nothing else runs. Raises InvalidRequest, ModelUnsupported.
+        It verifies the selector ``repair``, by default the engine's setting; for ``auto`` it chooses the cheapest
+        selector that passes. With ``store``, the daemon stores the verdict with the namespace, and its workers use
+        approximate reuse only if it passed. No other request may run meanwhile. Raises InvalidRequest,
+        ModelUnsupported.
         """
         engine, config = self._runtime.engine, self._runtime.config
         lab = ReuseLab(engine.loaded, decoder=engine.decoder)
@@ -238,7 +239,7 @@ class Engine:
         return report
 
     def cache_stats(self) -> dict[str, Any]:
-        """Return counters of this engine and, under ``daemon``, of its cache daemon."""
+        """Return the counters of this engine and, as ``daemon``, of its cache daemon."""
         engine, cache = self._runtime.engine, self._runtime.cache
         found: dict[str, Any] = dict(vars(engine.stats))
         found["speculation"] = dict(vars(engine.speculator.stats))
@@ -281,13 +282,13 @@ class _Call:
 
 
 def _result(call: _Call) -> Result:
-    """Wait for the whole answer. Raises the error that ended it."""
+    """Wait for the complete answer. Raises the request's error."""
     (found,) = (chunk.result for chunk in _chunks(call) if chunk.result is not None)
     return found
 
 
 def _chunks(call: _Call) -> Iterator[Chunk]:
-    """Yield parts of the answer as they arrive. Raises the error that ended it."""
+    """Yield parts of the answer as they arrive. Raises the request's error."""
     s = call.sequence
     text, calls, logprobs, finish = list[str](), list[pb.ToolCall](), list[pb.TokenLogprob](), None
     while finish is None:
@@ -321,7 +322,7 @@ def _ended(
 ) -> Result:
     s, ended_by = call.sequence, last.WhichOneof("stopped_by")
     called = last.finish_reason == pb.FINISH_REASON_TOOL_CALLS
-    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # not the time until this function was called
+    total_ms = s.timings.ttft_ms + s.timings.decode_ms  # excludes the time until the caller reads the result
     return Result(
         text=text,
         token_ids=s.tokens[s.request.num_prompt_tokens :],

@@ -1,6 +1,6 @@
-"""Assembles a worker: model, pool, connector, engine.
+"""Runtime: a worker's model, pool, connector and engine, and their assembly.
 
-Used by the gRPC worker and by the in-process Engine.
+The gRPC worker and the in-process ``python_api.Engine`` use it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from kvsidecar.process.malloc_tuning import keep_freed_memory, trim_freed_memory
 
 from inference_svc.context_reuse.chunking import new_chunker
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
+from inference_svc.context_reuse.reuse_state import NO_DAEMON, ReuseState
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.context_reuse.selectors import SELECTORS
+from inference_svc.context_reuse.shipped_verdicts import shipped_verdict
+from inference_svc.context_reuse.text_structure import TextStructure
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
 from inference_svc.kv_client.connector import DaemonConnector
@@ -47,6 +50,7 @@ from inference_svc.models.numerics_identity import NumericsIdentity
 from inference_svc.request.request_builder import RequestBuilder, RequestDefaults
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.server.daemon_address import daemon_address
+from inference_svc.server.idle_verification import IdleVerification
 from inference_svc.server.overflow_dir import open_overflow
 from inference_svc.server.preflight import check_draft, open_adapters
 from inference_svc.server.worker_config import WorkerConfig
@@ -65,9 +69,28 @@ class Runtime:
     engine: Engine
     cache: DaemonConnector | None
     config: WorkerConfig
+    policy: ReusePolicy
+    verification: IdleVerification | None = None
+
+    def start_verification(self) -> None:
+        """Log the state of approximate reuse, and verify it while no request runs if necessary."""
+        log.info(self.reuse_state().sentence)
+        if self.verification is not None and (self.cache is None or self.cache.verdict is None):
+            self.verification.start(lambda: log.info(self.reuse_state().sentence))
+
+    def reuse_state(self) -> ReuseState:
+        """State of approximate reuse of the model without adapters."""
+        why = why_not_shiftable(self.engine.loaded.config)
+        if not why and (self.cache is None or not self.cache.attached):
+            why = NO_DAEMON
+        verdict = None if self.cache is None else self.cache.verdict
+        waits = self.verification is not None and verdict is None
+        return ReuseState(self.policy, verdict, why, self.verification.progress if waits and self.verification else "")
 
     def close(self) -> None:
         """Stop the engine, finish queued saves, end the sessions. Blocks."""
+        if self.verification is not None:
+            self.verification.close()
         self.engine.stop()
         if self.engine.loaded.streamed is not None:
             self.engine.loaded.streamed.close()
@@ -78,7 +101,11 @@ class Runtime:
         """Build the request builder for this engine and its settings."""
         config, engine = self.config, self.engine
         defaults = RequestDefaults(
-            config.document_separator, config.tool_call_parser, config.speculate, bool(config.draft_model)
+            config.document_separator,
+            config.tool_call_parser,
+            config.speculate,
+            bool(config.draft_model),
+            config.reuse_anywhere,
         )
         return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.capacity)
 
@@ -86,14 +113,14 @@ class Runtime:
 def build_runtime(config: WorkerConfig) -> Runtime:
     """Load the model and start the engine. Raises ConfigurationError, ModelUnsupported.
 
-    Runs on a thread that ends afterwards: OpenMP keeps a team of threads for every thread that computed, and once there
-    are more of them than cores it lets all of them sleep between operations, which makes a decode step 15 to 25 %
-    slower. So only the engine's thread may be left with a team.
+    Runs on a thread that ends afterwards. OpenMP keeps a team of threads for every thread that computed. If the teams
+    have more threads than the machine has cores, OpenMP lets all of them sleep between operations, which makes a decode
+    step 15 to 25 % slower. So only the engine's thread may keep a team.
     """
     keep_freed_memory()
     with ThreadPoolExecutor(1, "load") as thread:
         built = thread.submit(_load_and_assemble, config).result()
-    trim_freed_memory()  # weights were loaded before they were packed
+    trim_freed_memory()  # returns the memory of the weights before packing
     return built
 
 
@@ -164,7 +191,9 @@ def _assemble(
         latest = time.monotonic() + _ATTACH_SECONDS
         for daemon in daemons.values():
             daemon.wait(max(0.0, latest - time.monotonic()))
-        _log_reuse_mode(policy, daemons[b""])
+        shipped = shipped_verdict(loaded.descriptor(config.storage_bits))
+        if shipped is not None:
+            cache.use_verdict(shipped)
     limits = EngineLimits(
         config.batch_tokens,
         config.batch_sequences,
@@ -178,12 +207,15 @@ def _assemble(
     engine = Engine(loaded, pool, cache or NullKVConnector(), limits, threads, draft, speculates, adapters, decoder)
     _log_adapters(config, engine, bool(daemons))
     if daemons:
-        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # of all that the worker does
-    return Runtime(engine, cache, config)
+        daemons[b""].served_counts = lambda: _prompt_counters(engine)  # counts requests of all adapters, too
+    verification: IdleVerification | None = None
+    if cache is not None and loaded.streamed is None and policy.enabled and policy.key_rotation is not None:
+        verification = None if policy.unverified else IdleVerification(engine, cache, config)
+    return Runtime(engine, cache, config, policy, verification)
 
 
 def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWeights]:
-    """Read adapter weights, checked against the model's layers. Raises ConfigurationError."""
+    """Read adapter weights, and check them against the model's layers. Raises ConfigurationError."""
     if not folders:
         return []
     linears = linears_of(loaded.config, loaded.dtype, ATTENTION_NAME)
@@ -193,9 +225,9 @@ def _adapters(folders: list[AdapterDir], loaded: LoadedModel) -> list[AdapterWei
 def _daemon_connections(
     address: ServiceAddress | None, config: WorkerConfig, loaded: LoadedModel, adapters: list[AdapterWeights]
 ) -> dict[bytes, DaemonConnection]:
-    """Connections for the model and for each adapter, by fingerprint; empty without a daemon.
+    """Open connections for the model and for each adapter, by fingerprint; empty without a daemon.
 
-    Each has its own namespace, and with it a verdict on approximate reuse.
+    Each connection has its own namespace, and each namespace its own verdict on approximate reuse.
     """
     if address is None:
         return {}
@@ -206,7 +238,7 @@ def _daemon_connections(
 def daemon_connection(
     address: ServiceAddress, config: WorkerConfig, loaded: LoadedModel, fingerprint: bytes, adapter: str
 ) -> DaemonConnection:
-    """Connect for the adapter of this name and fingerprint; both are empty for the model."""
+    """Open the connection for an adapter's name and fingerprint; both are empty for the model."""
     return DaemonConnection(
         address,
         f"{config.name}:{adapter}"[:_NAME_LENGTH] if adapter else config.name,
@@ -217,7 +249,7 @@ def daemon_connection(
 
 
 def _draft_proposer(config: WorkerConfig, loaded: LoadedModel, pool: KVPool) -> DraftModelProposer | None:
-    """Load the draft model, if one is configured. Its pool has a page for each of the model's."""
+    """Load the draft model, if one is configured. Its pool has as many blocks as the model's."""
     check_draft(config.speculate, config.draft_model, config.strict)
     if not config.draft_model:
         return None
@@ -270,27 +302,16 @@ def _warn_batch_variance(bad: list[str], loaded: LoadedModel) -> None:
 def _log_adapters(config: WorkerConfig, engine: Engine, cached: bool) -> None:
     for adapter in engine.adapters.values():
         engine.between_steps(partial(log_adapter_ready, adapter, engine.loaded))
-    if engine.adapters and cached and config.approximate == "verified":
+    if engine.adapters and cached and config.reuse_anywhere:
         log.info("adapters reuse prefixes only, exactly: kvsidecar verify verifies the model without adapters")
 
 
 def log_adapter_ready(adapter: LoraAdapter, loaded: LoadedModel) -> None:
-    """Log that an adapter is ready, and its layers whose bits depend on the batch. On the engine's thread."""
+    """Log that an adapter is ready, and its layers whose bits depend on the batch. Call it on the engine's thread."""
     log.info("an adapter is ready", adapter=adapter.name, size=format_size(adapter.size_bytes))
     if loaded.device.type == "cpu":
         products = [product for pair in adapter.pairs.values() for product in pair.products]
         _warn_batch_variance(batch_variant_shapes(products, _PROBED_ROWS), loaded)
-
-
-def _log_reuse_mode(policy: ReusePolicy, daemon: DaemonConnection) -> None:
-    session = daemon.session
-    if session is None or policy.key_rotation is None or policy.mode != "verified":
-        return
-    if policy.recompute_setting(session.verdict) is None:
-        known = "failed its verification" if session.verdict is not None else "has not been verified: kvsidecar verify"
-        log.info(
-            f"stored chunks are reused as prefixes only, exactly; approximate reuse is off because the model {known}"
-        )
 
 
 def _prompt_counters(engine: Engine) -> ServedCounts:
@@ -299,18 +320,24 @@ def _prompt_counters(engine: Engine) -> ServedCounts:
 
 
 def reuse_policy(config: WorkerConfig, loaded: LoadedModel) -> ReusePolicy:
-    """Build the worker's chunking and reuse policy. Logs why a model's keys cannot be shifted."""
+    """Build the worker's chunking and reuse policy."""
     separator: list[int] = []
     if config.document_separator:
         separator = loaded.tokenizer(config.document_separator, add_special_tokens=False)["input_ids"]
-    # Decoding the whole vocabulary takes a second for a large one.
+    # Detokenizing a large vocabulary takes a second, so this is done only for the chunker that needs it.
     ends = loaded.sentence_ends() if config.chunking == "boundary" else frozenset[int]()
-    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends)
+    structure = TextStructure.of(loaded.tokenizer) if config.chunking == "content_defined" else None
+    chunker = new_chunker(config.chunking, config.chunk_tokens, separator, ends, structure)
     why = why_not_shiftable(loaded.config)
-    if why and config.approximate != "off":
-        log.info("reuse is limited to prefixes", reason=why)
     rotary = None if why else key_rotation_of(loaded.model)
-    return ReusePolicy(chunker, rotary, SELECTORS.get(config.repair), config.repair_ratio, config.approximate)
+    return ReusePolicy(
+        chunker,
+        rotary,
+        SELECTORS.get(config.repair),
+        config.repair_ratio,
+        config.reuse_anywhere,
+        config.unverified_reuse,
+    )
 
 
 def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
@@ -321,7 +348,7 @@ def _pool(config: WorkerConfig, loaded: LoadedModel) -> KVPool:
             f"pool_bytes is {config.pool_bytes}; this model needs {format_size(per_token)} per token, "
             f"at least {format_size(4 * PAGE_TOKENS * per_token)}"
         )
-    # A batch cannot use more tokens than this.
+    # A full batch of the longest sequences uses no more tokens than this.
     tokens = min(tokens, config.batch_sequences * loaded.context_length)
     return _new_pool(loaded, tokens, open_overflow(config, loaded, tokens))
 

@@ -1,6 +1,7 @@
 """``kvsidecar verify MODEL``: verifies approximate reuse for a model.
 
-Modules that need torch are imported after the flags were parsed: that takes seconds, and a mistyped flag none.
+Modules that import torch, which takes seconds, are imported after the flags are parsed, so that a mistyped flag is
+reported at once.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from kvsidecar.cli.flags import FlagParser
-from kvsidecar.errors import KVSidecarError
+from kvsidecar.errors import KVSidecarError, Unavailable
 from kvsidecar.process.runtime_dir import default_runtime_dir
 from rich.console import Console
 from rich.progress import Progress
@@ -73,8 +75,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--device", default="auto", help="as the worker's: auto, cpu, cuda or cuda:N")
     out.add_argument("--dtype", default="auto", help="as the worker's: auto, float32, bfloat16 or float16")
     out.add_argument("--weights", choices=["auto", "16", "8", "4"], default="auto", help="as the worker's")
-    out.add_argument("--share-across-machines", action="store_true", help="as the worker's, for --store-verdict")
-    out.add_argument("--store-verdict", action="store_true", help="hand the verdict to the cache daemon")
+    out.add_argument("--share-across-machines", action="store_true", help="as the worker's, for the stored verdict")
+    out.add_argument("--no-store", action="store_true", help="do not hand the verdict to the cache daemon")
     out.add_argument(
         "--cache-socket", type=Path, default=default_runtime_dir() / "cache.sock", metavar="SOCKET", help="the daemon's"
     )
@@ -95,7 +97,7 @@ def report_table(report: Report) -> Table:
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    """Parse the options; ``model`` is set. Exits with status 2 for invalid ones."""
+    """Parse the options; ``model`` is then set. Exits with status 2 for invalid options."""
     asking = parser()
     options = asking.parse_args(arguments)
     if options.model and options.named and options.model != options.named:
@@ -110,13 +112,18 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, console: Console) -> Report:
-    """Load and measure the model, and store the verdict if requested. Raises KVSidecarError, OSError."""
-    if not console.is_terminal:  # on a terminal there is a progress bar
-        said = f"kvsidecar verify: loads {options.model} and measures it, which takes half a minute or more"
-        print(said, file=sys.stderr, flush=True)
+    """Load and measure the model, and store the verdict unless an option forbids it.
+
+    Raises KVSidecarError, OSError.
+    """
+    where = "does not store the verdict" if options.no_store else "hands the verdict to the cache daemon"
+    _say(
+        f"loads {options.model}, compares answers over reordered documents with those of a full prefill, and {where}; "
+        "it takes half a minute for 135 million parameters on two idle cores, longer for larger models"
+    )
     from inference_svc.context_reuse.reuse_lab import ReuseLab
     from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions
-    from inference_svc.kv_client.connector import store_verdict
+    from inference_svc.kv_client.verdict_store import store_verdict
     from inference_svc.model_runner.numerics_probe import with_numerics_identity
     from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
     from inference_svc.models.loader import load, quiet_transformers
@@ -136,11 +143,26 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("measuring", total=len(questions))
         tried = candidates(options.repair, options.ratio)
-        report = verifier.run(questions, tried, ("cacheblend",), lambda: progress.advance(bar))
-    if options.store_verdict:
+        began = time.monotonic()
+
+        def advance() -> None:
+            progress.advance(bar)
+            if progress.tasks[bar].completed == 1 and not console.is_terminal:
+                left = (time.monotonic() - began) * (len(questions) - 1)
+                _say(f"1 of {len(questions)} prompts is measured; the others take about {left:.0f} s")
+
+        report = verifier.run(questions, tried, ("cacheblend",), advance)
+    if not options.no_store:
         named = with_numerics_identity(lab.loaded, lab.decoder, options.bits, shared=options.share_across_machines)
-        store_verdict(options.cache_socket, named.descriptor(options.bits), report.verdict())
+        try:
+            store_verdict(options.cache_socket, named.descriptor(options.bits), report.verdict())
+        except Unavailable as error:
+            _say(f"the verdict is not stored: {error}")
     return report
+
+
+def _say(text: str) -> None:
+    print(f"kvsidecar verify: {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str]) -> int:
@@ -149,7 +171,7 @@ def main(arguments: list[str]) -> int:
     try:
         report = measure(options, console)
     except (KVSidecarError, OSError) as error:
-        print(f"kvsidecar verify: {error}", file=sys.stderr)
+        _say(str(error))
         return 2
     if options.json:
         json.dump(report.as_dict(), sys.stdout, indent=1)

@@ -49,9 +49,20 @@ class ModelSettings(BaseSettings):
     """Streamed layers in memory at one time: one in use, the others read ahead."""
     memory_bytes: int = 0
     """Memory limit of a worker for the choice of stream; the free memory of machine and control group when 0."""
+    reuse_anywhere: bool = False
+    """Reuse text wherever it stands in a prompt, such as retrieved documents in any order, and compute a part of it
+    again. It may change answers, and needs a passed verification: SmolLM2's is shipped, other models are verified at
+    the first start, while the node is idle. Requests may set their own reuse_anywhere."""
     storage_bits: Literal[16, 8, 4] = 16
     """Bits per stored element: 16 keeps the pool's own values, so that a hit changes no answer; 8 and 4 take half and a
     quarter of the space, and change some answers."""
+    chunk_tokens: int = Field(default=128, ge=8, le=4096)
+    """Tokens per stored chunk: the maximum or the average, depending on chunking."""
+    chunking: Literal["fixed", "boundary", "document", "content_defined"] = "content_defined"
+    """Split of prompts into chunks. content_defined and document find text again at another position: both split
+    at separators and marked segments, content_defined also after blank lines and within long texts."""
+    document_separator: str = Field(default="", max_length=64)
+    """Text before which documents are split; requests may set their own. Blank lines need none."""
     share_across_machines: bool = False
     """Share stored chunks with workers of other numerics (another CPU, kernel variant or version of PyTorch) that set
     this, too. When off, workers share chunks only if a probe at the start shows that they compute the same bits. When
@@ -62,8 +73,8 @@ class ModelSettings(BaseSettings):
     """Size of the KV pool of a worker."""
     overflow_bytes: int | Literal["auto"] = "auto"
     """Disk overflow for requests larger than the pool, on a CPU: auto (as much as the model's longest context needs, at
-    most a quarter of the free disk space), a size, or 0 for none. Space is allocated when it is needed; a request that
-    uses it is slowed down by reading its pages."""
+    most a quarter of the free disk space), a size, or 0 for none. Space is allocated when it is needed; a request in
+    the overflow is slower, because its blocks are read from disk."""
     overflow_dir: Path = Field(default_factory=lambda: default_data_dir() / "overflow")
     """Folder of the disk overflow, on a disk and not in memory. Its files have no name, and vanish with the worker."""
     strict: bool = True
@@ -105,6 +116,8 @@ class ModelSettings(BaseSettings):
     otlp_endpoint: str = ""
     """OpenTelemetry collector (OTLP over gRPC) for spans and metrics, such as http://localhost:4317. When empty, the
     standard variables OTEL_EXPORTER_OTLP_... apply; off without them. Needs kvsidecar[otel]."""
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """After SIGTERM, how long running answers may take to finish; then they end with an error."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe message to log."""
 
@@ -186,15 +199,8 @@ class WorkerConfig(ModelSettings):
     """Socket of the cache daemon on this host; none for no daemon."""
     name: str = "worker-0"
     """Name in logs and in the daemon's sessions."""
-    chunk_tokens: int = Field(default=128, ge=8, le=4096)
-    """Tokens per stored chunk: the maximum or the average, depending on chunking."""
-    chunking: Literal["fixed", "boundary", "document", "content_defined"] = "content_defined"
-    """How prompts are split into chunks; only document and content_defined find text again at another position."""
-    document_separator: str = Field(default="", max_length=64)
-    """Text before which documents are split, for chunking=document; requests may set their own."""
-    approximate: Literal["off", "verified", "always"] = "verified"
-    """Approximate reuse of chunks that were stored behind another prefix: off, verified (if `kvsidecar verify` has
-    passed, and reuse is measured to be faster), or always."""
+    unverified_reuse: bool = False
+    """Reuse text anywhere without a verification, and also where that is slower: for measurements, not for users."""
     repair: Literal["auto", "none", "selective", "cacheblend", "salient", "guided", "guided_4", "guided_8"] = "auto"
     """Selector of the approximate tokens to recompute: auto is the verified one, or guided without a verification.
     guided_4 and guided_8 compute more layers before the selection."""
@@ -211,7 +217,7 @@ class WorkerConfig(ModelSettings):
     max_waiting: int = Field(default=1024, ge=1)
     """Maximum waiting requests; further ones are refused."""
     resident_sequences: int = Field(default=64, ge=0, le=4096)
-    """Maximum finished sequences in the prefix cache: their pages stay in the pool for follow-up requests."""
+    """Maximum finished sequences in the prefix cache: their blocks stay in the pool for follow-up requests."""
     cache_timeout_ms: int = Field(default=500, ge=10, le=60_000)
     """Timeout of the daemon's answers; after it, a request continues without the cache."""
     threads: int = Field(default=0, ge=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from kvsidecar.telemetry.build_info import BuildInfoCollector
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -56,13 +57,13 @@ _STREAM_COUNTERS = ("hits", "waits", "misses", "read_bytes", "read_seconds", "wa
 
 
 class WorkerCollector:
-    """Collector that reads a worker's counters at each scrape."""
+    """Prometheus collector that reads a worker's counters at each scrape."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
 
     def collect(self) -> Iterable[Metric]:
-        from inference_svc.server.inference_service import worker_stats
+        from inference_svc.server.worker_stats import worker_stats
 
         stats = worker_stats(self._runtime)
         streaming = stats.streaming
@@ -99,5 +100,6 @@ class WorkerCollector:
 def serve_metrics(runtime: Runtime, port: int, host: str) -> None:
     """Serve ``/metrics``. Raises OSError if the address is taken."""
     registry = CollectorRegistry()
+    registry.register(BuildInfoCollector("worker"))
     registry.register(WorkerCollector(runtime))
     start_http_server(port, host, registry)

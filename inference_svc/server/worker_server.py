@@ -1,4 +1,4 @@
-"""Worker process: start, signals, health, graceful shutdown."""
+"""Worker server: start, signals, health and graceful shutdown of a worker process."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from inference_svc.server.vllm_grpc import require_contract, vllm_listener
 from inference_svc.server.worker_config import WorkerConfig
 from inference_svc.server.worker_metrics import serve_metrics
 
-GRACE_SECONDS = 10.0
-# EX_SOFTWARE: the engine has stopped, and only a new process can compute again.
+# EX_SOFTWARE: the engine has stopped, and only a new process can start another engine.
 EXIT_ENGINE_STOPPED = 70
-# Grace after the engine stopped: enough for errors to reach callers and for queued saves, if they still progress.
+# Grace periods after the engine has stopped: for errors to reach callers, and for queued saves.
 _STOPPED_GRACE_SECONDS, _STOPPED_CLOSE_SECONDS = 2.0, 5.0
 _POLL_SECONDS = 0.2
 SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
@@ -39,7 +38,7 @@ log = structlog.get_logger("worker")
 async def serve(config: WorkerConfig) -> None:
     """Run a worker until SIGTERM or SIGINT, or until its engine stops.
 
-    In the latter case the process exits at once with EXIT_ENGINE_STOPPED. Raises ConfigurationError, ModelUnsupported.
+    If the engine stops, the process exits with EXIT_ENGINE_STOPPED. Raises ConfigurationError, ModelUnsupported.
     """
     ensure_private_dir(config.socket.parent)
     stop = asyncio.Event()
@@ -47,9 +46,9 @@ async def serve(config: WorkerConfig) -> None:
     disable_bars_off_terminal()
     if config.vllm_grpc:
         require_contract()
-    config.socket.unlink(missing_ok=True)  # left by a killed worker: it must not look alive while this one loads
+    config.socket.unlink(missing_ok=True)  # the socket of a killed worker must not look alive while this one loads
     log.info("loading the model", model=config.model)
-    # Before the runtime, so that calls to the daemon carry their span.
+    # Set up before the runtime, so that calls to the daemon have a span.
     async with otlp_providers(SERVICE_NAME, config.otlp_endpoint) as providers:
         runtime = await _build_or_exit(config, stop)
         try:
@@ -73,8 +72,8 @@ async def _close(runtime: Runtime) -> None:
 async def _build_or_exit(config: WorkerConfig, stop: asyncio.Event) -> Runtime:
     """Build the runtime; exit the process if ``stop`` is set meanwhile.
 
-    Loading a large model takes minutes, and its thread cannot be stopped. Nothing is lost: files that it writes appear
-    whole or not at all.
+    A large model takes minutes to load, and the loading thread cannot be stopped. An exit is safe, because the files
+    that this thread writes are created atomically.
     """
     building, stopped = (
         asyncio.ensure_future(asyncio.to_thread(build_runtime, config)),
@@ -96,7 +95,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
     async with serve_endpoint(
         Endpoint(SERVICE, config.socket, config.tcp, health_tcp=config.health_tcp, others=others),
         lambda server: add_InferenceServiceServicer_to_server(service, server),
-        lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else GRACE_SECONDS,
+        lambda: _STOPPED_GRACE_SECONDS if runtime.engine.died.done() else config.drain_seconds,
         health,
     ) as addresses:
         if config.metrics_port:
@@ -112,6 +111,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
             cache=runtime.cache is not None and runtime.cache.attached,
             **({"vllm_grpc": addresses[-1]} if others else {}),
         )
+        runtime.start_verification()
         names = {"", SERVICE, *(door.service for door in others)}
         await _watch_engine(runtime.engine, health, names, stop)
         log.info("stopping")
@@ -120,7 +120,7 @@ async def _serve(config: WorkerConfig, runtime: Runtime, stop: asyncio.Event, pr
 async def _watch_engine(
     engine: Engine, health: health_aio.HealthServicer, names: Collection[str], stop: asyncio.Event
 ) -> None:
-    """Keep the health status in step with the engine, until ``stop`` or until the engine stops."""
+    """Update the health status from the engine, until ``stop`` or until the engine stops."""
     stopped, ailed = asyncio.ensure_future(stop.wait()), False
     while not stopped.done() and not engine.died.done():
         await asyncio.wait({stopped}, timeout=_POLL_SECONDS)

@@ -6,13 +6,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# A prior, and the rate over all answers, count as much as this many draft tokens; older ones fade.
+# Weights in draft tokens: of a prior in the common counts, and of the common rate in an answer's rate.
 _PRIOR_WEIGHT, _COMMON_WEIGHT = 8.0, 4.0
+# Each new draft token multiplies the weight of older ones by this factor, in the common and in an answer's own counts.
 _COMMON_FADE, _OWN_FADE = 0.998, 0.96
 
 
 class AcceptanceCounts:
-    """Proposed and accepted draft tokens per confidence bucket, fading."""
+    """Proposed and accepted draft tokens per confidence bucket.
+
+    Each new token multiplies its bucket's counts by ``fade``, so that old tokens lose weight.
+    """
 
     def __init__(self, proposed: Sequence[float], accepted: Sequence[float], fade: float) -> None:
         self.proposed, self.accepted, self._fade = list(proposed), list(accepted), fade
@@ -24,24 +28,24 @@ class AcceptanceCounts:
 
 
 class AcceptanceStats:
-    """Acceptance rates of one proposer, for all answers and for each."""
+    """Acceptance rates of one proposer, over all answers and per answer."""
 
     def __init__(self, priors: Sequence[float]) -> None:
         proposed = [_PRIOR_WEIGHT] * len(priors)
         self._common = AcceptanceCounts(proposed, [p * _PRIOR_WEIGHT for p in priors], _COMMON_FADE)
 
     def new_counts(self) -> AcceptanceCounts:
-        """Creates the counts of one answer."""
+        """Creates the counts of a new answer."""
         zeros = [0.0] * len(self._common.proposed)
         return AcceptanceCounts(zeros, zeros, _OWN_FADE)
 
     def chance(self, own: AcceptanceCounts, bucket: int) -> float:
-        """Probability that a draft token of a bucket is accepted, given that its ancestors are."""
+        """Probability that a draft token of a bucket is accepted, if its ancestors are accepted."""
         common = self._common.accepted[bucket] / self._common.proposed[bucket]
         return (own.accepted[bucket] + _COMMON_WEIGHT * common) / (own.proposed[bucket] + _COMMON_WEIGHT)
 
     def learn(self, own: AcceptanceCounts, bucket: int, accepted: bool) -> None:
-        """Counts one draft token for its answer and for all."""
+        """Counts one draft token in its answer's counts and in the common counts."""
         own.add(bucket, accepted)
         self._common.add(bucket, accepted)
 
@@ -50,8 +54,8 @@ class AcceptanceStats:
 class VerificationResult:
     """Result of verifying one sequence's draft tree in a step.
 
-    ``drafted`` tokens at up to ``depth`` positions were verified, ``branches`` of them beside the first path;
-    ``accepted`` became part of the answer, ``branched`` of these on another path than the first.
+    The tree had ``drafted`` tokens at up to ``depth`` positions, on the first path and ``branches`` further paths.
+    ``accepted`` tokens became part of the answer, ``branched`` of them not on the first path.
     """
 
     drafted: int
@@ -65,21 +69,21 @@ class VerificationResult:
 class SpeculationStats:
     """Counters of speculative decoding since the start.
 
-    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``, and so the steps with more than ``i`` accepted.
+    ``accepted_at[i]`` counts accepted draft tokens at depth ``i``, so also drafts with more than ``i`` accepted tokens.
     """
 
-    drafts: int = 0  # draft trees that were verified
+    drafts: int = 0  # verified draft trees
     draft_tokens: int = 0
     accepted_tokens: int = 0
     accepted_at: list[int] = field(default_factory=list)
-    branches: int = 0  # beside the first path of a draft
-    branched_tokens: int = 0  # the part of accepted_tokens on such a branch
+    branches: int = 0  # paths of drafts besides the first
+    branched_tokens: int = 0  # accepted tokens on these paths
     draft_seconds: float = 0.0
-    verify_seconds: float = 0.0  # of steps with draft tokens
-    rows: Counter[int] = field(default_factory=Counter)  # steps that only decoded, by rows including draft tokens
+    verify_seconds: float = 0.0  # total time of steps with draft tokens
+    rows: Counter[int] = field(default_factory=Counter)  # number of decode-only steps, by rows with draft tokens
 
     def count(self, result: VerificationResult) -> None:
-        """Counts the verification of one sequence's draft."""
+        """Adds the result of one sequence's verification."""
         self.drafts += 1
         self.draft_tokens += result.drafted
         self.accepted_tokens += result.accepted

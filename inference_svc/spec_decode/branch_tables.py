@@ -1,9 +1,10 @@
-"""Branch tables: pool pages for the branches of draft trees, at the same positions as others.
+"""Branch tables: block tables of draft-tree branches, for one step.
 
-Attention sees the keys before a row in its table, so a branch gets a table of its own: the sequence's pages, and new
-ones from the page in which it begins, for one step. The keys before the branch in that page are copied, or, for rows of
-the same step, written there as well. A row's keys therefore lie in the same order and blocks as without branches, and
-it has the same bits. Only accepted rows are copied back.
+Branches have tokens at the same positions, and a row attends to the earlier keys in its block table. So each branch has
+its own table: it shares the sequence's blocks before the one in which the branch begins, and owns new blocks from there
+on. The computed keys and values in the first new block are copied. Rows of the same step that precede the branch write
+their keys and values into this block too. So each row sees its keys in the same order and key blocks as without
+branches, and gets the same bits. Only accepted rows are copied back to the sequence's blocks.
 """
 
 from __future__ import annotations
@@ -23,34 +24,35 @@ from inference_svc.spec_decode.proposer import Draft
 
 
 class BranchTables:
-    """Tables of draft branches. Owns their pages until ``free``. Only the engine's thread uses it."""
+    """Block tables of draft branches. Owns their blocks until ``free``. Only the engine's thread uses it."""
 
     def __init__(self, pool: KVPool, grow: Callable[[BlockTable, int], bool]) -> None:
-        """``grow(table, tokens)`` sizes a table to ``tokens`` tokens; False if the pool has no page left."""
+        """``grow(table, tokens)`` extends a table to ``tokens`` tokens; False if the pool has no block left."""
         self._pool, self._grow = pool, grow
         self._held: dict[Sequence, list[BlockTable]] = {}
 
     @property
     def tables(self) -> list[BlockTable]:
-        """Tables that hold pool pages."""
+        """Tables of the blocks that branches own."""
         return [table for tables in self._held.values() for table in tables]
 
     def fork(self, sequence: Sequence, draft: Draft) -> tuple[Branch, ...]:
         """Allocates the branches of a draft tree, except its first path.
 
-        The sequence's table has room for the deepest. Where pages run out, fewer branches or none are returned.
+        The sequence's table must have slots for the deepest branch. If too few blocks are free, it returns fewer
+        branches or none.
         """
         assert sequence.kv.table is not None
         root = len(sequence.tokens) - 1
         first, *others = draft.paths()
-        # Of each row that is drawn from: its node, and where its keys and values lie.
+        # For each sampled row, the table with its keys and values; and the row of each tree node.
         tables = [sequence.kv.table] * (1 + len(first))
         rows = {-1: 0} | {node: row for row, node in enumerate(first, 1)}
         found = list[Branch]()
         for path in others:
             behind = rows.get(draft.parents[path[0]])
             if behind is None:
-                continue  # what it goes on from found no room
+                continue  # its parent branch got no blocks
             ancestors = [rows[node] for node in draft.ancestors(path[0])]
             start = root + len(ancestors)
             table = self._fork_table(sequence, tables[behind], start, start + len(path))
@@ -66,26 +68,26 @@ class BranchTables:
         return tuple(found)
 
     def commit_row(self, sequence: Sequence, branch: Branch, row: int) -> None:
-        """Copies keys and values of an accepted row of a branch into the sequence's own pages."""
+        """Copies keys and values of a branch's accepted row into the sequence's own blocks."""
         assert sequence.kv.table is not None
         position = branch.start + row - branch.first
         source, target = (int(t.slots(position, position + 1)[0]) for t in (branch.table, sequence.kv.table))
         self._pool.copy_slots(source, target, 1)
 
     def zero(self, sequence: Sequence) -> None:
-        """Zeroes the branch pages of a failed sequence: NaN must not reach their next owner."""
+        """Zeroes the branch blocks of a failed sequence. Their next owner must not read NaN."""
         for table in self._held.get(sequence, ()):
             self._pool.zero_exclusive(table)
 
     def check_finite(self, spans: list[tuple[Sequence, SequenceSlice]], logits: Tensor) -> None:
         """Raises GenerationFailed if draft tokens made rows of ``logits [rows, vocabulary]`` NaN or infinite.
 
-        A true row that attends beside theirs is affected, too. Their keys and values are zeroed, and speculation is off
-        for these sequences from then on.
+        NaN in the keys or values of a draft token also reaches other rows of the same key block. So this zeroes the
+        keys and values of the draft tokens and turns speculation off for these sequences.
         """
         if not any(span.num_draft_tokens for _, span in spans):
             return
-        # A row that is not finite somewhere in the model is not so in any logit.
+        # If a hidden state has NaN or infinity, no logit of its row is finite: checking one logit is enough.
         finite, at, not_finite = torch.isfinite(logits[:, 0]).tolist(), 0, list[str]()
         for sequence, span in spans:
             rows = 1 + span.num_draft_tokens if span.wants_logits else 0
@@ -101,13 +103,16 @@ class BranchTables:
             )
 
     def free(self) -> None:
-        """Frees all pages; the branches are invalid then."""
+        """Frees all blocks; all branches become invalid."""
         for table in self.tables:
             self._pool.free(table)
         self._held.clear()
 
     def _fork_table(self, sequence: Sequence, table: BlockTable, start: int, end: int) -> BlockTable | None:
-        """Returns a table that leaves ``table`` at ``start``, sized to ``end``, with the computed keys copied."""
+        """Forks ``table`` at token ``start``, with slots up to ``end``; None if no block is free.
+
+        Copies the computed keys and values of the block in which the fork begins.
+        """
         page = start // PAGE_TOKENS * PAGE_TOKENS
         own = BlockTable()
         if not self._grow(own, end - page):

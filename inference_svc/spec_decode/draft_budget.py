@@ -1,4 +1,7 @@
-"""Draft budget: selects the draft tokens that give the most tokens per second. Pure functions."""
+"""Draft budget: selects the draft tokens with the most expected tokens per second.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-# What a tree must promise beside the best chain.
+# A tree is selected only if its expected tokens per second exceed those of the best chain by this factor.
 _BRANCH_MARGIN = 1.01
 
 
 @dataclass(frozen=True)
 class DraftNode:
-    """Draft token at a place of a sequence's draft, with the probability that it is accepted."""
+    """Draft token at index ``place`` of a sequence's draft; ``chance`` is its acceptance probability."""
 
     chance: float
     sequence: int
@@ -22,7 +25,10 @@ class DraftNode:
 
 @dataclass(frozen=True)
 class DraftSelection:
-    """Selected draft tokens, likeliest first, so that ancestors come first; and the expected tokens per second."""
+    """Selected draft tokens, and ``rate``, the expected tokens per second.
+
+    ``nodes`` are in order of decreasing probability, so each parent precedes its children.
+    """
 
     nodes: tuple[DraftNode, ...] = ()
     rate: float = 0.0
@@ -32,7 +38,7 @@ class DraftSelection:
 class StepCosts:
     """Costs of a step: seconds by its number of draft rows, and seconds per branch.
 
-    ``plain`` tokens are sampled without any draft token.
+    ``plain`` is the number of tokens that the step samples without draft tokens.
     """
 
     seconds: Callable[[int], float]
@@ -41,11 +47,11 @@ class StepCosts:
 
 
 def select_drafts(nodes: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts) -> DraftSelection:
-    """Selects the best chains, or the best trees where these gain more.
+    """Selects the best chains, or the best trees if these give more.
 
-    ``widths`` limits the branches of each sequence.
+    ``widths`` are the maximum numbers of paths of each sequence.
     """
-    # What follows a guess is worth less than it: those before a place in this order are whole beginnings.
+    # A child is never likelier than its parent, so each prefix of this order contains the parents of its nodes.
     ordered = sorted(nodes, key=lambda node: -node.chance)
     best = _best(ordered, [1] * len(widths), prices)
     if max(widths) > 1:
@@ -68,7 +74,7 @@ def _best(ordered: Sequence[DraftNode], widths: Sequence[int], prices: StepCosts
 
 
 def _fitting(ordered: Sequence[DraftNode], widths: Sequence[int]) -> tuple[list[DraftNode], list[bool]]:
-    """Keeps the nodes that respect the branch limits, and marks those that begin another branch."""
+    """Drops nodes that exceed the branch limits. Returns the rest, and True for each that begins a branch."""
     taken, forked = list[DraftNode](), list[bool]()
     there, children, branches = set[tuple[int, int]](), set[tuple[int, int]](), Counter[int]()
     for node in ordered:

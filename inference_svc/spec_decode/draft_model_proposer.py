@@ -1,8 +1,9 @@
-"""Draft-model proposer: a smaller model with the same tokenizer, or the model itself at fewer bits.
+"""Draft-model proposer: a smaller model, or a copy of the model at fewer bits.
 
-Leviathan et al., 2023. A draft token is sampled from the draft's logits with the sampling state and the random number
-of the true token: where both models agree they sample the same token, also at high temperatures, and the draft tokens
-of a draft that is the model itself are always accepted.
+After Leviathan et al., 2023. The draft model must have the model's tokenizer. The proposer samples a draft token from
+the draft model's logits, with the sampling state and random number that the model's own token will use. If both models
+have the same distribution, they sample the same token, at any temperature; so draft tokens of an identical model are
+always accepted.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ _FADE = 0.8
 
 @dataclass
 class _DraftState:
-    """Draft state of a sequence: keys and values of ``computed`` leading tokens in the draft's pool.
+    """Draft model's state of a sequence: ``table`` has keys and values of the first ``computed`` tokens.
 
-    ``known`` tokens were in the sequence at the last proposal.
+    ``known`` is the sequence's number of tokens at the last proposal.
     """
 
     table: BlockTable = field(default_factory=BlockTable)
     computed: int = 0
     known: int = 0
-    strange: bool = False  # it has tokens that the draft does not know
+    strange: bool = False  # the sequence has tokens that the draft model does not know
 
 
 @dataclass
 class _PendingDraft:
-    """Draft under construction: the next token follows the last computed row.
+    """Draft under construction: a chain of sampled ``tokens``.
 
-    ``others`` are the likeliest alternatives to each of ``tokens``.
+    ``others[i]`` is the likeliest token besides ``tokens[i]``.
     """
 
     request: DraftRequest
@@ -54,7 +55,7 @@ class _PendingDraft:
 
     @property
     def draft(self) -> Draft:
-        """The tokens, and beside each the other one: it has the sign 1."""
+        """The chain of tokens (bucket 0), and each token's alternative as a branch (bucket 1)."""
         count, others = len(self.tokens), self.others[: len(self.tokens)]
         before = [*range(ROOT, count - 1)]
         buckets = (0,) * count + (1,) * len(others)
@@ -62,13 +63,14 @@ class _PendingDraft:
 
 
 class DraftModelProposer:
-    """``Proposer`` over a draft model, with a KV pool of its own, or, as a copy of the model, with the model's pool.
+    """``Proposer`` that runs a draft model over its own KV pool.
 
-    A copy reads what the model has computed and writes into the slots that verification overwrites: it needs no pages,
-    and never reads a prompt.
+    A copy of the model uses the model's pool instead: it reads the model's keys and values, and writes its own into the
+    slots that verification overwrites. So it needs no blocks and no prefill.
     """
 
-    # Of what it would have drawn, and of the second token beside it, which is compared before it is ever verified.
+    # Priors of the sampled token and of its alternative. The alternative's is low, so it is not verified at first; but
+    # the speculator compares it with the answer even unverified, and so measures its acceptance.
     priors = (0.6, 0.01)
 
     def __init__(
@@ -82,9 +84,11 @@ class DraftModelProposer:
         known: int | None = None,
         copy: bool = False,
     ) -> None:
-        """``vocabulary`` is the width of the model's logits, ``longest`` the draft's context. What is missing of a
-        sequence is computed in pieces of at most ``piece_rows`` rows, one in a step. Of token ids the draft has those
-        below ``known``; where others are in a text, it guesses nothing. A ``copy`` gets the model's pool.
+        """Creates a proposer. A ``copy`` must be given the model's pool.
+
+        ``vocabulary``: width of the model's logits. ``longest``: the draft model's context length. ``piece_rows``:
+        maximum rows per step for a sequence's missing tokens. ``known``: the draft model has only token ids below this;
+        for a sequence with other tokens, it proposes nothing.
         """
         self._decoder, self._pool, self._copy = decoder, pool, copy
         self._known = vocabulary if known is None else known
@@ -102,7 +106,7 @@ class DraftModelProposer:
 
     @property
     def copies(self) -> bool:
-        """True if it works in the model's pool, in the sequences' own pages."""
+        """True if the draft model is a copy. It then uses the model's pool and the sequences' own blocks."""
         return self._copy
 
     def tables(self) -> list[BlockTable]:
@@ -143,11 +147,11 @@ class DraftModelProposer:
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
         kept = self._kept.get(sequence)
         if kept is not None and not self._copy:
-            # Of the last guess no key was computed.
+            # The draft model has not computed keys and values of its last draft token.
             kept.computed = kept.known + min(accepted, max(drafted - 1, 0))
 
     def finish(self, sequence: Sequence) -> None:
-        """Learns nothing from an answer."""
+        """Does nothing: the draft model does not learn from answers."""
 
     def forget(self, sequence: Sequence) -> None:
         kept = self._kept.pop(sequence, None)
@@ -161,23 +165,24 @@ class DraftModelProposer:
         return _DraftState(sequence.kv.table, sequence.kv.num_computed, len(sequence.tokens))
 
     def _draft_limit(self, table: BlockTable, tokens: int, most: int) -> int:
-        """Returns how many draft tokens fit behind ``tokens`` tokens, at most ``most``.
+        """Returns the number of draft tokens that fit behind ``tokens`` tokens, at most ``most``.
 
-        A copy takes no page that another sequence may need."""
+        A copy allocates no blocks, which other sequences may need.
+        """
         if self._copy:
             return max(0, min(most, table.tokens - tokens, self._longest - tokens))
         return most if tokens + most <= self._longest and self._pool.grow(table, tokens + most) else 0
 
     def _clear(self, failed: list[_PendingDraft]) -> None:
-        """Zeroes keys and values of draft tokens whose sampling failed: they may not be finite.
+        """Zeroes keys and values of drafts whose sampling failed: they may contain NaN or infinity.
 
-        They lie in the model's own pages, and attention may read beyond a sequence's end.
+        They are in the model's pool, where attention may read behind a sequence's end.
         """
         for one in failed:
             self._pool.zero_tokens(one.kept.table, one.kept.known - 1, one.kept.known + len(one.tokens))
 
     def _logits(self, spans: list[forward_batch.SequenceSlice]) -> Tensor:
-        """Computes draft logits, as wide as the model's: unknown tokens are -inf and never proposed."""
+        """Computes draft logits, as wide as the model's; tokens that the draft model lacks are -inf."""
         logits = self._decoder(forward_batch.build_batch(spans, self._pool, self._pool.keys.device))[
             :, : self._vocabulary
         ]
@@ -186,7 +191,7 @@ class DraftModelProposer:
 
 
 def _add_others(due: list[_PendingDraft], logits: Tensor, drawn: list[SampleResult]) -> None:
-    """Notes the likeliest token beside the sampled one, for requests with more than one branch."""
+    """Records the likeliest token besides the sampled one, for requests with more than one branch."""
     wide = [
         (i, one.token)
         for i, one in enumerate(drawn)
@@ -199,7 +204,7 @@ def _add_others(due: list[_PendingDraft], logits: Tensor, drawn: list[SampleResu
 
 
 def _goes_on(one: _PendingDraft, drawn: SampleResult) -> bool:
-    """Appends a sampled token; False when it was the last, or sampling failed."""
+    """Appends a sampled token. False if the draft is complete, or sampling failed."""
     if not isinstance(drawn, SampledToken):
         return False
     one.tokens.append(drawn.token)

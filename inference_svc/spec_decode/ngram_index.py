@@ -1,8 +1,8 @@
-"""N-gram index: the places of recent n-grams and the tokens that followed them.
+"""N-gram index: places of n-grams in a token sequence.
 
-Two hash tables over n-grams of LONG_NGRAM and SHORT_NGRAM tokens lead to the last place of each, and a chain leads from
-every place to the one before, as LZ77 finds its matches (RFC 1951, section 4). Candidates are compared, so a hash
-collision costs a step and no more. 28 to 44 bytes per token of capacity.
+For LONG_NGRAM and SHORT_NGRAM tokens, a hash table maps each n-gram to its last place, and a chain links each place to
+the n-gram's previous place, like the match finder of LZ77 (RFC 1951, section 4). The search compares the tokens of each
+candidate, so a hash collision costs only one step of it. The index takes 28 to 44 bytes per token of capacity.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 LONG_NGRAM, SHORT_NGRAM = 4, 2
-# The longest match that is told from longer ones, and the places of a chain that are looked at.
+# Maximum length of a measured match, and maximum number of places of a chain that a search compares.
 MAX_MATCHED, _STEPS = 32, 16
 _FACTOR, _WORD = 0x9E3779B1, (1 << 32) - 1
-# With more tokens than this at once they are entered by NumPy.
+# More new tokens than this are indexed with NumPy.
 _MANY = 48
 
 
 @dataclass(frozen=True)
 class NgramMatch:
-    """The last ``length`` tokens of a query end at ``place`` of the index."""
+    """Match of a query's last ``length`` tokens; their last token is at ``place`` of the index."""
 
     place: int
     length: int
 
 
 class NgramIndex:
-    """Index over a token sequence of up to ``capacity`` tokens. Raises IndexError when it is full."""
+    """Index of a token sequence of up to ``capacity`` tokens. ``add`` raises IndexError if it is full."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.length = capacity, 0
         self._mask = (1 << max(6, (2 * capacity - 1).bit_length())) - 1
         self._tokens = array("i", bytes(4 * capacity))
-        # By length of run: the last place of each hash, and the place before each place.
+        # By n-gram length: the last place of each hash, and the previous place of each place.
         self._heads = {n: _nowhere(self._mask + 1) for n in (LONG_NGRAM, SHORT_NGRAM)}
         self._before = {n: _nowhere(capacity) for n in (LONG_NGRAM, SHORT_NGRAM)}
 
@@ -61,11 +61,14 @@ class NgramIndex:
                     heads[at] = place
 
     def find(self, tail: Sequence[int]) -> NgramMatch | None:
-        """Returns the longest, then latest, match of a text's last tokens; None below SHORT_NGRAM tokens."""
+        """Returns the longest match of the last tokens; None below SHORT_NGRAM. Of equal matches, the latest."""
         return next(iter(self.find_many(tail, 1)), None)
 
     def find_many(self, tail: Sequence[int], most: int) -> list[NgramMatch]:
-        """Returns up to ``most`` matches with different next tokens, longest first; of each the latest."""
+        """Returns up to ``most`` matches with different next tokens, longest first.
+
+        For each next token it returns the longest match, and the latest of equally long matches.
+        """
         best: dict[int, NgramMatch] = {}
         longest, whole = 0, min(len(tail), MAX_MATCHED)
         for n in (LONG_NGRAM, SHORT_NGRAM):
@@ -85,7 +88,7 @@ class NgramIndex:
         return sorted(best.values(), key=lambda match: (-match.length, -match.place))[:most]
 
     def follow(self, place: int, most: int) -> list[int]:
-        """Returns up to ``most`` tokens after a place; beyond the end they repeat, as if they had been appended."""
+        """Returns up to ``most`` tokens after a place; behind the end of the index, these tokens repeat."""
         found = self._tokens[place + 1 : min(place + 1 + most, self.length)].tolist()
         period = len(found)
         while 0 < len(found) < most:
@@ -107,7 +110,7 @@ class NgramIndex:
         return (word ^ (word >> 15)) & self._mask
 
     def _enter(self, n: int, start: int, end: int) -> None:
-        """Indexes the places ``start`` to ``end`` by NumPy, as ``add`` does one by one."""
+        """Indexes the places ``start`` to ``end`` with NumPy, with the result of ``add``'s loop."""
         first = max(start, n - 1)
         if first >= end:
             return

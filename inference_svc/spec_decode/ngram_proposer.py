@@ -1,8 +1,8 @@
-"""N-gram proposer: continuations of the same tokens in the prompt, the answer and past answers.
+"""N-gram proposer: drafts the tokens that followed earlier matches of the last tokens.
 
-Past answers are the tenant's own (as in suffix decoding, Oliaro et al., 2024, with chains of matches for its trees).
-The continuation of the longest match comes first. Other branches are different continuations of other matches: after
-the text itself, and after the first draft tokens, as if these were accepted.
+It searches the prompt, the answer, and the tenant's past answers (as suffix decoding, Oliaro et al., 2024, but with
+chains of matches instead of suffix trees). The first path of a draft continues the longest match. Further branches
+continue other matches: of the sequence's last tokens, or of these with the first draft tokens appended.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.ngram_index import MAX_MATCHED, SHORT_NGRAM, NgramIndex, NgramMatch
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 
-# The shortest match of each sign; a longer one is right more often.
+# Minimum match length of each confidence bucket (a longer match is accepted more often), and each bucket's prior.
 _SIGNS = (SHORT_NGRAM, 3, 4, 6, 9, 13, 20, MAX_MATCHED)
 _PRIORS = (0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.9)
-# The same of what followed in another place than the first: the longer the match, the surer is the first.
+# Priors of tokens that begin another branch: the longer the match, the more certain is the first path instead.
 _OTHER_PRIORS = (0.3, 0.25, 0.2, 0.1, 0.1, 0.1, 0.05, 0.05)
-# Behind so many of the first guesses other branches are looked for, and so much of one is guessed.
+# Further branches are searched for after each of the first _MAX_BRANCH_POINTS draft tokens, with at most
+# _MAX_BRANCH_TOKENS tokens each.
 _MAX_BRANCH_POINTS, _MAX_BRANCH_TOKENS = 3, 8
-# Of a tenant's past answers, tokens in each of two generations: when the younger one is full, the elder is dropped.
+# A tenant's past answers are in two generations of _GENERATION tokens each: when the younger is full, the older is
+# dropped. At most _TENANTS tenants have a history.
 _GENERATION, _TENANTS = 1 << 14, 32
-# Stands between answers, and is no token.
+# Separates answers; no token has this id.
 _END = -1
-# A sequence's own tokens get room in pieces of so many.
+# The capacity of a sequence's own index is a multiple of this.
 _ROOM = 1024
-# So much of a prompt's end belongs to what an answer followed.
+# Number of last prompt tokens that are stored before an answer, so that its beginning can match.
 _CONTEXT = 4
 
 
 class AnswerHistory:
-    """Recent answers per tenant and adapter, bounded; the least recently used tenant is dropped first.
+    """Bounded history of answers per cache scope (tenant and adapter).
 
-    No cache scope ever reads the answers of another one.
+    The least recently used scope is dropped first. No scope ever reads the answers of another one.
     """
 
     def __init__(self) -> None:
         self._tenants: OrderedDict[CacheScope, list[NgramIndex]] = OrderedDict()
 
     def add(self, scope: CacheScope, tokens: abc.Sequence[int]) -> None:
-        """Adds tokens. See the class."""
+        """Appends an answer's tokens, and drops the oldest generation or scope beyond the limits."""
         kept = [*tokens[-(_GENERATION - 1) :], _END]
         generations = self._tenants.setdefault(scope, [])
         self._tenants.move_to_end(scope)
@@ -56,15 +58,15 @@ class AnswerHistory:
             self._tenants.popitem(last=False)
 
     def find(self, scope: CacheScope, tail: abc.Sequence[int], most: int) -> list[tuple[NgramIndex, NgramMatch]]:
-        """Matches in both generations, of each ``most`` at most; the younger one's first."""
+        """Finds up to ``most`` matches per generation, those of the younger generation first."""
         return [(chains, match) for chains in self._tenants.get(scope, ()) for match in chains.find_many(tail, most)]
 
 
 class NgramProposer:
-    """``Proposer`` without computation: the continuation of the longest match is the draft.
+    """``Proposer`` that looks up n-grams and runs no model.
 
-    Its buckets are the match lengths in the sequence itself, then those in past answers, then those that other branches
-    begin with.
+    The confidence buckets are ranges of match lengths: first for matches in the sequence itself, then for matches in
+    past answers, then for the first token of a further branch.
     """
 
     step_seconds = 0.0
@@ -81,7 +83,7 @@ class NgramProposer:
         own = self._own.get(sequence)
         tokens = len(sequence.tokens)
         if own is None or own.capacity < tokens:
-            # Twice what is there, and again when that is full: many answers may be as long as the context, and few are.
+            # Capacity for twice the present tokens, doubled when full: few answers get as long as their limit.
             longest = sequence.request.num_prompt_tokens + sequence.request.max_tokens
             own = self._own[sequence] = NgramIndex(max(tokens, min(longest, _ROOM * -(-2 * tokens // _ROOM))))
         own.add(sequence.tokens[own.length :])
@@ -97,7 +99,7 @@ class NgramProposer:
         return tree.draft
 
     def _find(self, sequence: Sequence, own: NgramIndex, tail: list[int], most: int) -> list[_Continuation]:
-        """Returns continuations of the longest matches, each with another first token, longest match first."""
+        """Returns continuations with different first tokens, longest match first."""
         found = [_Continuation(own, match, 0) for match in own.find_many(tail, most)]
         if sequence.reads_cache and (not found or found[0].match.length < MAX_MATCHED):
             past = self._past.find(sequence.cache_scope, tail, most)
@@ -112,7 +114,7 @@ class NgramProposer:
         return list(different.values())[:most]
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Ignores results: the sequence itself contains them."""
+        """Does nothing: accepted tokens are in the sequence."""
 
     def finish(self, sequence: Sequence) -> None:
         if sequence.request.cache.write and sequence.num_generated > SHORT_NGRAM:
@@ -125,25 +127,25 @@ class NgramProposer:
 
 @dataclass(frozen=True)
 class _Continuation:
-    """Continuation of a match. Its buckets begin at ``first_sign``."""
+    """Tokens after a match. ``first_sign`` is the first bucket of the index in which it was found."""
 
     chains: NgramIndex
     match: NgramMatch
     first_sign: int
 
     def tokens(self, most: int) -> list[int]:
-        """Returns at most ``most`` tokens, up to the end of an answer."""
+        """Returns up to ``most`` tokens, none behind the end of a past answer."""
         found = self.chains.follow(self.match.place, most)
         return found[: found.index(_END)] if _END in found else found
 
     def buckets(self, count: int) -> list[int]:
-        """Once a token is right, the match is one longer."""
+        """Returns the buckets of the first ``count`` tokens. Each accepted token makes the match one token longer."""
         lengths = (min(self.match.length + i, MAX_MATCHED) for i in range(count))
         return [self.first_sign + bisect_right(_SIGNS, length) - 1 for length in lengths]
 
 
 class _DraftBuilder:
-    """Draft under construction, ``most`` tokens deep."""
+    """Draft under construction, at most ``most`` tokens deep."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -151,7 +153,7 @@ class _DraftBuilder:
         self.first = 0  # tokens of the first path
 
     def add(self, parent: int, continuation: _Continuation) -> None:
-        """A path behind ``parent``, which is a place of the first one or ROOT."""
+        """Adds a path behind ``parent``: a place of the first path, or ROOT."""
         depth = self._most - 1 - parent
         found = continuation.tokens(min(depth, _MAX_BRANCH_TOKENS) if self.first else depth)
         if not found:

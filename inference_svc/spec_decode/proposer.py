@@ -15,8 +15,9 @@ ROOT = -1
 class Draft:
     """Tree of draft tokens after a sequence.
 
-    ``parents[i] < i`` is the place of the token before ``tokens[i]``, ROOT for the sequence's last one; ``buckets[i]``
-    is its confidence bucket, below the number of the proposer's priors. The likeliest child comes first.
+    A place is an index in ``tokens``. ``parents[i] < i`` is the place of the token before ``tokens[i]``, ROOT for the
+    sequence's last token. ``buckets[i]`` is the token's confidence bucket, an index in the proposer's ``priors``. The
+    likeliest child of a token is the first one.
     """
 
     tokens: tuple[int, ...] = ()
@@ -40,11 +41,14 @@ class Draft:
         return max(depths, default=0)
 
     def children(self, place: int) -> list[int]:
-        """Places of the tokens after a place, or after ROOT."""
+        """Places whose parent is ``place`` or ROOT."""
         return [i for i, parent in enumerate(self.parents) if parent == place]
 
     def paths(self) -> list[list[int]]:
-        """Splits the tree into paths along first children: the first from the root, the others from a later child."""
+        """Splits the tree into paths along first children.
+
+        The first path begins at the root; each other path begins at a token that is not its parent's first child.
+        """
         found, ends = list[list[int]](), dict[int, list[int]]()
         for i, parent in enumerate(self.parents):
             path = ends.pop(parent, None)
@@ -56,7 +60,7 @@ class Draft:
         return found
 
     def ancestors(self, place: int) -> list[int]:
-        """Places before a place, from the root on."""
+        """Places on the path from ROOT (included) to ``place`` (excluded)."""
         found, at = list[int](), place
         while at != ROOT:
             at = self.parents[at]
@@ -64,7 +68,7 @@ class Draft:
         return found[::-1]
 
     def accepted_path(self, tokens: abc.Sequence[int]) -> list[int]:
-        """Returns the places of the leading ``tokens`` that the draft contains."""
+        """Returns the places of the draft tokens that equal the first of ``tokens``."""
         found, at = list[int](), ROOT
         for token in tokens:
             at = next((i for i, p in enumerate(self.parents) if p == at and self.tokens[i] == token), ROOT)
@@ -74,7 +78,7 @@ class Draft:
         return found
 
     def select(self, places: abc.Sequence[int]) -> Draft:
-        """Returns the subtree of these places, in this order; each comes after its parent."""
+        """Returns the subtree of these places, in the given order; each parent must precede its children."""
         new = {ROOT: ROOT} | {place: i for i, place in enumerate(places)}
         return Draft(
             tuple(self.tokens[i] for i in places),
@@ -85,7 +89,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """Request for a draft of a sequence: up to ``max_tokens`` deep, up to ``max_branches`` branches."""
+    """Request for a draft of at most ``max_tokens`` depth and ``max_branches`` paths."""
 
     sequence: Sequence
     max_tokens: int
@@ -95,7 +99,7 @@ class DraftRequest:
 class Proposer(Protocol):
     """Source of draft tokens. Only the engine's thread uses it.
 
-    State of a sequence is dropped by ``forget``; a forgotten sequence may be proposed for again.
+    ``forget`` drops the state of a sequence; ``propose`` may be called for the same sequence again.
     """
 
     @property
@@ -105,19 +109,19 @@ class Proposer(Protocol):
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of one more draft token for all requests; 0 while unknown, or if negligible."""
+        """Seconds to propose one more draft token for all requests; 0 if unknown or negligible."""
         ...
 
     def propose(self, requests: abc.Sequence[DraftRequest]) -> list[Draft]:
-        """Returns a draft for each request, empty for none."""
+        """Returns one draft per request; it may be empty."""
         ...
 
     def observe(self, sequence: Sequence, drafted: int, accepted: int) -> None:
-        """Reports that ``drafted`` tokens of the last draft's first path were verified and ``accepted`` accepted."""
+        """Records that ``accepted`` of ``drafted`` verified tokens of the last draft's first path were accepted."""
         ...
 
     def finish(self, sequence: Sequence) -> None:
-        """Learns from a complete answer. ``forget`` follows."""
+        """Learns from a complete answer. The caller calls ``forget`` next."""
         ...
 
     def forget(self, sequence: Sequence) -> None:

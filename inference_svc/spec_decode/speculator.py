@@ -1,13 +1,14 @@
-"""Speculator: decides how many draft tokens each step verifies, so that they never cost more than they save.
+"""Speculator: chooses the draft tokens that each step verifies.
 
-Drafts that cost nothing are made for every decoding sequence. A draft token is worth its measured acceptance
-probability and costs what a further row costs, measured too; those are verified that give the most tokens per second
-(goodput, Liu et al., 2024, arXiv:2406.14066). Speculation therefore stops by itself when a batch keeps the device busy,
-or when drafts are rejected. Drafts are compared with sampled tokens even where they were not verified: noticing that
-drafts have become good again costs no row. Drafts that must be computed are tried again after growing pauses.
+Verification must not cost more than it saves. The speculator measures the acceptance probability of draft tokens and
+the cost of a further row, and verifies the draft tokens that give the most expected tokens per second (goodput, Liu et
+al., 2024, arXiv:2406.14066). So speculation stops by itself when a batch keeps the device busy, or when drafts are
+rejected. N-gram drafts cost almost nothing, so they are looked up for every decoding sequence, and compared with the
+sampled tokens even if they were not verified: the speculator notices without extra rows that drafts are accepted again.
+Drafts of a model are tried again after growing pauses.
 
-A second branch is looked for, and verified, where it is worth more than the chain alone, and no longer than the lookup
-takes. Its gain is measured, too, where it was not verified.
+A second branch is looked up and verified only if it gives more than the best chain and saves more time than its lookup
+takes. The gain of a branch is measured even if the branch was not verified.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from inference_svc.spec_decode.step_cost_model import StepCostModel
 
 log = structlog.get_logger("engine")
 
-# What speculation must promise before anything is risked for it.
+# Draft tokens are verified only if the expected tokens per second exceed those of plain decoding by this factor.
 _MARGIN = 1.02
-# Passes after which what seemed too expensive is tried once more, and the most of them.
+# Steps after which drafts that seemed too expensive are verified once more: initial value and maximum.
 _PAUSE, _MOST_PAUSE = 64, 1024
-# The same for guesses that must be computed, and the most of them at once.
+# The same for drafts of a model, and the maximum depth of these drafts.
 _MODEL_PAUSE, _MOST_MODEL_PAUSE, _MOST_COMPUTED = 16, 1 << 14, 8
-# Of sequences whose guesses do not pay for the time of looking them up, one pass in so many is looked up.
+# If the n-gram lookups of a sequence cost more than they save, only one step in _RARELY does a lookup for it.
 _RARELY = 16
 _FADE = 0.9
-# What is less likely is not verified even where rows are free.
+# Draft tokens below this acceptance probability are never verified, even if rows cost nothing.
 _LEAST_CHANCE = 0.02
 
 
@@ -51,7 +52,7 @@ class _ProposedDraft:
 
     proposer: Proposer
     draft: Draft
-    width: int  # branches that may be
+    width: int  # maximum number of paths
     drafted: list[int] = field(default_factory=list)
 
 
@@ -60,52 +61,55 @@ class _SequenceState:
     """Acceptance history of one sequence."""
 
     tallies: dict[Proposer, AcceptanceCounts] = field(default_factory=dict)
-    gain: float = 1.0  # accepted each time it was asked for, lately
-    branched: float = 1.0  # the same of what other branches than the first had, verified or not
+    gain: float = 1.0  # moving mean of accepted draft tokens per lookup
+    branched: float = 1.0  # moving mean of tokens per lookup that only a further branch had, verified or not
     passes: int = 0
 
 
 class Speculator:
-    """Plans speculation. A failure here fails no request: it continues without drafts. Engine thread only."""
+    """Plans the speculation of each step. Only the engine's thread uses it.
+
+    A proposer that fails is turned off; its requests continue without drafts.
+    """
 
     def __init__(
         self, proposers: abc.Mapping[SpeculationMode, Proposer], costs: StepCostModel, most: int, branches: int = 1
     ) -> None:
-        """``proposers`` by the mode that asks for each alone; at most ``most`` tokens of a sequence are guessed one
-        behind the other, in so many ``branches`` at most."""
+        """``proposers``: by the mode that selects only this proposer. ``most``: maximum depth of a draft. ``branches``:
+        maximum number of paths of a draft."""
         self.stats, self.costs = SpeculationStats(), costs
         self._proposers, self._most, self._branches = dict(proposers), most, branches
         self._acceptance = {p: AcceptanceStats(p.priors) for p in proposers.values()}
         self._own: dict[Sequence, _SequenceState] = {}
         self._drafts: dict[Sequence, _ProposedDraft] = {}
-        # For one sequence, by whether other branches are asked for as well.
+        # Mean time of a sequence's n-gram lookup: without and with a search for further branches.
         self._asking_seconds = {False: 0.0, True: 0.0}
         self._pause, self._left = _PAUSE, _PAUSE
         self._model_pause, self._model_left = _MODEL_PAUSE, 1
 
     def prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> dict[Sequence, Draft]:
-        """Chooses the drafts to verify for ``decoding`` sequences, in a step with ``rows`` other rows.
+        """Chooses the drafts to verify for ``decoding`` sequences.
 
-        Answers end by ``longest`` tokens, prompt included.
+        ``rows``: rows of the step without drafts. ``longest``: maximum tokens of prompt and answer.
         """
         self._drafts.clear()
         self._prepare(decoding, rows, longest)
         return {s: proposed.draft.select(proposed.drafted) for s, proposed in self._drafts.items() if proposed.drafted}
 
     def record_step(self, rows: int, drafted: int, seconds: float) -> None:
-        """Records the seconds of a step that only decoded: ``rows`` of which ``drafted`` were draft tokens."""
+        """Records the seconds of a decode-only step of ``rows`` rows, ``drafted`` of them draft tokens."""
         self.costs.learn(rows, drafted > 0, seconds)
         self.stats.rows[rows] += 1
         if drafted:
             self.stats.verify_seconds += seconds
 
     def record_branching(self, branches: int, seconds: float) -> None:
-        """Records the seconds to allocate pages for branches."""
+        """Records the seconds to allocate the blocks of branches."""
         if branches:
             self.costs.learn_branches(branches, seconds)
 
     def record_result(self, sequence: Sequence, verified: VerificationResult, drawn: abc.Sequence[int]) -> None:
-        """Records the verification of a sequence's draft; ``drawn`` are its new tokens."""
+        """Records the verification of a sequence's draft; ``drawn`` are the sampled tokens."""
         proposed = self._drafts.pop(sequence, None)
         if proposed is None:
             return
@@ -126,7 +130,7 @@ class Speculator:
         proposed.proposer.observe(sequence, drafted, min(along, verified.accepted))
 
     def finish(self, sequence: Sequence) -> None:
-        """Lets proposers learn from a complete answer. ``record_result`` and ``forget`` may follow."""
+        """Lets proposers learn from a complete answer. The caller may call ``record_result`` and ``forget`` next."""
         if sequence.speculation.mode is SpeculationMode.OFF:
             return
         for proposer in self._proposers.values():
@@ -142,7 +146,7 @@ class Speculator:
         for proposer in self._proposers.values():
             proposer.forget(sequence)
 
-    # ---- guessing -------------------------------------------------------------------------------------------
+    # ---- choice of drafts -----------------------------------------------------------------------------------
 
     def _prepare(self, decoding: abc.Sequence[Sequence], rows: int, longest: int) -> None:
         requests = [request for s in decoding if (request := self._make_request(s, longest)) is not None]
@@ -154,7 +158,7 @@ class Speculator:
         self._choose(len(decoding), rows)
 
     def _make_request(self, sequence: Sequence, longest: int) -> DraftRequest | None:
-        """Limits a draft: if all of it is accepted, one more token is sampled and the answer may end there."""
+        """Limits a draft's depth. If all of it is accepted, one more token is sampled."""
         if sequence.speculation.mode is SpeculationMode.OFF:
             return None
         room = min(sequence.request.max_tokens - sequence.num_generated, longest - len(sequence.tokens)) - 1
@@ -166,7 +170,7 @@ class Speculator:
         return DraftRequest(sequence, min(room, self._most), width) if room > 0 else None
 
     def _may_pay(self, sequences: int, rows: int) -> bool:
-        """True if some number of draft tokens would pay if all were accepted."""
+        """True if draft tokens can increase tokens per second, assuming that all are accepted."""
         now = sequences / self.costs.seconds(rows, False)
         more = sequences * self._most
         while more:
@@ -181,7 +185,7 @@ class Speculator:
             asked = [w for w in requests if w.sequence.speculation.mode is not SpeculationMode.DRAFT]
             asked = [self._fitted(w, sequences, rows) for w in asked if self._pays(w.sequence, sequences, rows)]
             known = [w for w in asked if self._own[w.sequence].passes > 1]
-            # The first time all of a prompt is entered, which tells nothing of the others.
+            # The first lookup of a sequence indexes its whole prompt: its time must not enter the mean.
             self._take(SpeculationMode.NGRAM, [w for w in asked if w not in known])
             for wide in (False, True):
                 self._look_up([w for w in known if (w.max_branches > 1) is wide], wide)
@@ -189,7 +193,10 @@ class Speculator:
             self._ask_model(model, requests, sequences, rows)
 
     def _ask_model(self, model: Proposer, requests: list[DraftRequest], sequences: int, rows: int) -> None:
-        """Lets the draft model propose as deep as pays, for sequences without a better n-gram draft."""
+        """Lets the draft model propose, for sequences without a better n-gram draft.
+
+        The depth of the drafts is the one with the most expected tokens per second.
+        """
         group = list[tuple[DraftRequest, float]]()
         for request in requests:
             own, proposed = self._own.setdefault(request.sequence, _SequenceState()), self._drafts.get(request.sequence)
@@ -221,7 +228,7 @@ class Speculator:
         )
 
     def _look_up(self, requests: list[DraftRequest], wide: bool) -> None:
-        """Looks up drafts of known sequences, and measures the time."""
+        """Looks up drafts of indexed sequences, and measures the time."""
         if requests:
             began = time.perf_counter()
             self._take(SpeculationMode.NGRAM, requests)
@@ -229,7 +236,7 @@ class Speculator:
             self._asking_seconds[wide] = before + 0.05 * (each - before) if before else each
 
     def _pays(self, sequence: Sequence, sequences: int, rows: int) -> bool:
-        """True if a lookup is worth its own time, or if it is due to be tried again."""
+        """True if a lookup saves more time than it takes, or is due again."""
         own = self._own.setdefault(sequence, _SequenceState())
         own.passes += 1
         saved = own.gain * self.costs.seconds(rows, False) / sequences
@@ -240,7 +247,10 @@ class Speculator:
         return pays
 
     def _fitted(self, request: DraftRequest, sequences: int, rows: int) -> DraftRequest:
-        """Drops further branches where looking for them takes longer than they save, except for one try in many."""
+        """Limits a request to one path if searching for more does not pay.
+
+        One lookup in ``_RARELY`` searches for further branches anyway.
+        """
         own = self._own[request.sequence]
         saved = own.branched * self.costs.seconds(rows, False) / sequences
         more = self._asking_seconds[True] - self._asking_seconds[False]
@@ -273,7 +283,7 @@ class Speculator:
         )
 
     def _choose(self, sequences: int, rows: int) -> None:
-        """Selects the draft tokens that give the most tokens per second."""
+        """Selects the draft tokens that give the most expected tokens per second."""
         nodes, asked = list[DraftNode](), list(self._drafts.items())
         for number, (sequence, proposed) in enumerate(asked):
             nodes += self._nodes(number, sequence, proposed)
@@ -286,7 +296,7 @@ class Speculator:
         if chosen:
             self._pause = self._left = _PAUSE
         elif choice.rate > plain * 0.5:
-            # Perhaps it has become cheaper: one pass in many finds out.
+            # Costs may have fallen: one step in many verifies anyway, to measure them.
             self._left -= 1
             if not self._left:
                 self._pause = min(2 * self._pause, _MOST_PAUSE)
@@ -295,7 +305,7 @@ class Speculator:
             asked[node.sequence][1].drafted.append(node.place)
 
     def _nodes(self, number: int, sequence: Sequence, proposed: _ProposedDraft) -> list[DraftNode]:
-        """Draft tokens of a sequence, without those that are too unlikely."""
+        """Returns the draft tokens of a sequence, except too unlikely ones."""
         tally = self._tally(self._own.setdefault(sequence, _SequenceState()), proposed.proposer)
         acceptance, draft = self._acceptance[proposed.proposer], proposed.draft
         chances, nodes = {ROOT: 1.0}, list[DraftNode]()

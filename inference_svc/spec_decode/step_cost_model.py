@@ -1,7 +1,8 @@
-"""Cost model of a step by its number of rows: calibrated at start, corrected by every step.
+"""Step cost model: seconds of a step by its number of rows.
 
-Machines are shared and contexts grow, so all costs rise and fall together: a common scale is learnt quickly, the
-relative costs of different numbers of rows slowly.
+It is calibrated at the start and updated with every step. On a shared machine and with growing contexts, the costs of
+all steps rise and fall together. So the model learns one common scale quickly, and the relative costs of different
+numbers of rows slowly.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-# Cost of a further row relative to the first one, until it is measured.
+# Cost of a further row relative to the first row, before calibration.
 _SLOPE = 0.04
 _SCALE_GAIN, _SHAPE_GAIN = 0.25, 0.04
 # An interrupted step changes the model by no more than this factor.
@@ -24,15 +25,15 @@ _TIMED_ROWS, _REPEATS, _MAX_TIMING_SECONDS = (1, 2, 4, 8, 16, 32, 64), 3, 2.0
 
 
 def time_steps(run: Callable[[int], None], min_rows: int = 1) -> dict[int, float]:
-    """Measures seconds of ``run`` by its number of rows, ``min_rows`` or more: the minimum of a few repeats.
+    """Measures the seconds of ``run(rows)`` for several numbers of rows, from ``min_rows`` on.
 
-    Other load on the machine is no cost of the step. Times two numbers of rows at least; a large model is timed by few,
-    the rest is extrapolated and learnt later.
+    Takes the minimum of a few repeats, because other load on the machine is not a cost of the step. Measures at least
+    two numbers of rows; for a large model only these, and the cost model extrapolates the others and learns them later.
     """
     found: dict[int, float] = {}
     began = time.perf_counter()
     for rows in _TIMED_ROWS[bisect_left(_TIMED_ROWS, min_rows) :]:
-        run(rows)  # warms up: kernels are chosen, memory is allocated
+        run(rows)  # warm-up: chooses kernels and allocates memory
         found[rows] = min(time_once(run, rows) for _ in range(_REPEATS))
         if len(found) > 1 and time.perf_counter() - began > _MAX_TIMING_SECONDS:
             break
@@ -40,24 +41,31 @@ def time_steps(run: Callable[[int], None], min_rows: int = 1) -> dict[int, float
 
 
 def time_once(run: Callable[[int], None], rows: int) -> float:
-    """Measures seconds of one ``run``."""
+    """Measures the seconds of one ``run``."""
     began = time.perf_counter()
     run(rows)
     return time.perf_counter() - began
 
 
 class StepCostModel:
-    """Expected seconds of a step. Captured steps without draft tokens (CUDA graphs) have costs of their own."""
+    """Expected seconds of a step.
+
+    If steps without draft tokens are ``recorded`` as CUDA graphs, they have a separate cost curve.
+    """
 
     def __init__(self, recorded: bool) -> None:
         self._scale = math.nan
         shape = [1 + _SLOPE * (n - _ROWS[0]) for n in _ROWS]
-        # Cost of a branch beside its rows: allocating pages and copying into them.
+        # Cost of a branch besides its rows: allocating blocks and copying into them.
         self.branch_seconds = _BRANCH_SECONDS
         self._shape = {True: shape, False: list(shape) if recorded else shape}
 
     def calibrate(self, drafted: Mapping[int, float], plain: float) -> None:
-        """Sets costs from steps with draft tokens, by rows (two at least), and from one row without (``plain``)."""
+        """Sets the costs from measured seconds.
+
+        ``drafted``: seconds of steps with draft tokens, by rows (at least two entries); ``plain``: of a step of one
+        row without draft tokens.
+        """
         measured = sorted(drafted.items())
         self._scale = measured[0][1]
         for i, n in enumerate(_ROWS):
@@ -67,12 +75,12 @@ class StepCostModel:
             self._shape[False] = [price * plain / self._scale for price in self._shape[True]]
 
     def seconds(self, rows: int, drafted: bool) -> float:
-        """Expected seconds of a step; relative to a small step until one was measured."""
+        """Expected seconds of a step; before the first measurement, relative to a step of one row."""
         relative = _interpolated(_ROWS, self._shape[drafted], rows)
         return relative * (1.0 if math.isnan(self._scale) else self._scale)
 
     def learn_branches(self, branches: int, seconds: float) -> None:
-        """Records the time to allocate pages for branches."""
+        """Records the time to allocate the blocks of branches."""
         each = min(seconds / branches, _MAX_RATIO * self.branch_seconds)
         self.branch_seconds += _SHAPE_GAIN * (each - self.branch_seconds)
 
@@ -89,7 +97,7 @@ class StepCostModel:
 
 
 def _interpolated(places: Sequence[int], values: Sequence[float], at: int) -> float:
-    """Interpolates linearly, also beyond the ends; nothing is cheaper than the first value."""
+    """Interpolates and extrapolates linearly; an extrapolation is at least the first value."""
     i = min(max(bisect_left(places, at), 1), len(places) - 1)
     a, x = places[i - 1], values[i - 1]
     found = x + (values[i] - x) * (at - a) / (places[i] - a)

@@ -1,7 +1,7 @@
-"""Verifies draft trees against sampled tokens.
+"""Tree verifier: verifies draft trees against sampled tokens.
 
-From the root of each tree it descends to the child whose draft token equals the sampled token, until none does. The
-output distribution is that of plain sampling: tokens are sampled from the model's logits only.
+From the root of each tree it descends to the child whose draft token equals the sampled token, until no child does. The
+output distribution is that of plain sampling, because tokens are sampled only from the model's logits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from inference_svc.spec_decode.branch_tables import BranchTables
 class TreeVerifier:
     """Verification of the draft trees of one step.
 
-    Owns ``logits [rows, vocabulary]`` of all sampled rows of the slices. Begins with the row of each sequence's last
-    token.
+    Owns ``logits [rows, vocabulary]`` of all sampled rows of the slices. Verification starts at the row of each
+    sequence's last token.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class TreeVerifier:
         self._spans, self._logits, self._branch_tables = spans, logits, branch_tables
         self._first = list(accumulate((1 + span.num_draft_tokens for _, span in spans), initial=0))
         self._at, self._active = [0] * len(spans), list(range(len(spans)))
-        # Of each span, how many of its guesses are part of the answer, and how many of these are a branch's.
+        # Number of accepted draft tokens of each slice, and how many of these are on a branch.
         self._accepted, self._branched = [0] * len(spans), [0] * len(spans)
 
     @property
     def sequences(self) -> list[Sequence]:
-        """Sequences that need a token sampled next."""
+        """Sequences for which a token must be sampled next."""
         return [self._spans[i][0] for i in self._active]
 
     @property
     def logits(self) -> Tensor:
-        """Logits row of each of these sequences; a view where they are contiguous."""
+        """Logits row of each of ``sequences``; a view if the rows are contiguous."""
         places = [self._first[i] + self._at[i] for i in self._active]
         first, count = places[0], len(places)
         if places == list(range(first, first + count)):
@@ -49,11 +49,14 @@ class TreeVerifier:
 
     @property
     def draft_tokens(self) -> list[Collection[int]]:
-        """Draft tokens that each of these sequences may accept next."""
+        """Draft tokens that each of ``sequences`` may accept next."""
         return [self._spans[i][1].following(self._at[i]).keys() for i in self._active]
 
     def advance(self, accepted: list[bool]) -> None:
-        """Descends for the sequences whose last token was ``accepted``: its keys and values are computed already."""
+        """Descends to the next row of the sequences whose last token was ``accepted``.
+
+        The step has already computed the keys and values of that token.
+        """
         self._active = [i for i, goes_on in zip(self._active, accepted, strict=True) if goes_on]
         for i in self._active:
             sequence, span = self._spans[i]
@@ -67,7 +70,7 @@ class TreeVerifier:
             sequence.kv.num_computed += 1
 
     def result(self, index: int) -> VerificationResult:
-        """Verification result of one slice."""
+        """Returns the verification result of one slice."""
         span = self._spans[index][1]
         depth = max((len(b.tokens) + b.start - span.end + span.num_drafted for b in span.branches), default=0)
         return VerificationResult(

@@ -1,4 +1,4 @@
-"""Grammar-constrained output: JSON schemas, regular expressions and Lark grammars by llguidance.
+"""Structured output: JSON schemas, regular expressions and Lark grammars, with llguidance.
 
-Imports llguidance, transformers' tokenizers and ``kvsidecar``'s stubs; nothing else of the worker.
+Imports llguidance, transformers' tokenizers and ``kvsidecar``, and no other package of the worker.
 """

@@ -1,8 +1,8 @@
-"""Compiles requests' grammars with llguidance (https://github.com/guidance-ai/llguidance).
+"""Grammar compiler: compiles requests' grammars with llguidance.
 
-The cost of a compilation is bounded by size and by the compiler's own limits, which count work instead of time, so that
-a grammar is refused independently of the machine's load. At 64 KiB no grammar in the tests takes longer than two
-seconds, without the GIL and on a thread of its own.
+See https://github.com/guidance-ai/llguidance. The grammar's size and the compiler's own limits bound the cost of a
+compilation. The limits count work, not time, so the decision to refuse a grammar does not depend on the machine's load.
+No grammar of 64 KiB in the tests takes longer than two seconds; it compiles on a separate thread, without the GIL.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from inference_svc.structured_output.schema_normalize import keyword_of_pattern,
 log = structlog.get_logger("worker")
 
 _MAX_CHOICES = 1024
-# Between two parts of JSON: nothing, a space, or a line end and indentation. Without a limit, small models would write
-# white space forever.
+# White space between two parts of JSON: nothing, a space, or a line end and indentation. It is limited, because small
+# models would otherwise write white space forever.
 WHITESPACE = r"( |\r?\n[ \t]{0,24})?"
 _MAX_CACHED = 64
 _MAX_THREADS = 8
 _MAX_SHOWN = 300
-# Causes in the compiler's messages, and the keyword of JSON Schema that each is about.
+# Causes in the compiler's messages, from which the error names a keyword of the JSON schema.
 _UNKNOWN_KEYWORD = re.compile(r"Unimplemented keys: \[(.+?)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 _NOT_FETCHED = re.compile(r"Resource '(.*?)' is not present in a registry")
@@ -56,22 +56,22 @@ class GrammarCompiler:
         self._unreadable = False
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
-        # These threads run NumPy and llguidance only: torch would keep an OpenMP team for each of them.
+        # These threads must run only NumPy and llguidance: torch would keep an OpenMP team for each of them.
         threads = max(1, min(_MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._threads = ThreadPoolExecutor(threads, "mask")
 
     def warm_up(self) -> None:
-        """Read the vocabulary ahead of the first grammar: it takes seconds for a large one, and holds the GIL."""
-        with suppress(UnsupportedOption):  # reported to requests with a grammar
+        """Read the vocabulary before the first grammar. This may take seconds and holds the GIL."""
+        with suppress(UnsupportedOption):  # each request with a grammar gets this error
             self._llguidance_tokenizer()
 
     def compile(self, grammar: pb.Grammar) -> GrammarState:
-        """Compile a request's grammar. Raises InvalidRequest, UnsupportedOption, about ``grammar``."""
+        """Compile a request's grammar. Raises InvalidRequest, UnsupportedOption, with param ``grammar``."""
         schema = _schema(grammar) if grammar.WhichOneof("kind") == "json_schema" else None
         return self._cached_state(_source_of(grammar, schema), schema)
 
     def compile_lark(self, lark: str, schema: Any = None) -> GrammarState:
-        """Compile a Lark grammar; ``schema`` holds its JSON schemas, so that errors can name a keyword."""
+        """Compile a Lark grammar. ``schema`` contains its JSON schemas, so that errors can name a keyword."""
         if len(lark) > MAX_GRAMMAR_BYTES:
             raise InvalidRequest(
                 f"the grammar has {len(lark)} bytes; at most {MAX_GRAMMAR_BYTES} are allowed", param="grammar"
@@ -79,14 +79,14 @@ class GrammarCompiler:
         return self._cached_state(LLMatcher.grammar_from_lark(lark), schema)
 
     def special_token(self, text: str) -> int | None:
-        """Special token with this text; None if the text is no special token."""
+        """Special token with this text; None if the text is not a special token."""
         ready, source = self._llguidance_tokenizer(), self._source
         assert isinstance(source, PreTrainedTokenizerFast)
         token: int | None = source.backend_tokenizer.token_to_id(text)
         return token if token is not None and ready.is_special_token(token) else None
 
     def special_tokens(self) -> list[int]:
-        """Special tokens, without those that end an answer."""
+        """Special tokens, except those that end an answer."""
         ready, known = self._llguidance_tokenizer(), getattr(self._source, "added_tokens_decoder", {})
         return [token for token in known if token not in self._stops and ready.is_special_token(token)]
 
@@ -136,9 +136,10 @@ class GrammarCompiler:
 
 
 def _check_satisfiable(matcher: LLMatcher) -> None:
-    """Raise InvalidRequest for a grammar that matches no text, such as a schema that refers only to itself.
+    """Raise InvalidRequest for a grammar that matches no text.
 
-    The compiler detects it when it computes the first mask.
+    An example is a schema that refers only to itself. llguidance detects this when it computes the first mask, so this
+    computes one.
     """
     tried = matcher.deep_copy()
     tried.compute_bitmask()
@@ -147,7 +148,7 @@ def _check_satisfiable(matcher: LLMatcher) -> None:
 
 
 def _refused(why: str, schema: Any = None) -> InvalidRequest:
-    """Return one sentence of a compiler's message of several lines, with the keyword of ``schema`` that it is about."""
+    """Build a one-sentence error from a compiler's message. Names the keyword of ``schema`` that causes it."""
     text = _about_keyword(why, schema) if schema is not None else ""
     return InvalidRequest(f"the grammar cannot be served: {(text or _first_line(why))[:_MAX_SHOWN]}", param="grammar")
 
@@ -159,7 +160,7 @@ def _first_line(why: str) -> str:
 
 
 def _about_keyword(why: str, schema: Any) -> str:
-    """Name the keyword that a message is about, and what is allowed; empty for a message that names it itself."""
+    """Describe the keyword that causes a message; empty if the message itself names it."""
     if found := _UNKNOWN_KEYWORD.search(why):
         names = found[1].replace('"', "'")
         said = (
@@ -185,7 +186,7 @@ def _about_keyword(why: str, schema: Any) -> str:
 
 
 def _source_of(grammar: pb.Grammar, schema: dict[str, Any] | None) -> str:
-    """Translate a request's grammar for llguidance; ``schema`` is that of a JSON schema grammar."""
+    """Translate a request's grammar for llguidance; ``schema`` is the schema of a JSON schema grammar."""
     _check_size(grammar)
     kind = grammar.WhichOneof("kind")
     try:
@@ -211,7 +212,7 @@ def _check_size(grammar: pb.Grammar) -> None:
 
 
 def _schema(grammar: pb.Grammar) -> dict[str, Any]:
-    """Return a request's JSON schema, with how llguidance is to write white space. Raises InvalidRequest."""
+    """Return a request's JSON schema with llguidance's white space options. Raises InvalidRequest."""
     _check_size(grammar)
     try:
         schema = json.loads(grammar.json_schema)
@@ -230,8 +231,8 @@ def _schema(grammar: pb.Grammar) -> dict[str, Any]:
 def for_compiler(schema: dict[str, Any], pattern: str = WHITESPACE) -> dict[str, Any]:
     """Return a schema with llguidance's options.
 
-    The regular expression ``pattern`` is the white space between parts of the JSON; empty for none. ``oneOf`` with
-    overlapping alternatives is treated as ``anyOf``.
+    ``pattern`` is a regular expression for white space between parts of the JSON; empty for none. llguidance treats
+    ``oneOf`` with overlapping alternatives as ``anyOf``.
     """
     options: dict[str, Any] = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
     return {**plain(schema), "x-guidance": {**options, "coerce_one_of": True}}

@@ -1,7 +1,7 @@
 """Grammar state of one answer, and the mask of allowed next tokens.
 
-Only accepted tokens advance the state, so that a sequence that is preempted and recomputed finds it unchanged. The mask
-of the next token is computed on a thread during the forward, without the GIL, and awaited by the sampler.
+Only accepted tokens advance the state, so a preemption or recomputation of the sequence does not affect it. A thread
+computes the mask of the next token during the forward, without the GIL; the sampler waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 
 class Matcher(Protocol):
-    """Position in a grammar: llguidance's ``LLMatcher``, or a substitute. For one thread at a time."""
+    """Position in a grammar: llguidance's ``LLMatcher``, or ``UnionMatcher``. For one thread at a time."""
 
     def deep_copy(self) -> Self: ...
     def is_stopped(self) -> bool: ...
@@ -27,14 +27,14 @@ class Matcher(Protocol):
 
 
 class UnionMatcher:
-    """Union of grammars: a token may follow if any of the grammars that match so far allows it."""
+    """Union of grammars: a token is allowed if any grammar that matches so far allows it."""
 
     def __init__(self, matchers: Sequence[Matcher]) -> None:
-        """Takes ownership of ``matchers``, at least one, which are at the same position."""
+        """Takes ownership of ``matchers``: at least one, all at the same position."""
         self._matchers = list(matchers)
 
     def deep_copy(self) -> UnionMatcher:
-        """Copy at the same position."""
+        """Return a copy at the same position."""
         return UnionMatcher([matcher.deep_copy() for matcher in self._matchers])
 
     def is_stopped(self) -> bool:
@@ -47,7 +47,7 @@ class UnionMatcher:
         return self._matchers[0].stop_reason()
 
     def compute_bitmask(self) -> bytes:
-        """One bit for each token, set if it may follow."""
+        """Return one bit per token, set if the token is allowed."""
         masks = [np.frombuffer(matcher.compute_bitmask(), np.uint8) for matcher in self._matchers]
         able = [mask for mask, one in zip(masks, self._matchers, strict=True) if not one.is_error()]
         either: NDArray[np.uint8] = np.bitwise_or.reduce(able or masks)
@@ -63,8 +63,8 @@ class UnionMatcher:
 class GrammarState:
     """Position of one answer in its grammar.
 
-    Belongs to the engine's thread once its sequence is submitted; between ``start_mask`` and ``mask`` a thread of
-    ``threads`` works on it.
+    After submission of its sequence only the engine's thread uses it; between ``start_mask`` and ``mask``, a thread of
+    ``threads`` computes a mask.
     """
 
     def __init__(self, matcher: Matcher, threads: Executor) -> None:
@@ -73,35 +73,35 @@ class GrammarState:
         self._next: Future[bytes] | None = None
 
     def union(self, other: GrammarState) -> GrammarState:
-        """State that allows both grammars. Takes ownership of both states, which are at the start."""
+        """Return a state that allows both grammars. Takes ownership of both states, which must be at the start."""
         return GrammarState(UnionMatcher((self._matcher, other._matcher)), self._threads)
 
     @property
     def complete(self) -> bool:
-        """True if the text matches the grammar completely, and nothing may follow."""
+        """True if the answer completes the grammar and no token may follow."""
         return self._next is None and self._matcher.is_stopped() and not self._matcher.is_error()
 
     def accept(self, token: int) -> None:
         """Advance by a token that the mask allowed. Raises GrammarFailed."""
-        self.mask()  # the thread is done with the matcher
+        self.mask()  # waits until the thread no longer uses the matcher
         self._next = None
         if not self._matcher.consume_token(token):
             raise self._failure()
 
     def start_mask(self) -> None:
-        """Start to compute the mask of the next token."""
+        """Start the computation of the next token's mask."""
         if self._next is None:
             self._next = self._threads.submit(self._matcher.compute_bitmask)
 
     def mask(self) -> NDArray[np.uint8]:
-        """Mask of the next token: one bit per token, from the lowest bit of the first byte on.
+        """Return the mask of the next token: one bit per token, from the lowest bit of the first byte on.
 
-        May be longer than the vocabulary. The same until a token is accepted. Raises GrammarFailed if the grammar
-        cannot continue.
+        The mask may be longer than the vocabulary. It does not change until ``accept``. Raises GrammarFailed if the
+        grammar cannot continue.
         """
         self.start_mask()
         assert self._next is not None
-        error = self._next.exception()  # a panic in the compiled code is no Exception, and would end the engine
+        error = self._next.exception()  # a panic in Rust is no Exception, so raising it would end the engine
         if error is not None:
             raise GenerationFailed(f"the grammar could not be kept to: {type(error).__name__}", param="grammar")
         if self._matcher.is_error():
@@ -109,6 +109,6 @@ class GrammarState:
         return np.frombuffer(self._next.result(), np.uint8)
 
     def _failure(self) -> GrammarFailed:
-        # A word such as LexerTooComplex; the whole message would show what was written.
+        # One word, such as LexerTooComplex. The whole message would contain the answer's text.
         why = self._matcher.stop_reason()
         return GrammarFailed(f"the grammar could not be kept to: {why}; send a simpler one", param="grammar")

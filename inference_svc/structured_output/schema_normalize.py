@@ -1,8 +1,8 @@
-"""JSON schema clean-up: removes what has no effect and the compiler would refuse.
+"""JSON schema clean-up: removes keywords without effect that llguidance would refuse.
 
 By the specification (https://json-schema.org/draft/2020-12/json-schema-validation) three things have no effect: a
-``format`` that it does not define, ``uniqueItems: false``, and the spelling of ``$schema``. Every other keyword is
-llguidance's to serve or to refuse by name.
+``format`` that it does not define, ``uniqueItems: false``, and the spelling of ``$schema``. llguidance supports every
+other keyword or refuses it by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEWER_DRAFT = re.compile(r"https?://json-schema\.org/draft/20(19-09|20-12)/sche
 
 
 def plain(schema: Any) -> Any:
-    """Return a schema that allows the same values; a value that is no schema is returned as it is."""
+    """Return a cleaned schema that allows the same values; return a value that is not a schema unchanged."""
     if isinstance(schema, list):
         return [plain(part) for part in schema]
     if not isinstance(schema, dict):
@@ -40,8 +40,8 @@ def plain(schema: Any) -> Any:
         if key == "$schema" and isinstance(value, str):
             draft = _DRAFT.fullmatch(value)
             if draft is None and not _NEWER_DRAFT.fullmatch(value):
-                continue  # a private dialect of the common keywords; the compiler would try to fetch it
-            value = f"http://json-schema.org/{draft[1]}/schema#" if draft else value  # the one spelling it knows
+                continue  # an unknown dialect, which llguidance would try to fetch
+            value = f"http://json-schema.org/{draft[1]}/schema#" if draft else value  # llguidance's only spelling
         elif key in _SCHEMAS:
             value = plain(value)
         elif key in _NAMED_SCHEMAS and isinstance(value, dict):
@@ -51,7 +51,7 @@ def plain(schema: Any) -> Any:
 
 
 def keyword_of_pattern(schema: Any, pattern: str) -> str:
-    """Return the keyword under which a regular expression stands in a schema."""
+    """Return the keyword of a schema that contains a regular expression: pattern or patternProperties."""
     due = [schema]
     while due:
         found = due.pop()

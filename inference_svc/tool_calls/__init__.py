@@ -1,4 +1,4 @@
-"""Tool calls: formats of models, grammars, and parsing of answers.
+"""Tool calls: the models' formats, their grammars, and the parser of answers.
 
-Imports ``structured_output`` and ``kvsidecar``'s stubs; of the engine only the finish reasons.
+Imports ``structured_output``, ``kvsidecar``, and from ``sequence`` only FinishReason.
 """

@@ -11,7 +11,7 @@ FINISH = {FinishReason.STOP: pb.FINISH_REASON_STOP, FinishReason.LENGTH: pb.FINI
 
 
 def read_calls(parser: ToolCallParser, part: pb.GenerateStreamResponse) -> None:
-    """Move calls from a part's text to its ``tool_calls``; sets the finish reason in the last part."""
+    """Move calls from a part's text to its ``tool_calls``; set the finish reason of the last part."""
     deltas = parser.feed(part.text)
     if part.finish_reason:
         deltas += parser.finish()

@@ -1,7 +1,7 @@
-"""Character reader for streamed text: parsers are generators that receive characters.
+"""Character reader: base of generator parsers for streamed text.
 
-A parser asks for a character by ``yield``, and gets None at the end of the text. So its result does not depend on the
-pieces in which the text arrives.
+A parser receives the next character from each ``yield``, and None at the end of the text. So its result does not depend
+on the pieces in which the text arrives.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
-# A parser: receives characters, then None at the end, and returns T.
+# A parser: it receives characters and then None, and returns T.
 Parse = Generator[None, str | None, T]
 _WHITE = " \t\n\r"
 
 
 @dataclass(frozen=True)
 class CallDelta:
-    """New text, or a part of call ``index``: ``id`` and ``name`` in its first part, then arguments."""
+    """New text, or a part of call ``index``.
+
+    The first part of a call has ``id`` and ``name``, the others have arguments.
+    """
 
     text: str = ""
     index: int | None = None
@@ -29,23 +32,23 @@ class CallDelta:
 
 
 class NotACall(Exception):
-    """The text is no call, or stops being one."""
+    """The text is not a call, or not a valid one."""
 
 
 class CharReader:
-    """Base of parsers for all formats: characters, emitted text, JSON values."""
+    """Base of all formats' parsers: reads characters and JSON values, emits text."""
 
     def __init__(self) -> None:
         self._deltas: list[CallDelta] = []
-        self._pending_space: list[str] = []  # at the text's end: it goes when a call follows
-        self._pushed_back: list[str] = []  # read too far; the next one last
-        self._raw: list[str] | None = None  # what is text after all should it be no call
+        self._pending_space: list[str] = []  # trailing white space of the text, dropped if a call follows
+        self._pushed_back: list[str] = []  # characters to read again, the next one last
+        self._raw: list[str] | None = None  # characters of a possible call, emitted as text if it is not one
         self._ended = False
 
     # ---- JSON -----------------------------------------------------------------------------------------------
 
     def _value(self, put: Callable[[str], None]) -> Parse[None]:
-        """Parse a value and pass it on as written; a string as its text, null as an empty object."""
+        """Parse a JSON value and pass its source to ``put``; for a string its text, for null ``{}``."""
         character = yield from self._next_nonspace()
         if character == '"':
             put((yield from self._string()))
@@ -91,7 +94,7 @@ class CharReader:
             escaped = character == "\\" and not escaped
         try:
             text: str = json.loads(f'"{raw}"', strict=False)
-            text.encode()  # half a surrogate pair cannot be encoded in UTF-8
+            text.encode()  # raises for half a surrogate pair
         except ValueError:
             raise NotACall from None
         return text
@@ -112,26 +115,29 @@ class CharReader:
         return character
 
     def _push(self, text: str) -> None:
-        """Push characters back, to be read again."""
+        """Push characters back, so that they are read again."""
         self._pushed_back.extend(reversed(text))
         if self._raw is not None:
             del self._raw[len(self._raw) - len(text) :]
 
     def _next_nonspace(self) -> Parse[str | None]:
-        """Return the next character that is no white space."""
+        """Return the next character that is not white space."""
         while True:
             character = yield from self._next()
             if character is None or character not in _WHITE:
                 return character
 
     def _optional(self, text: str) -> Parse[None]:
-        """Read a text if it follows, after optional white space."""
+        """Skip ``text`` if it follows, after optional white space."""
         white, read = yield from self._match_any(text)
         if read != text:
             self._push(white + read)
 
     def _match_any(self, *texts: str) -> Parse[tuple[str, str]]:
-        """Return white space and the text that follows it, or the characters that were read to exclude all texts."""
+        """Match one of ``texts`` after optional white space.
+
+        Returns the white space, and the matched text or the characters that exclude all texts.
+        """
         white, read = yield from self._white_before()
         while read not in texts and any(text.startswith(read) for text in texts):
             character = yield from self._next()
@@ -141,24 +147,24 @@ class CharReader:
         return white, read
 
     def _white_before(self) -> Parse[tuple[str, str]]:
-        """Return white space, and the character after it, if there is one."""
+        """Return white space, and the character after it (empty at the end of the text)."""
         white: list[str] = []
         while (character := (yield from self._next())) is not None and character in _WHITE:
             white.append(character)
         return "".join(white), character or ""
 
     def _expect(self, text: str) -> Parse[None]:
-        """Drop a text that must follow, after optional white space. Raises NotACall."""
+        """Skip ``text``, which must follow after optional white space. Raises NotACall."""
         first = yield from self._next_nonspace()
         for i, wanted in enumerate(text):
             if (first if not i else (yield from self._next())) != wanted:
                 raise NotACall
 
     def _skip(self, end: str, begin: str) -> Parse[None]:
-        """Drop everything up to and including ``end``.
+        """Skip everything up to and including ``end``.
 
-        If it is missing, the text before ``begin`` or before the end of the answer is emitted, except for a truncated
-        ``end``.
+        If ``end`` is missing, emit the text before ``begin`` or before the end of the answer, unless the text is a
+        truncated ``end``.
         """
         dropped: list[str] = []
         found = yield from self._text_before(end, begin, say=dropped.append)
@@ -170,7 +176,7 @@ class CharReader:
             self._emit_text(text)
 
     def _text_before(self, *markers: str, say: Callable[[str], None] | None = None) -> Parse[str]:
-        """Emit text up to one of the markers, which is dropped and returned; empty at the end."""
+        """Emit text up to one of the markers; skip the marker and return it. Empty at the end of the answer."""
         say = self._emit_text if say is None else say
         held = ""
         while (character := (yield from self._next())) is not None:
@@ -186,7 +192,7 @@ class CharReader:
         return ""
 
     def _emit_text(self, text: str) -> None:
-        """Emit text; its trailing white space is held back until text follows."""
+        """Emit text, but keep its trailing white space until more text follows."""
         solid = text.rstrip()
         if solid:
             self._deltas.append(CallDelta("".join(self._pending_space) + solid))
@@ -195,7 +201,7 @@ class CharReader:
             self._pending_space.append(text[len(solid) :])
 
     def _take_deltas(self) -> list[CallDelta]:
-        """Return the new deltas, adjacent ones of a kind merged."""
+        """Return the new deltas; adjacent deltas of the same text or call are merged."""
         merged: list[CallDelta] = []
         for delta in self._deltas:
             last = merged[-1] if merged else None

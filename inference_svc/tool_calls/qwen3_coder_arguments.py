@@ -1,4 +1,4 @@
-"""Qwen3-Coder's arguments: texts between tags, typed by the function's schema.
+"""Qwen3-Coder arguments: texts between tags; the function's schema has their types.
 
 <function=NAME>
 <parameter=PLACE>
@@ -20,20 +20,20 @@ from inference_svc.structured_output.schema_normalize import FORMATS
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-# Models may omit the end of a value before the next value, or before the end of the call.
+# Models may omit the end tag of a value before the next value, or before the end of the call.
 VALUE_ENDS = (f"\n{PARAMETER_END}", PARAMETER_END, f"\n{PARAMETER}", f"\n{FUNCTION_END}")
 Schema = dict[str, Any]
 _KINDS = frozenset(("string", "integer", "number", "boolean", "object", "array", "null"))
-# Allowed keywords of the arguments' schema; others relate several arguments to each other.
+# Supported keywords of the arguments' schema. Other keywords relate several arguments to each other.
 _ARGUMENTS_KEYWORDS = frozenset(
     "type properties required additionalProperties title description $defs definitions $schema $id examples default"
     " strict".split()
 )
-# Keywords of a string's schema that are enforced.
+# Keywords that the grammar enforces for strings.
 _STRING_KEYWORDS = frozenset(
     "type title description default examples enum const minLength maxLength pattern format deprecated readOnly".split()
 )
-# Keywords of any value's schema that are not enforced for strings.
+# Keywords that the grammar ignores for strings.
 _IGNORED_KEYWORDS = frozenset("not anyOf oneOf allOf if $ref".split())
 _MAX_REFERENCES = 16
 _DAY, _TIME = "[0-9]{4}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])", "([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
@@ -49,7 +49,7 @@ _FORMATS = {
 
 
 def json_types(schema: Any, root: Schema) -> frozenset[str]:
-    """JSON types that a schema allows; empty if it does not say. References are resolved in ``root``."""
+    """Return the JSON types that a schema allows; empty if it has none. Resolves references in ``root``."""
     kinds, due, seen = set[str](), [schema], set[int]()
     while due:
         schema = due.pop()
@@ -88,7 +88,7 @@ def is_plain_text(kinds: frozenset[str]) -> bool:
 
 
 def value_to_json(text: str, kinds: frozenset[str]) -> str:
-    """Convert a text between tags to JSON of one of these types; a string if it is no other."""
+    """Convert a text between tags to JSON of one of these types; to a string if no other type fits."""
     word, bare = text.strip().lower(), text.strip()
     if "null" in kinds and word in ("null", "none"):
         return "null"
@@ -106,7 +106,7 @@ def value_to_json(text: str, kinds: frozenset[str]) -> str:
 
 
 def _read(text: str) -> Any:
-    """Parse JSON; integers are read as 0, because Python refuses those of thousands of digits.
+    """Parse JSON, with 0 for every integer, because Python refuses integers of thousands of digits.
 
     Raises ValueError, RecursionError.
     """
@@ -123,18 +123,18 @@ def is_json(text: str) -> bool:
 
 
 class JsonStringTracker:
-    """Tracks whether a JSON text that arrives in pieces is inside a string.
+    """Tracks if a JSON text is inside a string, piece by piece.
 
-    A text that starts with neither of ``{``, ``[`` and ``"`` never is.
+    A text that does not start with ``{``, ``[`` or ``"`` never is.
     """
 
     def __init__(self) -> None:
         self._open = self._escaped = False
         self._begun = ""
-        self._seen = 0  # pieces
+        self._seen = 0  # number of scanned pieces
 
     def inside_after(self, pieces: list[str]) -> bool:
-        """True if the text is inside a string after all pieces; pieces seen before are not scanned again."""
+        """True if the text is inside a string after ``pieces``. Scans only pieces that the last call did not have."""
         for character in "".join(pieces[self._seen :]):
             self._begun = self._begun or character.strip()
             if self._escaped:
@@ -152,8 +152,11 @@ def _no_number(word: str) -> None:
 
 
 def parameter_rules(number: int, name: str, schema: Schema) -> list[str]:
-    """Rules in Lark's form: ``call_NUMBER`` is what stands between ``<function=`` and ``</function>``, with arguments
-    as the schema has them, in its order. Raises InvalidRequest for what calls of this form cannot be kept to."""
+    """Build Lark rules for a call: ``call_NUMBER`` is the text between ``<function=`` and ``</function>``.
+
+    The arguments are those of the schema, in its order. Raises InvalidRequest for a schema that a grammar of this form
+    cannot enforce.
+    """
     wrong = sorted(schema.keys() - _ARGUMENTS_KEYWORDS)
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of all arguments")
@@ -195,7 +198,7 @@ def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schem
     terminal = rule.upper()
     return [
         f'{rule}: {opening} {terminal}_ENDED "\\n"',
-        # If the line end before the end tag is missing, the value itself must not end with one.
+        # If there is no line end before the end tag, the value itself must not end with a line end.
         f'{terminal}_ENDED: {terminal} "\\n{PARAMETER_END}" | {terminal}_LINE "{PARAMETER_END}"',
         f"{terminal}_LINE: {terminal} & ~/(?s:.*)\\n/",
         f"{terminal}: {_regex(text, name, key)}",
@@ -203,7 +206,7 @@ def _rules_of_value(rule: str, key: str, value: Any, root: Schema, shared: Schem
 
 
 def _text_schema(value: Any, root: Schema) -> Schema | None:
-    """Schema of a value that is written as text (or null); None for one that is written as JSON."""
+    """Return the schema of a value that is written as text (or null); None for a value written as JSON."""
     if not isinstance(value, dict):
         return {}
     for _ in range(_MAX_REFERENCES):
@@ -231,7 +234,7 @@ def _text_schema(value: Any, root: Schema) -> Schema | None:
 
 
 def _regex(schema: Schema, name: str, key: str) -> str:
-    """Build a terminal for the strings that a schema allows, without texts that end a value."""
+    """Build a terminal for the strings that a schema allows. Excludes strings with a text that ends a value."""
     wrong = sorted(schema.keys() - _STRING_KEYWORDS - {"$defs", "definitions", "x-guidance"})
     if wrong:
         raise _refused(name, f"the keyword {wrong[0]!r} of the argument {key!r}")

@@ -1,4 +1,4 @@
-"""Tool call formats: detection by chat template, markers, parameter schemas."""
+"""Tool call formats: detection in the chat template, markers, parameter schemas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from inference_svc.tool_calls.qwen3_coder_arguments import PARAMETER
 from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL
 
 ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
-# Texts in a chat template that identify its format; the first match wins.
+# Texts in a chat template that identify its format; the first format that matches is used.
 _TEMPLATE_MARKS: dict[ToolCallFormat, tuple[str, ...]] = {
     "mistral": (MISTRAL,),
     "qwen3_coder": (PARAMETER,),
     "hermes": (HERMES,),
     "llama3_json": (LLAMA, "Environment: ipython", '"parameters": dictionary of argument name'),
 }
-# Markers of calls, which are special tokens in some models' vocabularies.
+# Markers of calls. In some models' vocabularies they are special tokens.
 MARKERS: dict[ToolCallFormat, tuple[str, ...]] = {
     "hermes": (HERMES, HERMES_END),
     "llama3_json": (LLAMA,),
@@ -32,7 +32,7 @@ _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalPrope
 
 
 def format_of(template: str | None) -> ToolCallFormat:
-    """Detect the format of a chat template; ``json`` if it is unknown."""
+    """Detect the format in a chat template; ``json`` if it is unknown."""
     for dialect, signs in _TEMPLATE_MARKS.items():
         if any(sign in (template or "") for sign in signs):
             return dialect
@@ -40,7 +40,7 @@ def format_of(template: str | None) -> ToolCallFormat:
 
 
 def renders_tools(template: str | None) -> bool:
-    """True if the template itself writes tools into the prompt."""
+    """True if the template renders tools."""
     return re.search(r"\btools\b", template or "") is not None
 
 

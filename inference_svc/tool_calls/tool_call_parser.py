@@ -1,7 +1,7 @@
-"""Parses tool calls in an answer's text while it is streamed.
+"""Tool call parser: finds tool calls in an answer's text while it is streamed.
 
-Text that may become a call is held back until the call's name is complete; then its arguments are emitted as they
-arrive. Text that turns out to be no call is emitted as text.
+The parser keeps text that may be a call until the call's name is complete. Then it emits the arguments as they arrive.
+If the text is not a call, the parser emits it as text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from inference_svc.tool_calls.qwen3_coder_arguments import (
 HERMES, HERMES_END = "<tool_call>", "</tool_call>"
 LLAMA = "<|python_tag|>"
 MISTRAL = "[TOOL_CALLS]"
-# An answer that starts with one of these is a call.
+# Markers with which an answer of calls starts.
 _MARKERS = {"hermes": (HERMES,), "mistral": (MISTRAL,), "qwen3_coder": (HERMES, FUNCTION)}
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _FENCES = ("```json", "```")
@@ -39,7 +39,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class ToolCallParser(CharReader):
-    """Parser of one answer. ``feed`` it text, then ``finish`` it; both return new deltas."""
+    """Parser of one answer. Call ``feed`` with text, then ``finish``; both return new deltas."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class ToolCallParser(CharReader):
     ) -> None:
         """``functions`` maps names to the JSON schemas of their arguments; ``dialect`` is a ToolCallFormat.
 
-        ``single`` drops all calls after the first. ``exact``: a grammar constrains the calls. ``whole``: an answer that
-        does not start with a call contains none, even if its text quotes one.
+        ``single``: drop all calls after the first. ``exact``: a grammar constrains the calls. ``whole``: an answer that
+        does not start with a call contains no calls, even if its text quotes one.
         """
         super().__init__()
         self.calls = 0
@@ -76,7 +76,7 @@ class ToolCallParser(CharReader):
         return self._take_deltas()
 
     def finish(self) -> list[CallDelta]:
-        """Return the held-back deltas at the end of the answer."""
+        """End the answer, and return the remaining deltas."""
         with suppress(StopIteration):
             self._reading.send(None)
         if self._pending_space and not self.calls:
@@ -97,13 +97,13 @@ class ToolCallParser(CharReader):
     # ---- dialects -------------------------------------------------------------------------------------------
 
     def _hermes(self) -> Parse[None]:
-        """Hermes, Qwen: ``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and repeated."""
+        """Parse Hermes, Qwen: ``<tool_call>{"name": …, "arguments": …}</tool_call>``, anywhere and repeated."""
         while (yield from self._text_before(HERMES)):
             if (yield from self._try_calls(self._call(), HERMES)):
                 yield from self._skip(HERMES_END, HERMES)
 
     def _mistral(self) -> Parse[None]:
-        """Mistral: ``[TOOL_CALLS][{"name": …, "arguments": …}, …]``, or since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}``."""
+        """Parse Mistral: ``[TOOL_CALLS][{"name": …, "arguments": …}, …]``; since 2025 ``[TOOL_CALLS]NAME[ARGS]{…}``."""
         while (yield from self._text_before(MISTRAL)):
             yield from self._try_calls(self._mistral_calls(), MISTRAL)
 
@@ -128,9 +128,9 @@ class ToolCallParser(CharReader):
         self._raw = None
 
     def _qwen3_coder(self) -> Parse[None]:
-        """Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
+        """Parse Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
 
-        There is a line end around each value; the outer tags may be missing.
+        There is a line end before and after each value; the outer tags may be missing.
         """
         while opening := (yield from self._text_before(HERMES, FUNCTION)):
             if (yield from self._try_calls(self._function(opening == HERMES), opening)) and opening == HERMES:
@@ -153,7 +153,7 @@ class ToolCallParser(CharReader):
             if not (yield from self._text_before(">", say=tag.append)):
                 key = "".join(tag)
                 if key.startswith(PARAMETER) or any(known.startswith(key) for known in (PARAMETER, FUNCTION_END)):
-                    raise NotACall  # cut off
+                    raise NotACall  # the call is truncated
                 self._push(key)
                 break
             key = "".join(tag)
@@ -173,7 +173,7 @@ class ToolCallParser(CharReader):
         put("{}" if between == "{" else "}")
 
     def _tagged_value(self, put: Callable[[str], None], kinds: frozenset[str]) -> Parse[None]:
-        """Parse a value between tags into JSON; text is emitted as it arrives. Raises NotACall."""
+        """Convert a value between tags to JSON; emit a string as it arrives. Raises NotACall."""
         first = yield from self._next()
         if first not in (None, "\n"):
             self._push(first)
@@ -196,7 +196,7 @@ class ToolCallParser(CharReader):
     def _json_between(self) -> Parse[tuple[str, str]]:
         """Parse a JSON value between tags, and return it with the text that ends it.
 
-        A tag inside a JSON string is part of the string; if the value is not valid JSON, the first tag ends it. Raises
+        A tag inside a JSON string is part of the string. If the value is not valid JSON, the first tag ends it. Raises
         NotACall.
         """
         found, strings = list[str](), JsonStringTracker()
@@ -211,23 +211,26 @@ class ToolCallParser(CharReader):
             if not end:
                 raise NotACall
             return text, end
-        if not end and self._exact:  # cut off within a string
+        if not end and self._exact:  # the answer is truncated within a string
             raise NotACall
         size, first_end = early
-        self._mangled = True  # otherwise every later value might be searched up to the end of the answer
+        self._mangled = True  # so that not every later value is searched up to the end of the answer
         self._push(text[size + len(first_end) :] + end)
         return text[:size], first_end
 
     def _llama(self) -> Parse[None]:
-        """Llama 3: ``{"name": …, "parameters": …}``, separated by ``;``, and nothing else."""
+        """Parse Llama 3: an answer of ``{"name": …, "parameters": …}`` objects only, separated by ``;``."""
         yield from self._whole_answer(LLAMA)
 
     def _json(self) -> Parse[None]:
-        """Generic: ``{"tool_calls": [{"name": …, "arguments": …}, …]}``, a call or a list of them, fenced or not."""
+        """Parse generic JSON: ``{"tool_calls": [{"name": …, "arguments": …}, …]}``, a call, or a list of calls.
+
+        The JSON may be in a code fence.
+        """
         yield from self._whole_answer(*_FENCES)
 
     def _whole_answer(self, *openings: str) -> Parse[None]:
-        """Parse calls that are the whole answer; anything but a call of a known function is text."""
+        """Parse calls that are the whole answer; everything except a call of a known function is text."""
         self._raw = []
         first = yield from self._next_nonspace()
         for opening in openings:
@@ -247,9 +250,9 @@ class ToolCallParser(CharReader):
     # ---- calls ----------------------------------------------------------------------------------------------
 
     def _try_calls(self, reading: Parse[None], opening: str, keep: bool = False) -> Parse[bool]:
-        """Try to parse calls; False if the text is none and was emitted.
+        """Try to parse calls. False if the text is not a call; it is then emitted as text.
 
-        With ``keep``, characters read before belong to the attempt.
+        ``keep``: characters that were read before also belong to the text.
         """
         before = self.calls
         if not keep:
@@ -287,7 +290,7 @@ class ToolCallParser(CharReader):
             break
 
     def _list(self, alone: bool) -> Parse[None]:
-        """Parse calls up to the end of a list, at least one. Raises NotACall."""
+        """Parse at least one call, up to the end of a list. Raises NotACall."""
         before = self.calls
         while (character := (yield from self._next_nonspace())) != "]":
             if character == ",":
@@ -304,7 +307,7 @@ class ToolCallParser(CharReader):
         """Parse one call's object. Raises NotACall."""
         if (yield from self._next_nonspace()) != "{":
             raise NotACall
-        early: list[str] = []  # arguments that came before the name
+        early: list[str] = []  # arguments that precede the name
         put: Callable[[str], None] | None = None
         seen = False
         first = True
@@ -361,14 +364,14 @@ class ToolCallParser(CharReader):
 
 
 def new_call_id(dialect: str) -> str:
-    """Create an id for a call. Mistral's templates require nine letters and digits."""
+    """Create an id of a call. Mistral's templates require nine letters and digits."""
     if dialect == "mistral":
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"
 
 
 def first_keys(dialect: str, exact: bool) -> tuple[str, ...]:
-    """First keys of an object that may be a call; with ``exact`` only those that the model is told to write."""
+    """First keys by which an object may be a call; with ``exact`` only those in the model's instructions."""
     if exact:
         return ("tool_calls",) if dialect == "json" else ("name",)
     return ("name", "arguments", "parameters", "type", "id", "tool_calls")

@@ -1,6 +1,6 @@
-"""Lark grammars of answers with tool calls: required calls, or text with strict calls.
+"""Tool grammars: Lark grammars of answers with required or strict tool calls.
 
-Functions become rules ``call_0``, ``call_1`` and so on, and ``call`` is any of them.
+The rules ``call_0``, ``call_1`` and so on are the calls of each function, and ``call`` is any of them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ _WRAPPER = '{"tool_calls": ['
 def required_calls_grammar(
     dialect: ToolCallFormat, tools: Iterable[pb.Tool], single: bool, special: SpecialToken
 ) -> str:
-    """Grammar of an answer of calls only, at least one. Raises InvalidRequest."""
+    """Build the grammar of an answer of one or more calls, without other text. Raises InvalidRequest."""
     return "\n".join([f"start: {_calls(dialect, single, special)}", *_rules(dialect, tools)])
 
 
 def optional_calls_grammar(
     dialect: ToolCallFormat, tools: Iterable[pb.Tool], single: bool, special: SpecialToken, specials: Sequence[int]
 ) -> str:
-    """Grammar of text and calls in any order, where a started call must match its tool.
+    """Build the grammar of text and calls in any order.
 
-    ``specials`` are special tokens that may occur in the text. Raises InvalidRequest.
+    After the beginning of a call, the rest must match its tool. ``specials`` are special tokens that may occur in the
+    text. Raises InvalidRequest.
     """
     rules = [*_rules(dialect, tools), "TEXT: /(?s:.*)/"]
     if dialect in ("json", "llama3_json"):  # a call is the whole answer
@@ -80,7 +81,7 @@ def _escaped(text: str) -> str:
 
 
 def _rules(dialect: ToolCallFormat, tools: Iterable[pb.Tool]) -> list[str]:
-    """Rules of each tool's call."""
+    """Build the rules of each tool's call."""
     rules, names = [], list[str]()
     key = "parameters" if dialect == "llama3_json" else "arguments"
     for i, tool in enumerate(tools):
@@ -105,7 +106,7 @@ def _marker(text: str, special: SpecialToken) -> str:
 
 
 def _calls(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> str:
-    """Rule of an answer of calls only."""
+    """Build the rule of an answer of calls only."""
     if dialect in ("hermes", "qwen3_coder"):
         trigger, rest = _marked(dialect, single, special)
         wrapped = f"{_marker(trigger, special)} {rest}"
@@ -121,7 +122,7 @@ def _calls(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> str:
 
 
 def _marked(dialect: ToolCallFormat, single: bool, special: SpecialToken) -> tuple[str, str]:
-    """Marker that starts a call within text, and the rule that follows it."""
+    """Return the marker that begins a call within text, and the rule after it."""
     if dialect == "hermes":
         return HERMES, f'"\\n" call "\\n" {_marker(HERMES_END, special)}'
     if dialect == "qwen3_coder":

@@ -26,11 +26,11 @@ Payload = memoryview | DeviceBytes
 
 @dataclass(frozen=True)
 class ChunkPlacement:
-    """First ``len(slots)`` tokens of a chunk and their int64 ``slots`` in the pool (on the CPU).
+    """First ``len(slots)`` tokens of a chunk and their slots in the pool.
 
-    ``rotation`` holds cosines and sines ``[rotary_dim / 2]`` (float32) of a RoPE shift. It is applied to the keys in
-    float32, before they are rounded to the pool's dtype, in the rotate-half convention: channel i pairs with channel
-    ``i + rotary_dim / 2``.
+    ``slots`` are int64, on the CPU. ``rotation`` contains cosines and sines ``[rotary_dim / 2]`` (float32) of a RoPE
+    shift. It is applied to the keys in float32, before they are rounded to the pool's dtype, in the rotate-half
+    convention: channel i pairs with channel ``i + rotary_dim / 2``.
     """
 
     header: ChunkHeader

@@ -65,7 +65,10 @@ def implementations() -> tuple[Implementation, ...]:
 
 
 def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
-    """Return our CUDA kernels if they support the pool's heads and a RoPE shift of ``half`` channel pairs."""
+    """Return our CUDA kernels if they support the pool's heads and the RoPE shift.
+
+    The shift rotates ``half`` channel pairs.
+    """
     if pool.device.type != "cuda" or pool.dtype not in (torch.float16, torch.bfloat16):
         return None
     return kernels_for(pool.device).kernels if cuda_kv_pack.supports(pool.shape[3], half) else None
@@ -79,7 +82,10 @@ def _copy_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _on_copy_stream(device: torch.device) -> Iterator[None]:
-    """Run the block's work on a copy stream, after the work already enqueued; synchronize at the end."""
+    """Run the block's work on a copy stream; synchronize at the end.
+
+    The copy stream waits for the work already enqueued.
+    """
     stream = _copy_stream(device)
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.stream(stream):
@@ -129,7 +135,10 @@ def unpack_chunk(
 def unpack_chunks(
     keys: Tensor, values: Tensor, pieces: Sequence[ChunkPlacement], groups: Sequence[range]
 ) -> Iterator[range]:
-    """Dequantize chunks into the pool, one group of layers at a time; yield each group once the pool holds it."""
+    """Dequantize chunks into the pool, one group of layers at a time.
+
+    Yields each group once the pool contains it.
+    """
     if cpu_chunks.serves(keys):
         unpacking = cpu_chunks.ChunkUnpacker(keys, values, pieces)
         for layers in groups:

@@ -1,7 +1,7 @@
 """KV quantization and packing in plain torch, for any device and dtype: the test oracle.
 
-Quantization is asymmetric with a zero point: keys per channel over groups of tokens, values per token, following where
-each has its outliers (KIVI, arXiv:2402.02750).
+Quantization is asymmetric with a zero point: keys per channel over groups of tokens, values per token, because keys
+have their outliers in channels and values in tokens (KIVI, arXiv:2402.02750).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def _stored(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """Return a section as a tensor of the pool's dtype; it shares the memory unless that is read-only."""
+    """Return a section as a tensor of the pool's dtype.
+
+    It shares the memory unless that is read-only.
+    """
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
     return tensor if tensor.dtype == dtype else tensor.view(dtype)
 

@@ -39,13 +39,14 @@ def attention(
     sliding_window: int,
     logits_soft_cap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Compute causal attention over a paged pool: output ``[rows, heads, dim]`` and log-sum-exp ``[rows, heads]``.
+    """Compute causal attention over a paged pool.
 
-    ``query [rows, heads, dim]``; ``keys``, ``values [kv_heads, slots, dim]``; int32 ``qo_indptr [sequences + 1]``,
-    ``kv_lens [sequences]``, ``positions [rows]`` (a row attends to its sequence's keys up to its own position),
-    ``kv_slots [sequences, max_kv_len]``, the pool slot of each key. ``max_q_len``: rows of the longest sequence.
-    ``sliding_window``: keys that a row attends to, its own included. 0 disables ``sliding_window`` and
-    ``logits_soft_cap``. The log-sum-exp is float32, natural. Names follow FlashInfer.
+    Returns the output ``[rows, heads, dim]`` and the log-sum-exp ``[rows, heads]``. ``query [rows, heads, dim]``;
+    ``keys``, ``values [kv_heads, slots, dim]``; int32 ``qo_indptr [sequences + 1]``, ``kv_lens [sequences]``,
+    ``positions [rows]`` (a row attends to its sequence's keys up to its own position), ``kv_slots [sequences,
+    max_kv_len]``, the pool slot of each key. ``max_q_len``: rows of the longest sequence. ``sliding_window``: keys that
+    a row attends to, its own included. 0 disables ``sliding_window`` and ``logits_soft_cap``. The log-sum-exp is
+    float32, natural. Names follow FlashInfer.
     """
     kernels = _kernels(query) if query.shape[2] in HEAD_DIMS else None
     if kernels is None:

@@ -1,9 +1,9 @@
-"""Gather and scatter of tokens between a paged cache of any layout and dense arrays.
+"""Gather and scatter of tokens between a paged cache and dense arrays.
 
-Arrays are ``[layers, tokens, heads, channels]``. The offset of an element in its layer is the sum of its block's, its
-token's, its head's and its channel's offset. The offsets are tables, so that tiled and transposed caches need no kernel
-of their own. On the CPU one compiled pass without the GIL (``cpu/paged_copy.py``); elsewhere, and without compiled
-kernels, torch.
+The cache may have any layout; arrays are ``[layers, tokens, heads, channels]``. The offset of an element in its layer
+is the sum of the offsets of its block, token, head and channel. The offsets are tables, so that tiled and transposed
+caches need no special kernel. On the CPU, one compiled pass without the GIL copies the tokens (``cpu/paged_copy.py``);
+on other devices, and without compiled kernels, torch does.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def test_what_is_missing_is_said_and_the_rest_measured(tmp_path: Path) -> None:
     assert set(found["summary"]["missing"]) == {"llama.cpp_q4_0", "vllm"}
     assert "is no interpreter with vllm" in found["summary"]["missing"]["vllm"]
     text = peers_page.page({"peers": found})
-    assert "**Lost:**" in text
+    assert "**Other systems are faster at:**" in text
     assert "Missing, vllm: " in text
     engines.main(["--quick", "--out", str(out)])
     assert "is no interpreter with vllm" in read(out)["summary"]["missing"]

@@ -55,9 +55,14 @@ class Rule(Strict):
     annotations: dict[str, str]
 
 
+class RecordingRule(Strict):
+    record: str
+    expr: str
+
+
 class RuleGroup(Strict):
     name: str
-    rules: list[Rule]
+    rules: list[Rule | RecordingRule]
 
 
 class RuleGroups(Strict):

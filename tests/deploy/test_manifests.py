@@ -14,6 +14,7 @@ from kvsidecar.cli.warm import texts
 from typer.main import get_command
 
 from cache_daemon.config import DaemonConfig
+from cache_daemon.store import shutdown
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.server.worker_config import WorkerConfig
 from tests.deploy.custom_resources import SCHEMAS
@@ -187,9 +188,20 @@ def test_a_daemons_memory_fits_into_its_limit(name: str, monkeypatch: pytest.Mon
 def test_the_daemon_outlives_the_worker_and_ends_after_it() -> None:
     (pod,) = pods("base")
     assert [(c["name"], c["restartPolicy"]) for c in pod["initContainers"]] == [("cache", "Always")]
-    assert pod["terminationGracePeriodSeconds"] >= 10 + 20
+    worker = next(c for c in pod["containers"] if process_of(c) == "worker")
+    drained = worker["lifecycle"]["preStop"]["sleep"]["seconds"] + WorkerConfig(model="demo").drain_seconds
+    assert pod["terminationGracePeriodSeconds"] >= drained + shutdown.SECONDS
     run = next(volume for volume in pod["volumes"] if volume["name"] == "run")
     assert run["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize("name", ["base", "overlays/fleet"])
+def test_a_gateway_drains_within_its_grace_period(name: str) -> None:
+    for pod in pods(name):
+        for container in containers(pod):
+            if process_of(container) == "gateway":
+                sleep = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+                assert pod["terminationGracePeriodSeconds"] >= sleep + GatewayConfig().drain_seconds + 5
 
 
 def test_one_gpu_is_claimed_for_the_whole_pod() -> None:

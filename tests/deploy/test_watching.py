@@ -17,6 +17,7 @@ from deploy.prometheus import operator
 from tests.deploy.manifests import DEPLOY, of_kind
 
 RULES = [rule for group in yaml.safe_load(operator.RULES.read_text())["groups"] for rule in group["rules"]]
+ALERTS = [rule for rule in RULES if "alert" in rule]
 TOOLS = Path(__file__).parents[2] / "build" / "tools" / "usr" / "bin"
 
 
@@ -58,7 +59,8 @@ def test_a_metric_that_nobody_exports_is_refused(monkeypatch: pytest.MonkeyPatch
 
 def test_alerts_go_by_metrics_that_exist() -> None:
     for rule in RULES:
-        assert generate.metrics_in(rule["expr"]) <= exported().keys(), rule["alert"]
+        recorded = {rule["record"].partition(":")[2].partition(":")[0] for rule in RULES if "record" in rule}
+        assert generate.metrics_in(rule["expr"]) <= exported().keys() | recorded, rule
 
 
 def test_the_operators_alerts_are_the_same() -> None:
@@ -69,18 +71,90 @@ def test_the_operators_alerts_are_the_same() -> None:
 
 def test_every_alert_is_in_the_runbook() -> None:
     page = (DEPLOY.parent / "docs" / "operations" / "monitoring.md").read_text(encoding="utf-8")
-    assert [r["alert"] for r in RULES if f"| `{r['alert']}` |" not in page] == []
+    assert [r["alert"] for r in ALERTS if f"| `{r['alert']}` |" not in page] == []
+
+
+def promtool(*arguments: str) -> None:
+    program = shutil.which("promtool") or shutil.which("promtool", path=str(TOOLS))
+    if program is None:
+        pytest.skip("promtool is not installed (Debian: prometheus)")
+    done = subprocess.run(
+        [program, *arguments], cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_alerts_fire_when_they_should() -> None:
-    promtool = shutil.which("promtool") or shutil.which("promtool", path=str(TOOLS))
-    if promtool is None:
-        pytest.skip("promtool is not installed (Debian: prometheus)")
-    for command in (["check", "rules", "alerts.yaml"], ["test", "rules", "alerts_test.yaml"]):
-        done = subprocess.run(
-            [promtool, *command], cwd=DEPLOY / "prometheus", capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    promtool("check", "rules", "alerts.yaml")
+    promtool("test", "rules", "alerts_test.yaml")
+
+
+# Series of a node and of a vLLM engine, one value a minute, as their processes export them.
+SCRAPED = {
+    'kvsidecar_build_info{job="n",instance="a:1",process="gateway",version="1"}': "1x10",
+    'kvsidecar_build_info{job="n",instance="a:2",process="worker",version="1"}': "1x10",
+    'kvsidecar_build_info{job="n",instance="a:3",process="daemon",version="1"}': "1x10",
+    'vllm:prefix_cache_queries_total{job="n",instance="a:1",engine="0"}': "0+600x10",
+    'vllm:prefix_cache_hits_total{job="n",instance="a:1",engine="0"}': "0+60x10",
+    'vllm:external_prefix_cache_hits_total{job="n",instance="a:1",engine="0"}': "0+300x10",
+    'vllm:prefix_cache_queries_total{job="v",instance="v:1",engine="0"}': "0+600x10",
+    'vllm:prefix_cache_hits_total{job="v",instance="v:1",engine="0"}': "0+0x10",
+    'vllm:external_prefix_cache_hits_total{job="v",instance="v:1",engine="0"}': "0+540x10",
+    'vllm:kvsidecar_attached{job="v",instance="v:1",engine="0"}': "0x10",
+    'kvsidecar_gateway_requests_total{job="n",instance="a:1",path="/v1/chat/completions",code="200"}': "0+30x10",
+    'kvsidecar_gateway_requests_total{job="n",instance="a:1",path="/v1/messages",code="503"}': "0+10x10",
+    'kvsidecar_gateway_requests_total{job="n",instance="a:1",path="/health",code="503"}': "0+999x10",
+    'kvsidecar_cache_durable_failing{job="n",instance="a:3"}': "1x10",
+    'kvsidecar_cache_remote_failing{job="n",instance="a:3"}': "0x10",
+    'kvsidecar_cache_arena_used_bytes{job="n",instance="a:3"}': "75x10",
+    'kvsidecar_cache_arena_bytes{job="n",instance="a:3"}': "100x10",
+    'kvsidecar_cache_durable_bytes{job="n",instance="a:3"}': "50x10",
+    'kvsidecar_cache_durable_budget_bytes{job="n",instance="a:3"}': "200x10",
+    'kvsidecar_worker_pool_free_pages{job="n",instance="a:2"}': "10x10",
+    'kvsidecar_worker_pool_pages{job="n",instance="a:2"}': "100x10",
+    'vllm:time_to_first_token_seconds_bucket{job="n",instance="a:1",le="1"}': "0+0x10",
+    'vllm:time_to_first_token_seconds_bucket{job="n",instance="a:1",le="2"}': "0+60x10",
+    'vllm:time_to_first_token_seconds_bucket{job="n",instance="a:1",le="+Inf"}': "0+60x10",
+    'kvsidecar_cache_call_seconds_total{job="n",instance="a:3",method="Match"}': "0+3x10",
+    'kvsidecar_cache_calls_total{job="n",instance="a:3",method="Match",status="OK"}': "0+60x10",
+    'kvsidecar_cache_loop_stall_ms{job="n",instance="a:3"}': "40x10",
+}
+ANSWERS = {
+    "all engines": 0.75,
+    "engines' own prefix caches": 0.05,
+    "cache daemon": 0.7,
+    "{{process}} processes": 1,
+    "failed share of answers": 0.25,
+    "stores whose disk fails": 1,
+    "daemons without their remote tier": 0,
+    "vLLM engines without a daemon": 1,
+    "arena": 0.75,
+    "disk": 0.25,
+    "workers' KV pools": 0.9,
+    "time to first token, p95": 1.95,
+    "Match, mean": 0.05,
+    "stall of a daemon's event loop, longest": 0.04,
+}
+
+
+def test_the_first_row_says_whether_the_cache_pays_is_healthy_is_full_and_what_is_slow(tmp_path: Path) -> None:
+    def evaluated(query: str) -> str:
+        for name, value in {"$job": ".*", "$instance": ".*", "$__rate_interval": "5m"}.items():
+            query = query.replace(name, value)
+        return f"sum by () (round({query}, 0.001))" if "count by" not in query else f"max by () ({query})"
+
+    panels = generate.rows()["Overview"]
+    legends = {legend: generate.selected(query) for panel in panels for legend, query in panel.queries}
+    assert len(panels) == 4
+    assert legends.keys() == ANSWERS.keys()
+    cases = [
+        {"expr": evaluated(query), "eval_time": "9m", "exp_samples": [{"labels": "{}", "value": ANSWERS[legend]}]}
+        for legend, query in legends.items()
+    ]
+    series = [{"series": name, "values": values} for name, values in SCRAPED.items()]
+    run = {"interval": "1m", "input_series": series, "promql_expr_test": cases}
+    (tmp_path / "row.yaml").write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": [run]}))
+    promtool("test", "rules", str(tmp_path / "row.yaml"))
 
 
 def test_the_autoscaler_asks_for_a_metric_that_the_adapter_serves() -> None:

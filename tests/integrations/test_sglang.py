@@ -214,7 +214,7 @@ def test_sglang_loads_it_by_its_flag_and_its_pages_come_back(node: Node, model: 
     backend = loaded(node, model, pool)
     base = type(backend).__mro__[1]
     assert (base.__name__, base.__bases__) == ("HiCacheStorage", (ABC,))
-    assert backend._keeping._connection.wait(10)
+    assert backend._store._connection.wait(10)
     pool.fill(3, page_of(3))
     assert all(backend.batch_set_v1(NAMES[:2], slots(3, 4)))
     assert backend.batch_exists(NAMES) == 2
@@ -225,7 +225,7 @@ def test_sglang_loads_it_by_its_flag_and_its_pages_come_back(node: Node, model: 
     with pytest.raises(ValueError, match=f"8 indices for 2 pages; expected are {2 * PAGE}"):
         backend.batch_get_v1(NAMES[:2], slots(0))
     another = loaded(node, model, MHATokenToKVPoolHost("page_first"), tp_rank=1, tp_size=2)
-    assert another._keeping._connection.wait(10)
+    assert another._store._connection.wait(10)
     assert another.batch_exists(NAMES) == 0, "another rank's pages are others"
     backend.clear()
     assert backend.batch_exists(NAMES) == 0

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kvsidecar.integrations.vllm import scheduler_connector
+from kvsidecar.integrations.vllm import pending_lookup, scheduler_connector
 from kvsidecar.kv_transfer.block_copier import BlockCopier
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup
 from kvsidecar.kv_transfer.transport import NoTransport
@@ -344,7 +344,8 @@ def test_a_request_without_blocks_gives_its_leases_back_after_a_while_and_looks_
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
     until_no_lease(node)
     clock, real = 0.0, time.monotonic
-    monkeypatch.setattr(scheduler_connector, "time", SimpleNamespace(monotonic=lambda: real() + clock))
+    for module in (scheduler_connector, pending_lookup):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: real() + clock))
     go, match = threading.Event(), PrefixLookup.match
 
     def late(*arguments: Any, **options: Any) -> Any:

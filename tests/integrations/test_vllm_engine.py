@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +136,22 @@ def test_loads_that_break_off_are_computed_again(warm: Engine, expected: dict[in
     warm.break_loads()
     assert ids(warm.ask(prompts(0, 12))) == expected[0]
     assert "planted" in warm.log.read_text()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing vLLM
+def test_statistics_become_prometheus_metrics() -> None:
+    pytest.importorskip("vllm")
+    from kvsidecar.integrations.vllm.vllm_metrics import ConnectorMetrics, ConnectorStats
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+    engine = {"engine": "7"}
+    types = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
+    metrics = ConnectorMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {7: ["7"]})
+    step = ConnectorStats({"loaded_tokens": 64, "lookups.hit": 2, "attached": 1.0})
+    metrics.observe(step.aggregate(ConnectorStats({"lookups.hit": 1, "attached": 0.0})).data, 7)
+    assert REGISTRY.get_sample_value("vllm:kvsidecar_loaded_tokens_total", engine) == 64
+    assert REGISTRY.get_sample_value("vllm:kvsidecar_lookups_total", engine | {"outcome": "hit"}) == 3
+    assert REGISTRY.get_sample_value("vllm:kvsidecar_attached", engine) == 0
 
 
 # ---- vLLM's own kernels, without an engine --------------------------------------------------------------------

@@ -112,3 +112,23 @@ def test_without_kernels_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(RuntimeError, match="this CPU has none"):
         cpu_graph.KernelGraph([])
+
+
+def test_norm_and_rotation_follow_the_formulas() -> None:
+    """Also for a row of zeros, which an epsilon of zero makes NaN."""
+    hidden, weight, normed = torch.randn(3, WIDTH), torch.rand(WIDTH), torch.empty(3, WIDTH)
+    hidden[1] = 0
+    cpu_rows.run(cpu_rows.rms_norm(3, hidden, None, weight, 1e-2, normed), 3)
+    torch.testing.assert_close(normed, torch.nn.functional.rms_norm(hidden, (WIDTH,), weight, 1e-2))
+
+    heads, kv_heads, dim, slots = 4, 2, 32, torch.tensor([5, 0, 9])
+    qkv, angles = torch.randn(3, (heads + 2 * kv_heads) * dim), 7 * torch.rand(3, dim)
+    keys, values, queries = torch.zeros(kv_heads, 12, dim), torch.zeros(kv_heads, 12, dim), torch.empty(3, heads, dim)
+    turns = (angles.cos(), angles.sin())
+    cpu_rows.run(cpu_rows.rope(3, qkv, kv_heads, turns, (None, None), 0.0, slots, (keys, values), queries), 3)
+    rows = qkv.view(3, heads + 2 * kv_heads, dim)
+    other = torch.cat((-rows[..., dim // 2 :], rows[..., : dim // 2]), -1)
+    turned = rows * turns[0][:, None] + other * turns[1][:, None]
+    torch.testing.assert_close(queries, turned[:, :heads])
+    torch.testing.assert_close(keys[:, slots].transpose(0, 1), turned[:, heads:-kv_heads])
+    assert torch.equal(values[:, slots].transpose(0, 1), rows[:, -kv_heads:])

@@ -15,7 +15,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy: most importers of this package's modules need no client, which imports gRPC.
+    # Lazy: most importers of this package need no client, whose import loads gRPC.
     if name in __all__:
         from kvsidecar import client, errors
 

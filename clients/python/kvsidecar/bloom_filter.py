@@ -1,6 +1,7 @@
-"""Bloom filter over a daemon's index, mapped by clients: most prompts that are not stored need no call.
+"""Bloom filter over a daemon's index, which clients map into their memory.
 
-``kvsidecar.cache.v1.IndexSummary`` is the specification. After Fan, Cao, Almeida and Broder, "Summary Cache" (2000).
+Most prompts that are not stored then need no call. ``kvsidecar.cache.v1.IndexSummary`` is the specification. After Fan,
+Cao, Almeida and Broder, "Summary Cache" (2000).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class BloomFilter:
         return all(memory[n >> 3] >> (n & 7) & 1 for n in positions(key, len(memory)))
 
     def may_contain_prefix(self, root: bytes, tokens: Sequence[int]) -> bool:
-        """Return whether a prompt might begin with a stored chunk, or with the first HEAD_TOKENS of one.
+        """Return whether a prompt might begin with a stored chunk or its first HEAD_TOKENS.
 
-        True for every prompt that is shorter.
+        True for every prompt shorter than HEAD_TOKENS.
         """
         if len(tokens) < HEAD_TOKENS:
             return True

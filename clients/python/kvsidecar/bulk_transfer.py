@@ -1,6 +1,6 @@
 """Copies a tenant's chunks from one daemon to another, by Fetch and Store.
 
-Both ends verify each chunk's checksum, and the target stores a chunk as if it had been computed there. A TTL is
+Both daemons verify each chunk's checksum, and the target stores a chunk as if a local worker had computed it. A TTL is
 transferred as its remaining time.
 """
 
@@ -23,9 +23,9 @@ from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import ChunkNotFound, InvalidRequest, Overloaded, from_rpc
 
 _PAGE = 1000
-_NUM_THREADS = 4  # a daemon serves many more streams, but the link is saturated before that
+_NUM_THREADS = 4  # a daemon serves many more streams, but this many saturate the link
 _CALL_SECONDS = 120.0
-# The two lists are read one after the other: an expiry this much later counts as equal.
+# The two lists are read one after the other, so an expiry that is this much later counts as equal.
 _SLACK_SECONDS = 5.0
 
 
@@ -41,8 +41,8 @@ class TenantScope:
 class TransferResult:
     """Result of a transfer.
 
-    ``known`` chunks were at the target already. ``lost`` ones were evicted before they could be fetched, or had
-    expired, or their parent was gone at one of the ends, or another client was writing them to the target.
+    ``known`` chunks were already at the target. ``lost`` chunks were evicted before they could be fetched, had expired,
+    or had no parent at one of the daemons, or another client was writing them to the target.
     """
 
     chunks: int = 0
@@ -60,9 +60,9 @@ class _ListedChunk:
 
 
 def descriptor_of(namespace: bytes, *daemons: Any) -> NamespaceDescriptor:
-    """Return a namespace's descriptor, from a worker that is attached to one of these daemons.
+    """Return a namespace's descriptor, from a worker attached to one of these daemons.
 
-    Raises InvalidRequest when none is attached, grpc.RpcError.
+    Raises InvalidRequest when no worker is attached, grpc.RpcError.
     """
     for daemon in daemons:
         try:
@@ -88,10 +88,10 @@ def transfer_tenant(
     descriptor: NamespaceDescriptor,
     heard: Callable[[int, int], None] = lambda done, total: None,
 ) -> TransferResult:
-    """Copy a tenant's chunks that ``target`` lacks, or has with an earlier expiry; both arguments are stubs.
+    """Copy a tenant's chunks that ``target`` lacks, or has with an earlier expiry.
 
-    Copies parents before children. Calls ``heard(done, total)`` after each wave. Raises KVSidecarErrors; chunks that
-    were copied until then stay.
+    ``source`` and ``target`` are stubs. Copies parents before children. Calls ``heard(done, total)`` after each wave.
+    Raises KVSidecarErrors; chunks that were copied before stay.
     """
     there = {chunk.info.prefix_hash: chunk.ends_at for chunk in _listed(target, tenant)}
     found = _listed(source, tenant)
@@ -118,7 +118,7 @@ def transfer_tenant(
 
 
 def _waves(chunks: list[_ListedChunk]) -> Iterator[list[_ListedChunk]]:
-    """Yield the chunks without a parent among these, then their children, and so on."""
+    """Yield the chunks whose parents are not among them, then their children, and so on."""
     names = {chunk.info.prefix_hash for chunk in chunks}
     children: dict[bytes, list[_ListedChunk]] = defaultdict(list)
     for chunk in chunks:
@@ -150,9 +150,9 @@ def _listed(daemon: Any, tenant: TenantScope) -> list[_ListedChunk]:
 def _carry_one(
     source: Any, target: Any, tenant: TenantScope, descriptor: NamespaceDescriptor, listed: _ListedChunk
 ) -> int | None:
-    """Copy one chunk; return its payload's bytes, 0 when the target had it, None when it or its parent is gone.
+    """Copy one chunk; return its payload's bytes.
 
-    Raises KVSidecarErrors.
+    Returns 0 when the target had it, None when the chunk or its parent no longer exists. Raises KVSidecarErrors.
     """
     chunk, left = listed.info, listed.ends_at - time.monotonic()
     if left <= 0:
@@ -187,7 +187,7 @@ def _pieces(
 ) -> Iterator[pb.StoreRequest]:
     """Yield the requests of a Store.
 
-    gRPC consumes them on a thread of its own, and reports only that it failed; the cause is appended to ``failed``.
+    gRPC consumes them on its own thread, and reports only that it failed, so the cause is appended to ``failed``.
     """
     start = pb.StoreStart(descriptor=descriptor, tenant_salt=tenant.salt, header=header, ttl_seconds=ttl_seconds)
     yield pb.StoreRequest(start=start)

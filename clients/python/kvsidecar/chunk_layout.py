@@ -1,6 +1,6 @@
 """Layout of a chunk's payload: its sections and their offsets.
 
-Computed from the header alone; the head of ``protos/kvsidecar/cache/v1/chunk.proto`` is the specification.
+Computed from the header alone; the first comment of ``protos/kvsidecar/cache/v1/chunk.proto`` is the specification.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STORAGE_TYPE: dict[int, str] = {DATA_TYPE_FLOAT32: "<f4", DATA_TYPE_FLOAT16: "<u
 KEY_GROUP_TOKENS = {16: 0, 8: 256, 4: 32}
 SINK_TOKENS = 4
 MAX_CHUNK_TOKENS = 4096
-# Most chunk ends that a Match may name.
+# Maximal number of chunk ends in a Match.
 MAX_CUTS = 8192
 # Longest TTL of a request: 30 days.
 MAX_TTL_SECONDS = 30 * 86400
@@ -53,7 +53,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Geometry:
-    """A model's KV geometry: with the number of tokens, it determines a payload's layout."""
+    """A model's KV geometry; with the number of tokens, it determines a payload's layout."""
 
     layers: int
     kv_heads: int
@@ -75,7 +75,7 @@ class Layout:
 
     def arrays(self, payload: memoryview) -> dict[str, NDArray[Any]]:
         """Return views of the sections of ``payload``, which must be ``size_bytes`` long; copies nothing."""
-        import numpy as np  # here: the command line and the gateway read no payloads
+        import numpy as np  # lazy: the command line and the gateway read no payloads
 
         return {s.name: np.frombuffer(payload, s.type, prod(s.shape), s.offset).reshape(s.shape) for s in self.sections}
 

@@ -1,7 +1,7 @@
 """gRPC clients of an inference worker, sync and async.
 
-Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too. Where the program
-traces with OpenTelemetry, calls name its active span (W3C Trace Context).
+Both raise ``KVSidecarError``s. A ``deadline`` is in seconds and ends the request at the worker too. If the program uses
+OpenTelemetry, calls carry its active span (W3C Trace Context).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import grpc
 
 from kvsidecar.errors import Unavailable, from_rpc
+from kvsidecar.hint_options import HintOptions
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
 from kvsidecar.telemetry.tracing import context_metadata
@@ -25,7 +26,10 @@ _OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_messa
 
 @dataclass(frozen=True)
 class Completion:
-    """A complete answer. Times are in milliseconds since the request's arrival at the worker."""
+    """A complete answer.
+
+    Times are in milliseconds since the request's arrival at the worker.
+    """
 
     text: str
     token_ids: list[int]
@@ -113,7 +117,7 @@ class Client:
     """Synchronous client of an inference worker.
 
     Thread-safe. Close it, or use it as a context manager. Without an address it calls the first worker of the local
-    node, and fails over to the others: a request without any output so far is sent again.
+    node. If that fails before any output, it sends the request to another worker.
     """
 
     def __init__(self, address: str | Path | None = None) -> None:
@@ -181,25 +185,14 @@ class Client:
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
-        cache_ttl_seconds: int | None = None,
-        cache_parts: Sequence[Mapping[str, int]] = (),
-        cache_session: str = "",
         prefetch: bool = False,
+        **hints: Unpack[HintOptions],
     ) -> pb.WarmResponse:
         """Prefill a prompt into the cache, for an adapter if ``model`` names one.
 
         With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
         """
-        request = to_warm_request(
-            prompt,
-            tools,
-            tenant_salt,
-            model,
-            cache_ttl_seconds,
-            cache_parts=cache_parts,
-            cache_session=cache_session,
-            prefetch=prefetch,
-        )
+        request = to_warm_request(prompt, tools, tenant_salt, model, prefetch=prefetch, **hints)
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
 
@@ -233,7 +226,10 @@ class Client:
 
 
 class AsyncClient:
-    """Asynchronous client for one event loop, otherwise like ``Client``. ``options`` are gRPC channel options."""
+    """Asynchronous client for one event loop, otherwise like ``Client``.
+
+    ``options`` are gRPC channel options.
+    """
 
     def __init__(self, address: str | Path | None = None, options: Sequence[tuple[str, Any]] = ()) -> None:
         self._workers = WorkerChannels(
@@ -297,25 +293,14 @@ class AsyncClient:
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
-        cache_ttl_seconds: int | None = None,
-        cache_parts: Sequence[Mapping[str, int]] = (),
-        cache_session: str = "",
         prefetch: bool = False,
+        **hints: Unpack[HintOptions],
     ) -> pb.WarmResponse:
         """Prefill a prompt into the cache, for an adapter if ``model`` names one.
 
         With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
         """
-        request = to_warm_request(
-            prompt,
-            tools,
-            tenant_salt,
-            model,
-            cache_ttl_seconds,
-            cache_parts=cache_parts,
-            cache_session=cache_session,
-            prefetch=prefetch,
-        )
+        request = to_warm_request(prompt, tools, tenant_salt, model, prefetch=prefetch, **hints)
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
 

@@ -1,6 +1,6 @@
-"""Extras of the distribution: the packages that commands need beyond the base installation.
+"""Extras of the distribution: packages that commands need beyond the base installation.
 
-Imports nothing that takes time: commands check their extra before they import anything else.
+Imports nothing slow: commands check their extra before they import anything else.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 
 _GATEWAY = ("fastapi", "starlette", "uvicorn", "h11")
-# By extra, the packages to import, the largest first; pyproject.toml names the distributions.
+# For each extra, the packages to import, the largest first; pyproject.toml names the distributions.
 PACKAGES = {
     "gateway": _GATEWAY,
     "worker": (
@@ -23,7 +23,7 @@ PACKAGES = {
     ),
 }
 _MAX_NAMED = 3
-# By command of ``kvsidecar``, its extra. A command that is not here runs with the base installation.
+# For each command of ``kvsidecar``, its extra. Other commands run with the base installation.
 COMMANDS = {
     "serve": "worker",
     "worker": "worker",
@@ -36,12 +36,12 @@ COMMANDS = {
 
 
 def missing_packages(extra: str) -> list[str]:
-    """Names the packages of an extra that are not installed; imports none of them."""
+    """Name the packages of an extra that are not installed; import none of them."""
     return [name for name in PACKAGES[extra] if importlib.util.find_spec(name) is None]
 
 
 def refusal(command: str) -> str:
-    """Returns the sentence that refuses a command whose extra is not installed; empty if nothing is missing."""
+    """Return the sentence that refuses a command without its extra; empty if nothing is missing."""
     extra = COMMANDS.get(command)
     missing = missing_packages(extra) if extra else []
     if not missing:

@@ -46,7 +46,7 @@ def canonical_encoding(descriptor: NamespaceDescriptor) -> bytes:
 
 
 def namespace_id(descriptor: NamespaceDescriptor) -> bytes:
-    """Return the id of a namespace: everything that decides a chunk's bytes."""
+    """Return the id of a namespace: everything that determines a chunk's bytes."""
     return _hash(_NAMESPACE, _sized(canonical_encoding(descriptor)))
 
 
@@ -56,7 +56,7 @@ def tenant_root(namespace: bytes, tenant_salt: bytes) -> bytes:
 
 
 def tenant_id(tenant_salt: bytes) -> bytes:
-    """Return a tenant's id across namespaces, which quotas count by."""
+    """Return a tenant's id across namespaces, to which quotas apply."""
     return _hash(_TENANT, _sized(tenant_salt))
 
 
@@ -64,7 +64,7 @@ def token_bytes(tokens: Tokens) -> bytes:
     """Encode token ids as uint32 little-endian. Raises OverflowError for an id outside 32 bits."""
     if isinstance(tokens, bytes):
         return tokens
-    import numpy as np  # lazy: the command line hashes nothing, and starts much faster without it
+    import numpy as np  # lazy: the command line hashes nothing, and starts much faster without NumPy
 
     return np.array(tokens, "<u4").tobytes()
 

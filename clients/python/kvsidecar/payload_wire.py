@@ -1,6 +1,6 @@
 """Wire format of Fetch messages, without protobuf's two extra copies at each end.
 
-A FetchResponse that has nothing but ``data`` is the tag of field 2 (length-delimited), the length as a varint, and the
+A FetchResponse that contains only ``data`` is the tag of field 2 (length-delimited), the length as a varint, and the
 bytes (https://protobuf.dev/programming-guides/encoding). Any protobuf library reads and writes the same.
 """
 
@@ -23,7 +23,10 @@ def encode_data(payload: memoryview) -> bytes:
 
 
 def decode_message(message: bytes) -> memoryview | FetchResponse:
-    """Return the data of a data-only message without a copy, or any other message decoded. Raises DecodeError."""
+    """Return the data of a data-only message without a copy, else the decoded message.
+
+    Raises DecodeError.
+    """
     if message[:1] == _TAG:
         length = 0
         for at, byte in enumerate(message[1 : 1 + _MOST_LENGTH_BYTES]):

@@ -8,7 +8,7 @@ from sortedcontainers import SortedDict, SortedList
 class RangeAllocator:
     """Free ranges of ``[0, capacity)`` in abstract units.
 
-    Best fit, lowest offset first among equals; neighbours are merged when freed. Not thread-safe. O(log n).
+    Best fit, lowest offset first among equals; freed neighbours are merged. Not thread-safe. O(log n).
     """
 
     def __init__(self, capacity: int) -> None:
@@ -22,7 +22,7 @@ class RangeAllocator:
         self._used: SortedDict[int, int] = SortedDict()  # taken range: start -> length
 
     def allocate(self, units: int) -> int | None:
-        """Allocate ``units`` contiguous units; return their start, or None when no range is long enough."""
+        """Allocate contiguous units; return their start, or None when no range is long enough."""
         if units < 1:
             raise ValueError(f"cannot allocate {units} units")
         i = self._by_size.bisect_left((units, -1))
@@ -37,7 +37,7 @@ class RangeAllocator:
         return int(start)
 
     def extend(self, end: int, units: int) -> bool:
-        """Extend the used range that ends at ``end`` by ``units``, if the following units are free."""
+        """Extend the used range that ends at ``end``, if the next ``units`` are free."""
         length = self._size_at.get(end, 0)
         if length < units:
             return False

@@ -1,4 +1,7 @@
-"""Tenants file: permissions, format, token digests and salts. ``docs/security.md`` shows an example."""
+"""Tenants file: permissions, format, token digests and salts.
+
+``docs/security.md`` shows an example.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ def parse_token_digest(entry: object) -> bytes | None:
 def find_by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
     """Find the entry of a token, among those ``known`` by their digests.
 
-    Compares with all digests in constant time, whichever matches.
+    Compares with all digests in constant time, even after a match.
     """
     given, found = hashlib.sha256(token).digest(), None
     for digest, one in known.items():
@@ -71,7 +74,7 @@ def find_by_token(known: Mapping[bytes, T], token: bytes) -> T | None:
 
 
 def salt_of_table(table: Mapping[str, Any]) -> bytes:
-    """Return the salt of a tenant's table. Raises ValueError, whose text does not contain the salt."""
+    """Return the salt of a tenant's table. Raises ValueError without the salt in its text."""
     named = [key for key in ("salt", "salt_hex") if key in table]
     if len(named) != 1:
         raise ValueError("it needs salt (text) or salt_hex, one of them")

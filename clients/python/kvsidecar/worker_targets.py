@@ -1,4 +1,4 @@
-"""Workers that a client may call: the one at its address, or all of the local node."""
+"""Workers that a client may call: that of its address, or all of the node."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WorkerChannels:
     def another(self, tried: set[str]) -> bool:
         """Switch to an untried worker; return whether there is one."""
         with self._lock:
-            if self.now not in tried:  # another thread has found one
+            if self.now not in tried:  # another thread has already switched
                 return True
             left = [target for target in self._all() if target not in tried]
             if not left:

@@ -1,7 +1,7 @@
-"""Token selectors, one per file: which relocated tokens are recomputed in their true context.
+"""Token selectors, one per file: they choose the relocated tokens to recompute.
 
-Imports ``context_reuse.reuse_plan`` and numpy. Selected tokens are rows of an ordinary forward, in which a row attends
-to earlier positions only.
+Imports ``context_reuse.reuse_plan`` and numpy. Selected tokens are recomputed as rows of an ordinary forward, in which
+a row attends only to earlier positions.
 """
 
 from inference_svc.context_reuse.selectors.baselines import ChunkEdges, NoTokens
@@ -23,9 +23,9 @@ SELECTORS: dict[str, TokenSelector] = {
     )
 }
 DEFAULT_SELECTOR, DEFAULT_RATIO = "guided", 0.15
-# ``--repair auto`` verifies these; of those that pass, the cheapest is used.
+# ``--repair auto`` verifies these selectors and uses the cheapest that passes.
 AUTO_SELECTORS = ("salient", DEFAULT_SELECTOR, "guided_4", "guided_8")
-# ``--repair auto`` without a ratio verifies this selector at a larger ratio, too.
+# ``--repair auto`` without a ratio also verifies this selector at a larger ratio.
 THOROUGH_SELECTOR, THOROUGH_RATIO = "salient", 0.3
 
 

@@ -1,4 +1,4 @@
-"""Selectors that need no measurement: no tokens, and the edges of every chunk."""
+"""Baseline selectors without measurements: no tokens, and the edges of every chunk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals
 
 
 class NoTokens:
-    """Recomputes nothing: the baseline of a verification, and enough for text that needs no context."""
+    """Selects no tokens: the baseline of a verification, and sufficient for text that needs no context."""
 
     name, depth, needs_deviation, attention_depth = "none", 0, False, 0.0
 
@@ -18,9 +18,9 @@ class NoTokens:
 
 
 class ChunkEdges:
-    """Tokens on both sides of every seam, where the context changes.
+    """Selects tokens at both ends of each relocated span.
 
-    Of each relocated span's share, two thirds are at its start and one third at its end.
+    There the context changes. Two thirds of a span's selected tokens are at its start, one third at its end.
     """
 
     name, depth, needs_deviation, attention_depth = "selective", 0, False, 0.0

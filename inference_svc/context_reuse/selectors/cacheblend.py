@@ -1,7 +1,7 @@
-"""Selects tokens by KV deviation (CacheBlend, Yao et al., EuroSys 2025, arXiv:2405.16444).
+"""CacheBlend: selects tokens by the deviation of their keys and values.
 
-Layer 0 is computed for all approximate tokens, and keys and values of layer 1; the tokens that deviate most from the
-stored ones are recomputed in all other layers.
+Yao et al., EuroSys 2025, arXiv:2405.16444. Layer 0 and the keys and values of layer 1 are computed for all approximate
+tokens. The tokens whose keys and values deviate most from the stored ones are recomputed in all other layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 
 
 class CacheBlendSelector:
-    """Top ``ratio`` by deviation at layer 1."""
+    """Selects the ``ratio`` of tokens with the largest deviation at layer 1."""
 
     name, depth, needs_deviation, attention_depth = "cacheblend", 1, True, 0.0
 

@@ -1,12 +1,13 @@
-"""Selects tokens by the attention of the question.
+"""Guided selector: selects tokens by the attention of the question.
 
-The lowest layers are computed for all approximate tokens, exactly. Then the question is read once over the stored keys,
-and the tokens with high attention from some head are recomputed, each with the token before it: a token that summarizes
-a statement takes it from there (SnapKV, arXiv:2404.14469, pools scores over neighbours likewise). Measured against
-deviation, and against mixtures of both, in ``docs/adr/027-guided-question-attention.md``.
+The lowest layers are computed for all approximate tokens; their results are exact. Then the question is computed once
+over the stored keys. The tokens with high attention from some head are recomputed, each with the token before it,
+because a token that summarizes a statement takes the statement from the tokens before it (SnapKV, arXiv:2404.14469,
+also pools scores over neighbours). ``docs/adr/027-guided-question-attention.md`` compares this with deviation, and with
+mixtures of both.
 
-The number of lowest layers depends on the model: enough to associate related tokens. ``kvsidecar verify`` measures
-``guided`` (2), ``guided_4`` and ``guided_8``, and keeps the first that passes.
+The number of lowest layers that associate related tokens depends on the model. ``kvsidecar verify`` measures ``guided``
+(2), ``guided_4`` and ``guided_8``, and keeps the cheapest that passes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 
 
 class GuidedSelector:
-    """Top ``ratio`` by the question's attention after ``depth`` layers."""
+    """Selects tokens by the question's attention.
+
+    It selects the share ``ratio`` with the most attention, after ``depth`` layers.
+    """
 
     # In the built-in model, attention is informative well before the last layer.
     needs_deviation, attention_depth = False, 2 / 3

@@ -1,10 +1,10 @@
-"""Selects tokens by attention times deviation.
+"""Salient selector: selects tokens by attention times deviation.
 
-Attention tells which tokens the question reads, deviation which of them are wrong; only their product tells which wrong
-tokens are read. Two layers are computed for all approximate tokens, exactly, which gives the deviation of keys and
-values in layers 1 and 2; then the question is read once over the stored keys. On real language models this selects as
-well as knowledge of the true keys and values would (``docs/adr/049-salient-repair.md``), where either factor alone
-regains half as much.
+Attention shows the tokens that the question reads, deviation the tokens whose keys and values are wrong; only their
+product shows wrong tokens that the question reads. Two layers are computed exactly for all approximate tokens, which
+gives the deviation of keys and values in layers 1 and 2. Then the question is computed once over the stored keys. On
+real language models, this selection is as good as one with the true keys and values
+(``docs/adr/049-salient-repair.md``); each factor alone regains half as much accuracy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from inference_svc.context_reuse.selectors.selector import SelectionSignals, top
 
 
 class SalientSelector:
-    """Top ``ratio`` by the question's attention times the squared deviation in layers 1 and 2."""
+    """Selects tokens by attention times deviation.
+
+    It selects the share ``ratio`` with the largest product of the question's attention and the squared deviation in
+    layers 1 and 2.
+    """
 
     name, depth, needs_deviation, attention_depth = "salient", 2, True, 1.0
 

@@ -1,4 +1,4 @@
-"""Interface of token selectors, and their cost."""
+"""Token selector: the interface, its input signals, and the cost of recomputation."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from inference_svc.context_reuse.reuse_plan import Positions, ReusePlan
 
 @dataclass(frozen=True)
 class SelectionSignals:
-    """Measurements of the approximate tokens, each ``[approximate tokens]`` in the order of their positions.
+    """Measurements of the approximate tokens, in the order of their positions.
 
-    ``deviation``: distance of keys and values of layers 1 to the selector's depth from the stored ones: the root of the
-    sum of squares, each layer's keys and values relative to their mean norm.
-    ``attention``: attention of the question to a token: over heads and layers, the sum of squares of the largest weight
-    that any token of the question gives it.
+    Each array has the shape ``[approximate tokens]``.
+
+    ``deviation``: distance of a token's computed keys and values from the stored ones, in layers 1 to the selector's
+    depth: the root of the sum of squares, where each layer's keys and values are divided by their mean norm.
+    ``attention``: attention of the question to a token: the sum, over heads and layers, of the square of the largest
+    weight that any token of the question gives it.
     """
 
     deviation: NDArray[Any] | None = None
@@ -28,9 +30,9 @@ class SelectionSignals:
 class TokenSelector(Protocol):
     """Selects the approximate tokens to recompute.
 
-    ``depth`` layers are computed for all approximate tokens before the selection; 0 if nothing need be measured.
-    ``needs_deviation`` requests that signal. ``attention_depth`` is the share of layers through which the question is
-    read over the stored keys to measure attention; 0 if attention need not be measured.
+    ``depth``: number of layers that are computed for all approximate tokens before the selection; 0 without
+    measurements. ``needs_deviation``: ``select`` needs the signal ``deviation``. ``attention_depth``: share of layers
+    in which the question is computed over the stored keys, to measure attention; 0 if attention is not needed.
     """
 
     name: str
@@ -39,18 +41,21 @@ class TokenSelector(Protocol):
     attention_depth: float
 
     def select(self, plan: ReusePlan, ratio: float, signals: SelectionSignals) -> Positions:
-        """Return rising positions, about ``ratio`` of the approximate ones; all of them for 1."""
+        """Return ascending positions, about the share ``ratio`` of the approximate ones; all for ``ratio`` 1."""
         ...
 
 
 def top_positions(plan: ReusePlan, ratio: float, score: NDArray[Any]) -> Positions:
-    """Return the ``ratio`` of approximate positions with the highest score."""
+    """Return the share ``ratio`` of approximate positions with the highest scores."""
     positions, count = plan.approximate_positions, plan.budget(ratio)
     return np.sort(positions[np.argsort(-score, kind="stable")[:count]])
 
 
 def recompute_cost(repair: TokenSelector, ratio: float, layers: int, projection_share: float) -> float:
-    """Cost of recomputation as a share of a prefill of the same tokens: ``(d + q + r (L - d)) / L``."""
+    """Cost of recomputation as a share of a prefill of the same tokens.
+
+    It is ``(d + q + r (L - d)) / L``, with depth d, projection share q, ratio r and L layers; ``r`` if d is 0.
+    """
     if not repair.depth:
         return ratio
     return (repair.depth + projection_share + ratio * (layers - repair.depth)) / layers

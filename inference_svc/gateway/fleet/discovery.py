@@ -18,6 +18,7 @@ from kvsidecar.net.addresses import TcpAddress
 from inference_svc.gateway.fleet.fleet_router import HashRing, RouteCandidate
 from inference_svc.gateway.fleet.node_addresses import NodeAddress
 from inference_svc.gateway.fleet_api import SERVING_PATH
+from inference_svc.gateway.model_aliases import lists
 
 log = structlog.get_logger("gateway")
 
@@ -26,31 +27,31 @@ _RESOLVE_SECONDS = 5.0
 _MAX_TIMEOUTS = 3
 
 
-# Failed connections. TLS may refuse a certificate after the handshake, and httpx passes that on as ssl.SSLError.
+# Failed connections. TLS may refuse a certificate after the handshake, and httpx raises that as ssl.SSLError.
 CONNECTION_ERRORS = (httpx.HTTPError, ssl.SSLError)
-# Raised by answers that are not a node's, such as a proxy's or another service's JSON.
+# Raised by answers that no node sends, such as a proxy's or another service's JSON.
 BAD_RESPONSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 class NodeFailed(Exception):
-    """The node did not answer, or answered that it cannot. Another node may succeed."""
+    """The node did not answer, or could not. Another node may succeed."""
 
 
 @dataclass(eq=False)
 class Node:
-    """One node: ``url`` is the address to call, ``host`` the name that its certificate must have."""
+    """One node: ``url`` is the address to call, ``host`` its certificate's name."""
 
     url: str
     host: str
     timeout_seconds: float
     alive: bool = False
-    was_up: bool = False  # it was alive once
+    was_up: bool = False  # it was alive at least once
     starting: bool = False  # it has no worker, and reports that it is starting one
     removed: bool = False  # its name no longer resolves to it
-    named: NodeAddress | None = None  # the DNS name that it was found by
+    named: NodeAddress | None = None  # the DNS name that resolved to it
     models: dict[str, dict[str, Any]] = field(default_factory=dict)
     workers: int = 1
-    busy: int = 0  # requests that the node reports, of all senders; nodes report it to operators only
+    busy: int = 0  # requests of all senders, as the node reports; nodes report it to operators only
     in_flight: int = 0  # requests that this gateway has sent
     why: str = "it has not answered yet"
     _num_timeouts: int = 0
@@ -60,7 +61,7 @@ class Node:
         return RouteCandidate(self.url, max(self.busy, self.in_flight) / self.workers, held_tokens)
 
     def serves(self, model: str) -> bool:
-        return self.alive and not self.removed and (not model or model in self.models)
+        return self.alive and not self.removed and (not model or lists(self.models, model))
 
     @property
     def extensions(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class Node:
 
     @contextmanager
     def counting_request(self) -> Iterator[None]:
-        """Count a request while the node has it."""
+        """Count a request while the node processes it."""
         self.in_flight += 1
         try:
             yield
@@ -77,7 +78,7 @@ class Node:
             self.in_flight -= 1
 
     async def wait_for(self, waited: Any, deadline: float) -> Any:
-        """Await a result of the node, until ``deadline`` (loop time) or until the node counts as failed.
+        """Await a result of the node, until ``deadline`` (loop time) or a node failure.
 
         Raises NodeFailed, TimeoutError.
         """
@@ -143,7 +144,7 @@ class Node:
         """Fail all requests that wait for this node."""
         now = asyncio.get_running_loop().time()
         for timeout in list(self._waiting):
-            with suppress(RuntimeError):  # its own deadline expires at this moment
+            with suppress(RuntimeError):  # its own deadline expires at the same moment
                 timeout.reschedule(now)
 
 

@@ -25,9 +25,11 @@ from kvsidecar.errors import (
 )
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
 from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_wait import NodeWait
@@ -42,11 +44,13 @@ from inference_svc.gateway.worker_wait import preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-# Paths whose body has a prompt or tokens; any one node can answer.
+# Paths whose body has a prompt or tokens; any single node can answer.
 _FORWARDED_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     RESPONSES,
+    MESSAGES_PATH,
+    COUNT_PATH,
     "/v1/embeddings",
     "/tokenize",
     "/detokenize",
@@ -58,7 +62,10 @@ _IDLE_SECONDS = 3.0
 
 
 class FleetHandlers:
-    """Handlers of a fleet gateway. One instance per process. Raises ConfigurationError for unusable certificates."""
+    """Handlers of a fleet gateway. One instance per process.
+
+    Raises ConfigurationError for unusable certificates.
+    """
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
@@ -144,12 +151,12 @@ def _client(config: GatewayConfig) -> httpx.AsyncClient:
         tls = ssl.create_default_context(cafile=config.node_ca)
         if config.node_cert is not None:
             tls.load_cert_chain(config.node_cert, config.node_cert_key)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         named = ", ".join(str(f) for f in (config.node_ca, config.node_cert, config.node_cert_key) if f is not None)
         raise ConfigurationError(f"cannot use the certificates for nodes ({named}): {error}") from error
     return httpx.AsyncClient(
         verify=tls,
-        trust_env=False,  # nodes are reached directly
+        trust_env=False,  # nodes are reached without a proxy
         headers={"Accept-Encoding": "identity"} | ({"Authorization": f"Bearer {key}"} if key else {}),
         timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_SECONDS),
@@ -168,8 +175,9 @@ def create_app(config: GatewayConfig) -> FastAPI:
         await fleet.discovery.close()
         await fleet.client.aclose()
 
-    app = create_base_app(lifespan)
+    app = create_base_app(lifespan, config.drain_seconds)
     app.state.fleet, app.state.counters = fleet, fleet.metrics
+    app.add_middleware(DrainMiddleware, drain=app.state.drain)
     app.add_middleware(RequestGuard, keys=fleet.keys, policy=OriginPolicy(config), metrics=fleet.metrics)
     add_outer_middleware(app, config.origins)
     for path in _FORWARDED_PATHS:
@@ -180,7 +188,8 @@ def create_app(config: GatewayConfig) -> FastAPI:
     for path in (LOAD, UNLOAD):
         app.add_api_route(path, fleet.refuse_adapters, methods=["POST"])
     app.add_api_route("/version", fleet.version, methods=["GET"])
-    app.add_api_route("/health", fleet.health, methods=["GET"])
+    for path in (HEALTH, READYZ):
+        app.add_api_route(path, fleet.health, methods=["GET"])
     app.add_api_route("/metrics", fleet.show_metrics, methods=["GET"])
     app.add_api_route(FLEET, fleet.show_fleet, methods=["GET"])
     return app

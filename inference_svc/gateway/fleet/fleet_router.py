@@ -1,12 +1,12 @@
 """Routes prompts to nodes by cached-prefix length and load.
 
-The node with the longest cached prefix gets the prompt, unless its load exceeds what that prefix is worth. The gateway
-keeps no routing state: it decides by what nodes report, so any number of gateways decide alike.
+The node with the longest cached prefix gets the prompt, unless its load exceeds the value of that prefix. The gateway
+keeps no routing state: it decides by the nodes' reports, so any number of gateways decide alike.
 
-In a small fleet every node is queried for its cached prefix. In a large one, only the nodes that the prompt's prefix
-hashes map to on a hash ring (Karger et al., "Consistent Hashing and Random Trees", 1997). Prompts with a common prefix
-map to the same nodes at every gateway, and so do the turns of one conversation. ``worker_router`` does the same for the
-workers of one node, which share a cache.
+In a small fleet the gateway queries every node for its cached prefix. In a large fleet it queries only the nodes to
+which a hash ring maps the prompt's prefix hashes (Karger et al., "Consistent Hashing and Random Trees", 1997). Prompts
+with a common prefix map to the same nodes at every gateway, and so do the turns of one conversation. ``worker_router``
+does the same for the workers of one node, which share a cache.
 """
 
 from __future__ import annotations
@@ -18,18 +18,23 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from inference_svc.gateway.anthropic_api.content_blocks import without_billing_header
+
 MAX_QUERY_ALL_NODES = 16
 """Up to this many nodes, every node is queried."""
 MAX_LOAD_DIFFERENCE = 4.0
 """A node that has the whole prompt cached may have this many more requests per worker than the least busy node."""
-_POINTS_PER_NODE = 64  # of each node on the ring: the shares of 100 nodes differ by a tenth or so
+_POINTS_PER_NODE = 64  # points of each node on the ring: the shares of 100 nodes differ by about a tenth
 _FIRST_PREFIX_BYTES = 256  # beginnings are as long as this, twice this, four times this…
 _MAX_MESSAGE_PREFIXES = 4  # …and as the first messages of a conversation
 
 
 @dataclass(frozen=True)
 class RouteCandidate:
-    """A node that may get a prompt. ``load`` is requests per worker, ``cached_tokens`` what it has of the prompt."""
+    """A node that may get a prompt.
+
+    ``load`` is requests per worker, ``cached_tokens`` the prompt's tokens in its cache.
+    """
 
     name: str
     load: float
@@ -40,8 +45,8 @@ class RouteCandidate:
 class PromptPrefixHashes:
     """Hashes of a prompt's prefixes, the shortest first.
 
-    Equal prefixes of the same tenant have equal hashes. ``session_key`` identifies the conversation (the whole prompt
-    where there is none) and breaks ties. ``size_bytes`` is the length of the prompt's text.
+    Equal prefixes of the same tenant have equal hashes. ``session_key`` identifies the conversation (else the whole
+    prompt) and breaks ties. ``size_bytes`` is the length of the prompt's text.
     """
 
     digests: tuple[bytes, ...]
@@ -72,18 +77,28 @@ def prompt_prefix_hashes(body: dict[str, Any]) -> PromptPrefixHashes:
         if not session_key and talk and isinstance(part, dict) and part.get("role") == "user":
             session_key = digest.digest()
     whole = digest.digest()
+    if isinstance(key := body.get("prompt_cache_key"), str) and key:
+        session_key = hashlib.sha256(_bytes(["prompt_cache_key", body.get("cache_salt") or "", key])).digest()
+        found.append(session_key)
     return PromptPrefixHashes(tuple(dict.fromkeys(found)) or (whole,), session_key or whole, at)
 
 
 def _parts(body: dict[str, Any]) -> tuple[list[Any], bool]:
     """Return a prompt's parts in the order of chat templates, and whether it is a conversation."""
-    head = [part for part in (body.get("tools"), body.get("instructions")) if part]
+    head = [part for part in (body.get("tools"), body.get("instructions"), *_system(body.get("system"))) if part]
     said = body.get("messages", body.get("input"))
     if isinstance(said, list):
         return [*head, *said], True
     if said is not None:
         return [*head, {"role": "user", "content": said}], True
     return [body.get("prompt", "")], False
+
+
+def _system(system: Any) -> list[str]:
+    """Return the texts of Anthropic's ``system``, without the header that changes with every request."""
+    parts = system if isinstance(system, list) else [{"text": system}]
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    return [without_billing_header(text) for text in texts if isinstance(text, str)]
 
 
 def _bytes(part: Any) -> bytes:
@@ -101,7 +116,10 @@ class HashRing:
         )
 
     def first(self, digest: bytes, able: Collection[str]) -> str:
-        """Return the first name after a hash that is in ``able``; at least one of them is on the ring."""
+        """Return the first name after a hash that is in ``able``.
+
+        At least one of these must be on the ring.
+        """
         begin = bisect.bisect(self._points, (_point(digest), ""))
         for i in range(len(self._points)):
             name = self._points[(begin + i) % len(self._points)][1]
@@ -117,7 +135,10 @@ def _point(data: bytes) -> int:
 def nodes_to_query(
     ring: HashRing, standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes
 ) -> list[RouteCandidate]:
-    """Return the nodes to query: all of a few, or the ring's nodes for the prompt and the least busy one."""
+    """Return the nodes to query.
+
+    In a small fleet, all nodes; else the ring's nodes for the prompt and the least busy one.
+    """
     if len(standings) <= MAX_QUERY_ALL_NODES:
         return list(standings)
     able = {standing.name: standing for standing in standings}
@@ -130,7 +151,7 @@ def nodes_to_query(
 def choose_node(standings: Sequence[RouteCandidate], prompt: PromptPrefixHashes, prompt_tokens: int) -> RouteCandidate:
     """Return the best of at least one candidate.
 
-    A fully cached prompt is worth ``MAX_LOAD_DIFFERENCE`` requests of load, a partly cached one its share of that.
+    A fully cached prompt is worth ``MAX_LOAD_DIFFERENCE`` requests of load, a partly cached one a proportional share.
     """
     worth = MAX_LOAD_DIFFERENCE / max(1, prompt_tokens)
     scores = [one.load - worth * one.cached_tokens for one in standings]

@@ -42,7 +42,7 @@ def parse_node_addresses(text: str) -> list[NodeAddress]:
 
 
 def _place(text: str) -> NodeAddress:
-    if "@" in text:  # it may hold a password: it is not repeated
+    if "@" in text:  # it may contain a password, so the error does not quote it
         raise ValueError(f"a node has no name and password; write {_FORM}")
     every = text.startswith(_BY_NAME)
     try:

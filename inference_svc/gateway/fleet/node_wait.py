@@ -7,12 +7,13 @@ from math import inf
 
 from inference_svc.gateway.fleet.discovery import NodeDiscovery
 from inference_svc.gateway.fleet.prefix_query import RoutedRequest
+from inference_svc.gateway.model_aliases import lists
 
 _MAX_WAITING, _POLL_SECONDS = 1024, 0.25
 
 
 class NodeWait:
-    """Lets requests wait while nodes that could answer them report that they are starting a worker.
+    """Lets requests wait while suitable nodes report that they are starting a worker.
 
     For at most ``max_seconds``, or the client's own limit. Runs on the event loop.
     """
@@ -36,8 +37,11 @@ class NodeWait:
             self._num_waiting -= 1
 
     def _is_starting(self, request: RoutedRequest) -> bool:
-        """Return whether a suitable node is starting; one that was never up may serve any model."""
+        """Return whether a suitable node is starting.
+
+        A node that was never up may serve any model.
+        """
         return any(
-            node.starting and (not request.model or not node.models or request.model in node.models)
+            node.starting and (not request.model or not node.models or lists(node.models, request.model))
             for node in self._discovery.all
         )

@@ -1,6 +1,6 @@
 """Queries candidate nodes for their cached-prefix length, and chooses one.
 
-The gateway keeps no routing state, so a restart makes nothing stale.
+The gateway keeps no routing state, so no state is stale after a restart.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import httpx
 from kvsidecar.errors import InvalidRequest, Unavailable, UnknownModel
 from prometheus_client import Histogram
 
+from inference_svc.gateway.anthropic_api.error_envelope import MESSAGES_PATH
 from inference_svc.gateway.fleet.discovery import BAD_RESPONSE_ERRORS, CONNECTION_ERRORS, Node, NodeDiscovery
 from inference_svc.gateway.fleet.fleet_router import (
     PromptPrefixHashes,
@@ -23,14 +24,15 @@ from inference_svc.gateway.fleet.fleet_router import (
     prompt_prefix_hashes,
 )
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, WARM_PATH
+from inference_svc.gateway.model_aliases import lists
 
 RESPONSES = "/v1/responses"
-_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, WARM_PATH})
-# A node that does not answer within this time counts as having nothing: the prompt must not wait.
+_PROMPTS = frozenset({"/v1/chat/completions", "/v1/completions", RESPONSES, MESSAGES_PATH, WARM_PATH})
+# A node that does not answer within this time counts as having no cached prefix: the prompt must not wait.
 _TIMEOUT_SECONDS = 0.5
-# A shorter prompt is computed as fast as a query takes.
+# Computing a shorter prompt takes no longer than a query.
 _MIN_QUERY_BYTES = 256
-# Response ids have about 40 characters, and every node is queried for one.
+# Response ids have about 40 characters. The limit bounds the size of the queries that one id causes at every node.
 _MAX_RESPONSE_ID_CHARS = 200
 # Each concurrent query takes a connection and a file descriptor.
 _MAX_CONCURRENT_QUERIES = 256
@@ -38,9 +40,9 @@ _MAX_CONCURRENT_QUERIES = 256
 
 @dataclass(frozen=True)
 class RoutedRequest:
-    """The properties of a request that decide its node.
+    """The properties of a request that determine its node.
 
-    ``before`` is the id of the response that it continues, ``only`` the one node that can answer it, and
+    ``before`` is the id of the response that it continues, ``only`` the only node that can answer it, and
     ``wait_seconds`` the client's limit for waiting for a worker.
     """
 
@@ -63,7 +65,7 @@ def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
     return RoutedRequest(
         path,
         raw,
-        model if isinstance(model, str) else "",  # the node reports what is wrong
+        model if isinstance(model, str) else "",  # the node reports the error
         prompt_prefix_hashes(body),
         before if path == RESPONSES and isinstance(before, str) else None,
         body.get("skip_cache") is True,
@@ -73,7 +75,7 @@ def to_routed_request(path: str, raw: bytes, body: Any) -> RoutedRequest:
 
 @dataclass(frozen=True)
 class _CachedPrefix:
-    """A node's answer: tokens of the prompt, and how many of them it has cached."""
+    """A node's answer: tokens of the prompt, and how many of them are cached."""
 
     node: Node
     prompt_tokens: int
@@ -88,7 +90,7 @@ class PrefixQuery:
         self._semaphore = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
     async def with_owner(self, asked: RoutedRequest) -> RoutedRequest:
-        """Resolve the one node that can answer a request that continues a response.
+        """Find the only node that can answer a request that continues a response.
 
         Raises UnknownModel, Unavailable.
         """
@@ -98,13 +100,13 @@ class PrefixQuery:
     def check_model(self, name: str) -> None:
         """Check that a live node serves the model. Raises UnknownModel, Unavailable."""
         served = self._discovery.models()
-        if name and name not in served:
-            if any(name in node.models for node in self._discovery.all):
+        if name and not lists(served, name):
+            if any(lists(node.models, name) for node in self._discovery.all):
                 raise Unavailable(f"no node that serves {name[:80]!r} is up; try again in a moment")
             raise UnknownModel.among(name, sorted(served))
 
     async def choose_node(self, asked: RoutedRequest, excluded: Sequence[Node]) -> Node:
-        """Choose the node for a request. Raises Unavailable when there is none."""
+        """Choose the node for a request. Raises Unavailable when no node is suitable."""
         able = self._able(asked, excluded)
         if asked.only is not None and not able:
             raise Unavailable("the node that keeps the response before this one is away; send all messages instead")
@@ -136,7 +138,7 @@ class PrefixQuery:
         return found
 
     async def _query_node(self, node: Node, asked: RoutedRequest) -> _CachedPrefix:
-        """Query one node; 0 tokens where it does not answer in time or refuses.
+        """Query one node; 0 tokens if it does not answer in time or refuses.
 
         A node that refuses reports the reason when it gets the request itself.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
@@ -12,17 +11,17 @@ import httpx
 import structlog
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
-from kvsidecar.errors import DeadlineExceeded, Unavailable
+from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable
 from starlette.types import Receive, Scope, Send
 
-from inference_svc.gateway.answer_writer import error_response
+from inference_svc.gateway.answer_writer import error_event
+from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, messages_error_event
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import PrefixQuery, RoutedRequest
 from inference_svc.gateway.fleet_api import MAX_WARM_SECONDS, WARM_PATH
-from inference_svc.gateway.openai_format import event
 from inference_svc.gateway.request_log import log_line
 
 log = structlog.get_logger("gateway")
@@ -31,7 +30,7 @@ log = structlog.get_logger("gateway")
 MAX_TRIES = 3
 # The node or its workers are down.
 _RETRY_STATUS = frozenset({502, 503})
-_BUSY, _UNAUTHORIZED = 429, 401
+_BUSY, _UNAUTHORIZED = frozenset({429, 529}), 401
 _EVENTS = "text/event-stream"
 # Wait this long for a node after the last live one has failed.
 _NO_NODE_SECONDS = 3.0
@@ -75,11 +74,11 @@ class Proxy:
                 now = loop.time()
                 if now < deadline and self._wait.should_wait(asked, since):
                     waited, give_up = True, 0.0
-                else:  # a node reports its worker slightly after it reports that it starts none
+                else:  # a node reports its new worker slightly after it stops reporting that it starts one
                     give_up = give_up or now + _NO_NODE_SECONDS
                     if not (tries or waited) or now > give_up:
                         raise
-                tried.clear()  # a failed node may be back
+                tried.clear()  # a failed node may be up again
                 await self._wait.pause()
                 continue
             tries, give_up = tries + 1, 0.0
@@ -92,7 +91,7 @@ class Proxy:
                 return answer
             except _NodeRefusal as error:
                 refused, why = error.answer, str(error)
-                if error.answer.status_code != _BUSY:
+                if error.answer.status_code not in _BUSY:
                     node.down(why)
             except NodeFailed as error:
                 why = str(error)
@@ -106,14 +105,17 @@ class Proxy:
             self._metrics.retries.inc()
 
     def _answer_seconds(self, asked: RoutedRequest) -> float:
-        """Return the seconds for an answer. A warm request names its own limit, which the node enforces."""
+        """Return the seconds for an answer.
+
+        A warm request names its own limit, which the node enforces.
+        """
         if asked.path != WARM_PATH or asked.within_seconds is None:
             return self._seconds
         return max(self._seconds, min(asked.within_seconds, MAX_WARM_SECONDS))
 
 
 class _NodeRefusal(Exception):
-    """A complete answer by which a node asks for a retry on another node (busy, unavailable)."""
+    """A complete answer by which a node requests a retry on another (busy, unavailable)."""
 
     def __init__(self, answer: Response) -> None:
         super().__init__(f"it answers {answer.status_code}")
@@ -129,10 +131,10 @@ class _NodeRequest:
         self._response: httpx.Response | None = None
 
     async def open(self, client: httpx.AsyncClient, asked: RoutedRequest, has_another: bool) -> Response:
-        """Return a complete answer, or a stream whose first bytes have come.
+        """Return a complete answer, or a stream whose first bytes have arrived.
 
-        Where another node can answer, this one must not wait for a lost worker. Raises NodeFailed, _NodeRefusal,
-        TimeoutError.
+        With ``has_another``, the node must not wait for a lost worker, since another node can answer. Raises
+        NodeFailed, _NodeRefusal, TimeoutError.
         """
         self._held.enter_context(self._node.counting_request())
         try:
@@ -148,7 +150,7 @@ class _NodeRequest:
         await self.close()
         if answer.status_code == _UNAUTHORIZED:  # this gateway's key is wrong: the client cannot fix that
             raise NodeFailed("it does not take this gateway's key")
-        if answer.status_code in _RETRY_STATUS or answer.status_code == _BUSY:
+        if answer.status_code in _RETRY_STATUS or answer.status_code in _BUSY:
             raise _NodeRefusal(answer)
         return answer
 
@@ -186,7 +188,18 @@ class _NodeRequest:
                 DeadlineExceeded("the answer took too long") if late else Unavailable("the node broke off its answer")
             )
             log_line().abort(said.reason)
-            yield b"\n\n" + event(json.loads(bytes(error_response(said).body)))
+            yield b"\n\n" + self._error_event(said)
+
+    @property
+    def kept_headers(self) -> dict[str, str]:
+        """The headers of the node's answer that a stream passes on."""
+        sent = {} if self._response is None else self._response.headers
+        return {REQUEST_ID: sent[REQUEST_ID]} if REQUEST_ID in sent else {}
+
+    def _error_event(self, error: KVSidecarError) -> bytes:
+        if REQUEST_ID in self.kept_headers:  # the node answers in Anthropic's format
+            return messages_error_event(error, self.kept_headers[REQUEST_ID])
+        return error_event(error)
 
     async def close(self) -> None:
         self._held.close()
@@ -196,10 +209,13 @@ class _NodeRequest:
 
 
 class _ProxiedStream(StreamingResponse):
-    """Streams a node's events, and closes its answer even if the client disconnects before the first one."""
+    """Streams a node's events, and closes its answer.
+
+    Also closes it if the client disconnects before the first event.
+    """
 
     def __init__(self, opened: _NodeRequest, first: bytes, rest: AsyncIterator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **opened.kept_headers}
         super().__init__(opened.pieces(first, rest), media_type=_EVENTS, headers=headers)
         self._opened = opened
 
@@ -214,12 +230,14 @@ class _ProxiedStream(StreamingResponse):
 
 
 async def _close(answer: Response) -> None:
-    """Cancel a node's answer that has no reader."""
+    """Cancel a node's answer that no client reads."""
     if isinstance(answer, _ProxiedStream):
         await answer.close()
 
 
 def proxied_response(response: httpx.Response, content: bytes) -> Response:
     """Return a node's complete answer unchanged."""
-    kept = {name: response.headers[name] for name in ("content-type", "retry-after") if name in response.headers}
+    kept = {
+        name: response.headers[name] for name in ("content-type", "retry-after", REQUEST_ID) if name in response.headers
+    }
     return Response(content, response.status_code, headers=kept)

@@ -51,7 +51,7 @@ export class NodePanel extends EventTarget {
     this._tell(workers.filter((w) => w.state === "ready").length, workers.length);
     const panel = byId("node"), at = panel.scrollTop;
     const focused = panel.contains(document.activeElement) ? document.activeElement.dataset.act : null;
-    const sections = [section("Workers", null, drawWorkers(workers)), drawReuse(reuse)];
+    const sections = [section("Workers", null, ...drawWorkers(workers)), drawReuse(reuse)];
     if (cache.failing) sections.push(section("Cache", null, el("p", { class: "note alarm", text: `${cache.failing}.` })));
     if (cache.tiers) sections.push(drawTiers(cache));
     if (cache.tenants) sections.push(this._drawMap(cache, operator));
@@ -114,7 +114,8 @@ function drawWorkers(workers) {
     }
     list.append(line);
   }
-  return list;
+  const said = new Set(workers.map((worker) => worker.reuse_anywhere).filter(Boolean));
+  return [list, ...[...said].map((text) => el("p", { class: "note", "data-note": "reuse-anywhere", text: `${text[0].toUpperCase()}${text.slice(1)}.` }))];
 }
 
 function drawReuse(reuse) {

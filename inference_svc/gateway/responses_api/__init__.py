@@ -1,4 +1,5 @@
-"""``/v1/responses`` (https://platform.openai.com/docs/api-reference/responses): text and function calls.
+"""``/v1/responses``: text and function calls.
 
-Converts requests to chat completions, and answers back. May import the rest of ``inference_svc.gateway`` but ``fleet``.
+https://platform.openai.com/docs/api-reference/responses. Converts requests to chat completions, and answers back. May
+import the rest of ``inference_svc.gateway`` except ``fleet``.
 """

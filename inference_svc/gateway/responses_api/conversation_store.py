@@ -1,66 +1,63 @@
-"""Bounded in-memory store of conversations that requests may continue (``previous_response_id``)."""
+"""Bounded in-memory store of responses and conversations that requests may continue."""
 
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
 from kvsidecar.errors import InvalidRequest, UnknownResponse
+from kvsidecar.tenant_lru import TenantLru
 
 from inference_svc.gateway.body_reader import INLINE_BYTES
 from inference_svc.gateway.openai_format import json_bytes
 
 _MAX_RESPONSES, _MAX_BYTES, _MAX_BYTES_IN_ALL = 1024, 64 << 20, 256 << 20
+# A conversation is read as a whole on the event loop whenever it grows.
+MAX_CONVERSATION_BYTES = 1 << 20
 _OVERHEAD_BYTES = 1024  # Python objects around the two texts
 
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response and the chat up to it, both as JSON.
+    """A response, the chat up to it and the items of its input, or a conversation and its items, all as JSON.
 
-    A JSON text's length is its size in memory.
+    A JSON text's length is its size in memory. ``item_ids`` are those of input and output.
     """
 
     id: str
     response: bytes
     messages: bytes
+    items: bytes = b"[]"
+    item_ids: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, response: dict[str, Any], messages: list[dict[str, Any]]) -> StoredResponse:
-        return cls(response["id"], json_bytes(response), json_bytes(messages))
+    def of(
+        cls, response: dict[str, Any], messages: list[dict[str, Any]], items: list[dict[str, Any]] | None = None
+    ) -> StoredResponse:
+        items = items or []
+        ids = frozenset(item["id"] for item in [*items, *response.get("output", ())] if item.get("id"))
+        return cls(response["id"], json_bytes(response), json_bytes(messages), json_bytes(items), ids)
 
     @property
     def num_bytes(self) -> int:
-        return len(self.response) + len(self.messages) + _OVERHEAD_BYTES
+        texts = len(self.response) + len(self.messages) + len(self.items)
+        return texts + sum(map(len, self.item_ids)) + _OVERHEAD_BYTES
 
-
-class _TenantResponses:
-    """One tenant's responses, the oldest first."""
-
-    def __init__(self) -> None:
-        self.stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self.num_bytes = 0
-
-    def add(self, stored: StoredResponse) -> None:
-        self.stored[stored.id] = stored
-        self.num_bytes += stored.num_bytes
-
-    def remove(self, response_id: str) -> None:
-        self.num_bytes -= self.stored.pop(response_id).num_bytes
-
-    def evict(self) -> None:
-        self.remove(next(iter(self.stored)))
+    def item(self, item_id: str) -> dict[str, Any]:
+        """Return one of the items in ``item_ids``."""
+        both = [*json.loads(self.items), *json.loads(self.response).get("output", ())]
+        found: dict[str, Any] = next(item for item in both if item.get("id") == item_id)
+        return found
 
 
 class ConversationStore:
     """The latest responses of each tenant, until the process ends.
 
     A tenant's new responses evict its own oldest ones. When all tenants together exceed ``max_bytes_in_all``, the
-    tenant with the most bytes loses its oldest. A tenant can only read its own responses: another's id is unknown to
-    it. Changed on the event loop; ``messages`` may be called in any thread.
+    tenant with the most bytes loses its oldest. A tenant can read only its own responses: another tenant's id is
+    unknown to it. Changed on the event loop; any thread may call ``messages``.
     """
 
     def __init__(
@@ -69,50 +66,63 @@ class ConversationStore:
         max_bytes: int = _MAX_BYTES,
         max_bytes_in_all: int = _MAX_BYTES_IN_ALL,
     ) -> None:
-        self._max_responses, self._max_bytes, self._max_in_all = max_responses, max_bytes, max_bytes_in_all
-        self._tenants: dict[Hashable, _TenantResponses] = {}
+        self._stored = TenantLru[StoredResponse](max_bytes, max_bytes_in_all, max_responses)
 
     @property
     def num_bytes(self) -> int:
-        return sum(responses.num_bytes for responses in self._tenants.values())
+        return self._stored.num_bytes
 
     def keep(self, tenant: Hashable, stored: StoredResponse) -> None:
-        """Store a response."""
-        own = self._tenants.setdefault(tenant, _TenantResponses())
-        own.add(stored)
-        while len(own.stored) > self._max_responses or own.num_bytes > self._max_bytes:
-            own.evict()
-        while self.num_bytes > self._max_in_all:
-            max(self._tenants.values(), key=lambda responses: responses.num_bytes).evict()
+        """Store a response, or a conversation in place of what it was before."""
+        self._stored.put(tenant, stored.id, stored, stored.num_bytes)
 
     def is_large(self, tenant: Hashable) -> bool:
         """Return whether a tenant's responses are too large to decode on the event loop."""
-        return tenant in self._tenants and self._tenants[tenant].num_bytes > INLINE_BYTES
+        return self._stored.num_bytes_of(tenant) > INLINE_BYTES
 
-    def messages(self, tenant: Hashable, response_id: str | None) -> list[dict[str, Any]]:
-        """Return the chat up to a response; empty for None. Raises InvalidRequest for an unknown response."""
+    def messages(
+        self, tenant: Hashable, response_id: str | None, param: str = "previous_response_id"
+    ) -> list[dict[str, Any]]:
+        """Return the messages of a conversation, or those up to a response; empty for None. Raises InvalidRequest."""
         if response_id is None:
             return []
         try:
-            found: list[dict[str, Any]] = json.loads(self._find(tenant, response_id).messages)
+            stored = self.find(tenant, response_id)
         except UnknownResponse as error:
-            raise InvalidRequest(str(error), param="previous_response_id") from None
+            raise InvalidRequest(str(error), param=param) from None
+        self._check_size(stored, param)
+        found: list[dict[str, Any]] = json.loads(stored.messages)
         return found
 
-    def response(self, tenant: Hashable, response_id: str) -> bytes:
-        """Return a response as JSON. Raises UnknownResponse."""
-        return self._find(tenant, response_id).response
+    def item(self, tenant: Hashable, item_id: str) -> dict[str, Any]:
+        """Return an item of the tenant's newest response that has it. Raises InvalidRequest."""
+        found = next((one for one in self._stored.newest_first(tenant) if item_id in one.item_ids), None)
+        if found is None:
+            raise InvalidRequest(
+                f"input refers to the item {item_id[:80]!r}, which is not kept: send the item itself", param="input"
+            )
+        return found.item(item_id)
+
+    @staticmethod
+    def _check_size(stored: StoredResponse, param: str) -> None:
+        if stored.id.startswith("conv_") and len(stored.items) > MAX_CONVERSATION_BYTES:
+            raise InvalidRequest(
+                f"the conversation has {len(stored.items)} bytes of items; beyond {MAX_CONVERSATION_BYTES} it cannot "
+                "grow: start another one",
+                param=param,
+            )
 
     def drop(self, tenant: Hashable, response_id: str) -> None:
         """Delete a response. Raises UnknownResponse."""
-        self._find(tenant, response_id)
-        self._tenants[tenant].remove(response_id)
+        self.find(tenant, response_id)
+        self._stored.remove(tenant, response_id)
 
-    def _find(self, tenant: Hashable, response_id: str) -> StoredResponse:
-        responses = self._tenants.get(tenant)
-        found = None if responses is None else responses.stored.get(response_id)
+    def find(self, tenant: Hashable, response_id: str) -> StoredResponse:
+        """Return a response, or a conversation. Raises UnknownResponse."""
+        found = self._stored.get(tenant, response_id)
         if found is None:
+            kind = "conversation" if response_id.startswith("conv_") else "response"
             raise UnknownResponse(
-                f"the response {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
+                f"the {kind} {response_id[:80]!r} is not kept: it was never stored, or newer ones took its place"
             )
         return found

@@ -16,24 +16,35 @@ from inference_svc.gateway import openai_format
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
 from inference_svc.gateway.responses_api.conversation_store import StoredResponse
-from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest, add_call
+from inference_svc.gateway.responses_api.input_items import add_call
+from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 
 
 class ResponseWriter:
-    """Writes one response. Call ``whole`` or ``stream`` once; it passes the response to ``keep`` if it is stored."""
+    """Writes one response. Call ``whole`` or ``stream`` once.
+
+    A response to be stored is passed to ``keep``.
+    """
 
     def __init__(
-        self, request: ResponsesRequest, model: str, keep: Callable[[StoredResponse], None], chat: list[dict[str, Any]]
+        self,
+        request: ResponsesRequest,
+        model: str,
+        keep: Callable[[StoredResponse], None],
+        chat: list[dict[str, Any]],
+        given: list[dict[str, Any]],
     ) -> None:
-        """``chat`` are the messages that are answered, without the instructions."""
-        self._request, self._keep, self._chat = request, keep, chat
+        """``chat`` are the messages that are answered, without the instructions; ``given`` the input's items."""
+        self._request, self._keep, self._chat, self._given, self.model = request, keep, chat, given, model
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._open: dict[str, Any] | None = None
+        self._logprobs: list[dict[str, Any]] = []  # of tokens whose text is still to come
         self._sent = 0
-        given = request.model_dump(
+        echoed = request.model_dump(
             include={
                 "instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user",
+                "max_tool_calls", "prompt_cache_key", "prompt_cache_retention",
             }
         )  # fmt: skip
         self._body: dict[str, Any] = {
@@ -43,7 +54,11 @@ class ResponseWriter:
             "status": "in_progress",
             "error": None,
             "incomplete_details": None,
-            **given,
+            **echoed,
+            "background": False,
+            "conversation": {"id": request.conversation_id} if request.conversation_id else None,
+            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "top_logprobs": request.top_logprobs or 0,
             "metadata": request.metadata or {},
             "model": model,
             "output": self._items,
@@ -52,7 +67,7 @@ class ResponseWriter:
             "text": {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
             "tools": [tool.model_dump() for tool in request.tools or ()],
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": None,
         }
         if request.text is not None and request.text.format is not None:
@@ -89,8 +104,10 @@ class ResponseWriter:
         """Add a message of the worker; return its events."""
         self._explain(part)
         events: list[bytes] = []
+        self._logprobs += openai_format.chat_logprobs(list(part.logprobs))["content"]
         if part.text:
-            events += self._say(part.text)
+            found, self._logprobs = self._logprobs, []
+            events += self._say(part.text, found)
         for delta in part.tool_calls:
             events += self._call(delta)
         if part.finish_reason:
@@ -101,7 +118,7 @@ class ResponseWriter:
         if part.prompt_parts:
             self._body |= openai_format.prompt_provenance(part)
 
-    def _say(self, text: str) -> list[bytes]:
+    def _say(self, text: str, logprobs: list[dict[str, Any]]) -> list[bytes]:
         events = []
         item = self._open
         if item is None or item["type"] != "message":
@@ -111,7 +128,8 @@ class ResponseWriter:
             item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
             events.append(self._of_item("response.content_part.added", item, content_index=0, part=item["content"][0]))
         item["content"][0]["text"] += text
-        events.append(self._of_item("response.output_text.delta", item, content_index=0, delta=text, logprobs=[]))
+        item["content"][0]["logprobs"] += logprobs
+        events.append(self._of_item("response.output_text.delta", item, content_index=0, delta=text, logprobs=logprobs))
         return events
 
     def _call(self, delta: pb.ToolCallDelta) -> list[bytes]:
@@ -141,7 +159,7 @@ class ResponseWriter:
         events = []
         if item["type"] == "message":
             part = item["content"][0]
-            done = {"content_index": 0, "text": part["text"], "logprobs": []}
+            done = {"content_index": 0, "text": part["text"], "logprobs": part["logprobs"]}
             events.append(self._of_item("response.output_text.done", item, **done))
             events.append(self._of_item("response.content_part.done", item, content_index=0, part=part))
         else:
@@ -160,7 +178,10 @@ class ResponseWriter:
             "incomplete_details": {"reason": "max_output_tokens"} if cut_off else None,
             "usage": {
                 "input_tokens": u.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": u.cached_tokens},
+                "input_tokens_details": {
+                    "cached_tokens": u.cached_tokens,
+                    "cache_write_tokens": u.cache_write_tokens,
+                },
                 "output_tokens": u.generated_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": u.prompt_tokens + u.generated_tokens,
@@ -169,9 +190,11 @@ class ResponseWriter:
         return events
 
     async def _store(self) -> None:
-        """Store the response, unless ``store`` is false or it is incomplete."""
-        if self._request.store is not False and self._body["usage"] is not None:
-            self._keep(await asyncio.to_thread(StoredResponse.of, self._body, [*self._chat, *self._answer()]))
+        """Pass the response to ``keep``, unless it is incomplete, or ``store`` is false and no conversation has it."""
+        wanted = self._request.store is not False or self._request.conversation_id is not None
+        if wanted and self._body["usage"] is not None:
+            messages = [*self._chat, *self._answer()]
+            self._keep(await asyncio.to_thread(StoredResponse.of, self._body, messages, self._given))
 
     def _answer(self) -> list[dict[str, Any]]:
         """Return the answer as chat messages."""
@@ -187,7 +210,10 @@ class ResponseWriter:
         return self._event(kind, item_id=item["id"], output_index=len(self._items) - 1, **more)
 
     async def _of_response(self, kind: str) -> bytes:
-        """Encode an event with the complete response, in a thread: metadata and tools may make it large."""
+        """Encode an event with the complete response.
+
+        In a thread, because metadata and tools may make it large.
+        """
         body = {"type": kind, "sequence_number": self._sent, "response": self._body}
         self._sent += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), await asyncio.to_thread(openai_format.json_bytes, body))

@@ -2,79 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from kvsidecar.errors import InvalidRequest, UnsupportedOption
-from pydantic import Field
+from kvsidecar.errors import InvalidRequest
+from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
-from inference_svc.gateway.cache_fields import CacheSession, CacheTtl
+from inference_svc.gateway.cache_fields import CacheFields
 from inference_svc.gateway.chat_messages import TextAlone
-from inference_svc.gateway.request_schema import DEFAULT_LENGTH, ChatRequest
+from inference_svc.gateway.request_schema import DEFAULT_LENGTH, MAX_LOGPROBS, ChatRequest
 from inference_svc.gateway.response_format import JsonSchema
-
-# OpenAI's default, which has no effect.
-_USUAL_EFFORT = ("effort", "medium")
-
-
-class Part(BodyModel):
-    """A text part of a message; answers that are sent back have ``annotations`` and ``logprobs``."""
-
-    type: Literal["input_text", "output_text", "text"]
-    text: str
-    annotations: Annotated[list[Any], FIRST_ERROR] | None = None
-    logprobs: Annotated[list[Any], FIRST_ERROR] | None = None
-
-
-Parts = Annotated[list[Part], FIRST_ERROR]
-
-
-class _Item(BodyModel):
-    id: str | None = None
-    status: str | None = None
-
-
-class MessageItem(_Item):
-    """A message of any role."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Parts
-    phase: str | None = None
-
-
-class CallItem(_Item):
-    """A function call of the model."""
-
-    type: Literal["function_call"]
-    call_id: str
-    name: str
-    arguments: str
-    parsed_arguments: Any = None
-
-
-class ResultItem(_Item):
-    """The result of a function call."""
-
-    type: Literal["function_call_output"]
-    call_id: str
-    output: str | Parts
-
-
-class ReasoningItem(_Item):
-    """Reasoning of an answer; not part of the prompt."""
-
-    type: Literal["reasoning"]
-    summary: Annotated[list[Any], FIRST_ERROR] | None = None
-    content: Annotated[list[Any], FIRST_ERROR] | None = None
-    encrypted_content: str | None = None
-
-
-Item = MessageItem | CallItem | ResultItem | ReasoningItem
+from inference_svc.gateway.responses_api.input_items import InputItem, Item, ItemReference, MessageItem
 
 
 class FunctionTool(BodyModel):
-    """A function tool; OpenAI's other tools run on its servers and are not supported."""
+    """A function tool."""
 
     type: Literal["function"]
     name: str
@@ -83,11 +26,35 @@ class FunctionTool(BodyModel):
     strict: bool | None = None
 
 
+class SkippedTool(BaseModel):
+    """A tool that the prompt leaves out: it runs on OpenAI's servers, or its calls are not JSON."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal[
+        "custom", "namespace", "web_search", "web_search_2025_08_26", "web_search_preview",
+        "web_search_preview_2025_03_11", "local_shell", "shell", "apply_patch", "tool_search", "mcp",
+    ]  # fmt: skip
+
+
 class NamedFunction(BodyModel):
     """``tool_choice`` of one function."""
 
     type: Literal["function"]
     name: str
+
+
+class AllowedFunctions(BodyModel):
+    """``tool_choice`` of some of the functions; the prompt still has all of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction | SkippedTool], FIRST_ERROR]
+
+
+class ConversationId(BodyModel):
+    """``conversation`` as an object."""
+
+    id: str
 
 
 class Format(JsonSchema):
@@ -100,16 +67,17 @@ class Text(BodyModel):
     """``text``."""
 
     format: Format | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Any = None
 
 
-class ResponsesRequest(BodyModel):
+class ResponsesRequest(CacheFields):
     """Body of ``/v1/responses``."""
 
     model: str = ""
-    input: Annotated[str | Annotated[list[Item], FIRST_ERROR], TextAlone]
+    input: Annotated[str | Annotated[list[InputItem], FIRST_ERROR], TextAlone]
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
     store: bool | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
@@ -117,45 +85,61 @@ class ResponsesRequest(BodyModel):
     temperature: float | None = None
     top_p: float | None = None
     text: Text | None = None
-    tools: Annotated[list[FunctionTool], FIRST_ERROR] | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedFunction | None = None
+    tools: Annotated[list[FunctionTool | SkippedTool], FIRST_ERROR] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
-    truncation: Literal["disabled"] | None = None
+    max_tool_calls: int | None = None
+    """Limits calls of tools on OpenAI's servers, of which there are none here."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    truncation: Literal["auto", "disabled"] | None = None
     background: Literal[False] | None = None
-    include: Annotated[list[str], FIRST_ERROR] | None = None
-    reasoning: dict[str, Any] | None = None
+    include: Any = None
+    """``message.output_text.logprobs`` has an effect."""
+    reasoning: Any = None
+    """``effort`` is passed to the chat template."""
+    image: Any = None
+    access_programs: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    cache_salt: str = ""
-    cache_ttl_seconds: CacheTtl = None
-    cache_session: CacheSession = ""
     explain: bool = False
     """Report which parts of the prompt were cached."""
 
-    def messages(self) -> list[dict[str, Any]]:
-        """Return the input as chat messages."""
+    @property
+    def conversation_id(self) -> str | None:
+        """Raises InvalidRequest if ``previous_response_id`` is set, too."""
+        if self.conversation is None:
+            return None
+        if self.previous_response_id is not None:
+            raise InvalidRequest(
+                "conversation and previous_response_id are both set; each continues another history",
+                param="conversation",
+            )
+        return self.conversation if isinstance(self.conversation, str) else self.conversation.id
+
+    def items(self, find: Callable[[str], Item]) -> list[Item]:
+        """Return the input's items; ``find`` returns the item that a reference names. Raises InvalidRequest."""
         if isinstance(self.input, str):
-            return [{"role": "user", "content": self.input}]
+            return [MessageItem(role="user", content=self.input)]
         if not self.input:
             raise InvalidRequest("input is empty; at least one item is needed", param="input")
-        found: list[dict[str, Any]] = []
-        for item in self.input:
-            if isinstance(item, MessageItem):
-                found.append({"role": item.role, "content": _text(item.content)})
-            elif isinstance(item, ResultItem):
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-            elif isinstance(item, CallItem):
-                add_call(found, item.call_id, item.name, item.arguments)
-        return found
+        return [find(item.id) if isinstance(item, ItemReference) else item for item in self.input]
 
-    def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
-        """Return the chat request that continues ``before``. Raises InvalidRequest, UnsupportedOption."""
-        reasoning = {name: asked for name, asked in (self.reasoning or {}).items() if (name, asked) != _USUAL_EFFORT}
-        for name, asked in (("include", self.include or []), ("reasoning", reasoning.values())):
-            if any(asked):
-                raise UnsupportedOption(f"{name} is not supported by this server; leave it out", param=name)
+    @property
+    def skipped_tools(self) -> list[str]:
+        """The types of tools that the prompt leaves out."""
+        return sorted({tool.type for tool in self.tools or () if isinstance(tool, SkippedTool)})
+
+    @property
+    def wants_logprobs(self) -> bool:
+        included = isinstance(self.include, list) and "message.output_text.logprobs" in self.include
+        return included or bool(self.top_logprobs)
+
+    def chat(self, before: list[dict[str, Any]], said: list[dict[str, Any]]) -> ChatRequest:
+        """Return the chat request that continues ``before`` with ``said``. Raises InvalidRequest."""
         instructions = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        said = self.messages()
         if not said and not before:
             raise InvalidRequest("input has no message; at least one is needed", param="input")
         return ChatRequest.model_validate(
@@ -167,21 +151,34 @@ class ResponsesRequest(BodyModel):
                 "temperature": self.temperature,
                 "top_p": self.top_p,
                 "tools": [
-                    {"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools or ()
+                    {"type": "function", "function": tool.model_dump(exclude={"type"})}
+                    for tool in self.tools or ()
+                    if isinstance(tool, FunctionTool)
                 ],
                 "tool_choice": self._choice(),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": self._format(),
-                "cache_salt": self.cache_salt,
-                "cache_ttl_seconds": self.cache_ttl_seconds,
-                "cache_session": self.cache_session,
+                **{name: getattr(self, name) for name in CacheFields.model_fields},
                 "explain": self.explain,
+                "truncate": "left" if self.truncation == "auto" else None,
+                "logprobs": self.wants_logprobs,
+                "top_logprobs": self.top_logprobs,
+                "reasoning_effort": self.reasoning.get("effort") if isinstance(self.reasoning, dict) else None,
+                "prompt_cache_key": self.prompt_cache_key,
+                "prompt_cache_options": self.prompt_cache_options,
+                "prompt_cache_retention": self.prompt_cache_retention,
             }
         )
 
     def _choice(self) -> Any:
         if isinstance(self.tool_choice, NamedFunction):
             return {"type": "function", "function": {"name": self.tool_choice.name}}
+        if isinstance(self.tool_choice, AllowedFunctions):
+            names = [tool.name for tool in self.tool_choice.tools if isinstance(tool, NamedFunction)]
+            tools = [{"type": "function", "function": {"name": name}} for name in names]
+            if not tools:
+                raise InvalidRequest("tool_choice.tools names no function; name at least one", param="tool_choice")
+            return {"type": "allowed_tools", "allowed_tools": {"mode": self.tool_choice.mode, "tools": tools}}
         return self.tool_choice
 
     def _format(self) -> dict[str, Any] | None:
@@ -191,15 +188,3 @@ class ResponsesRequest(BodyModel):
         if wanted.type != "json_schema":
             return {"type": wanted.type}
         return {"type": wanted.type, "json_schema": {"name": wanted.name, "schema": wanted.schema_}}
-
-
-def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
-    """Add a call to the assistant's last message, or as a new message."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": None})
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _text(content: str | Parts) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)

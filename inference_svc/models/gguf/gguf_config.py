@@ -1,7 +1,7 @@
 """Builds transformers configurations from GGUF metadata.
 
-Facts that llama.cpp has in its code and not in the file (the windowed layers of Gemma, the scaling of its scores) are
-added here; values that the file has as tensors (frequencies of LongRoPE and Llama 3) are read from them.
+Some facts are in llama.cpp's code and not in the file (the windowed layers of Gemma, the scaling of its scores); this
+module adds them. Values that the file stores as tensors (frequencies of LongRoPE and Llama 3) are read from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from inference_svc.models.gguf.gguf_file import GgufFile
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _DEFAULT_THETA, _GEMMA3_LOCAL_THETA, _GEMMA3_PATTERN = 10_000.0, 10_000.0, 6
-# Llama 3's scaling, of which a file holds only the result: the bounds of its paper, and the original context.
+# Llama 3's scaling, of which a file contains only the result: the bounds of its paper, and the original context.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 # Gemma models with this number of layers scale scores by model width per head instead of by head dimension.
 _WIDTH_SCALED = {"gemma2": 46, "gemma3": 62}
@@ -36,7 +36,7 @@ class GgufArchitecture:
 
 
 ARCHITECTURES = {
-    "llama": GgufArchitecture("llama", "LlamaForCausalLM"),  # Mistral's files say llama, too
+    "llama": GgufArchitecture("llama", "LlamaForCausalLM"),  # Mistral's files also say llama
     "qwen2": GgufArchitecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": GgufArchitecture("qwen3", "Qwen3ForCausalLM"),
     "phi3": GgufArchitecture("phi3", "Phi3ForCausalLM"),
@@ -176,7 +176,7 @@ def _yarn(file: GgufFile, factor: float) -> dict[str, Any]:
     for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if file.get(f"rope.scaling.{key}") is not None:
             rope[name] = file.get(f"rope.scaling.{key}")
-    if file.get("rope.scaling.attn_factor") is not None:  # beside YaRN's own
+    if file.get("rope.scaling.attn_factor") is not None:  # in addition to YaRN's own factor
         rope["attention_factor"] = file.get("rope.scaling.attn_factor") * (0.1 * math.log(factor) + 1.0)
     return rope
 

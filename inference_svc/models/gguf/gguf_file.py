@@ -1,7 +1,7 @@
-"""Reads GGUF headers and packed tensors (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""Reads GGUF headers and packed tensors.
 
-The ``gguf`` package's own reader creates an object for every token: 24 s for a vocabulary of 262,144. This one skips
-lists of strings, which takes half a second.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` package's own reader creates an object
+for every token: 24 s for a vocabulary of 262,144. This one skips lists of strings, which takes half a second.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class GgufFile:
 
     @property
     def kinds(self) -> set[str]:
-        """Names of the quantizations in it."""
+        """Names of the quantizations in the file."""
         return {t.kind.name for t in self.tensors.values()}
 
     def packed(self, tensor: TensorInfo) -> NDArray[np.uint8]:
-        """A tensor's bytes ``[rows, bytes of a row]``, mapped: memory is used only for what is read."""
+        """A tensor's bytes ``[rows, bytes of a row]``, mapped: only the parts read use memory."""
         rows = prod(tensor.shape[:-1])
         mapped = np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.size_bytes,))
         return mapped.reshape(rows, -1)

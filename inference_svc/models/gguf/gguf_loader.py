@@ -1,6 +1,6 @@
 """Converts a GGUF file to a folder of safetensors, once; later starts find it by checksum.
 
-Weights are written in the dtype of the computation. At most one piece of a weight is in memory at a time.
+Weights are written in the dtype of the computation. Memory holds at most one piece of a weight at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = structlog.get_logger("model")
 
 # Raise it when the converted folders change: older ones are converted again.
 _VERSION = 1
-# Tokens that end a turn, if a chat template writes them; files name only one in their metadata.
+# Tokens that end a turn, if a chat template uses them; a file's metadata names only one.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>")
 # Sampling defaults that generation_config.json may recommend, by its names.
 SAMPLING = ("temperature", "top_p", "top_k")
@@ -40,12 +40,12 @@ class GgufSource:
     """A GGUF file before its conversion."""
 
     path: Path
-    dtype: torch.dtype  # of its weights; bfloat16 when they are quantized
+    dtype: torch.dtype  # dtype of its weights; bfloat16 when they are quantized
     known: GgufRecord
 
 
 def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
-    """Read a file's header, or the library's note about it. Raises ModelUnsupported."""
+    """Read a file's header, or the library's record of it. Raises ModelUnsupported."""
     library = library or ModelLibrary()
     known = library.known(path)
     if known is None:
@@ -88,7 +88,10 @@ def convert_gguf(
 
 
 def _place(source: GgufSource, dtype: torch.dtype, parent: Path) -> Path:
-    """Path of the converted folder: an existing one of the same contents under any name, else a new one."""
+    """Path of the converted folder.
+
+    An existing folder with the same contents, under any name, else a new one.
+    """
     end = f"{source.known.sha256[:16]}-{str(dtype).removeprefix('torch.')}-v{_VERSION}"
     found = next(iter(sorted(parent.glob(f"[!.]*-{end}"))), None)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", source.path.stem).lstrip(".-")[:40]

@@ -41,13 +41,13 @@ class GgufWeight:
     def pieces(self, file: GgufFile, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the weight as consecutive flat tensors."""
         packed = file.packed(self.source)
-        # Packed rows are reordered before unpacking: that moves a quarter of the bytes, and needs no whole tensor.
+        # Rows are reordered while packed: this moves a quarter of the bytes, and does not need the whole tensor.
         order = row_order(len(packed), self.heads) if self.heads and len(self.shape) > 1 else None
         step = max(1, _PIECE_ELEMENTS // self.shape[-1])
         for at in range(0, len(packed), step):
             rows = packed[at : at + step] if order is None else packed[order[at : at + step]]
             values = np.array(dequantize(np.ascontiguousarray(rows), self.source.kind), np.float32)
-            if self.heads and len(self.shape) == 1:  # a bias: its channels are in the order of rows
+            if self.heads and len(self.shape) == 1:  # a bias: its channels have the order of rows
                 values = values.reshape(-1)[row_order(self.shape[0], self.heads)]
             if self.less:
                 values -= np.float32(self.less)
@@ -55,7 +55,7 @@ class GgufWeight:
 
 
 def row_order(rows: int, heads: int) -> NDArray[np.int64]:
-    """Indices in llama.cpp's order of transformers' rows of a rotary projection."""
+    """For each of transformers' rows of a rotary projection, its index in llama.cpp's order."""
     half = rows // heads // 2
     return np.arange(rows).reshape(heads, half, 2).swapaxes(1, 2).reshape(-1)
 

@@ -1,4 +1,4 @@
-"""Layer streaming for models larger than memory: layers are read from a file ahead of the step that needs them.
+"""Layer streaming for models larger than memory: reads layers before they are needed.
 
 ``streamed_model`` assembles it. Imports ``models.linear`` and ``model_runner.fused_layers``, and nothing else of the
 engine.

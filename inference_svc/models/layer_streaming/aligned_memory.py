@@ -14,7 +14,7 @@ _HUGE = 2 << 20
 def aligned_memory(size_bytes: int) -> Tensor:
     """Allocate page-aligned memory, uint8 ``[size_bytes]``, as huge pages if available.
 
-    The system commits it as it is written.
+    The system commits pages on the first write.
     """
     # Private: most systems give no huge pages to shared memory.
     pages = mmap.mmap(-1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

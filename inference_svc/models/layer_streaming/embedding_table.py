@@ -1,4 +1,4 @@
-"""Embedding that stays in its file: a forward reads the rows of its tokens."""
+"""Embedding that stays in its file: a forward reads only the rows of its tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StoredEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         numbers, places = torch.unique(ids, return_inverse=True)
-        kept = getattr(torch, self._stored.form.dtype)  # as narrow as its numbers are
+        kept = getattr(torch, self._stored.form.dtype)  # as narrow as its stored values
         row_bytes = self._stored.form.inputs * kept.itemsize
         try:
             rows = self._file.rows(self._stored, numbers.tolist(), row_bytes)

@@ -1,10 +1,10 @@
-"""File of layers in kernel layout: reading a layer is all it takes to compute with it.
+"""Layer file: a model's layers in kernel layout, which need no conversion after reading.
 
 A folder has three files. ``weights.bin``: weights in sequence, each at a multiple of 4,096 bytes; in each layer first
-those of attention, then those of the feed-forward part, so that either is one read. ``vectors.safetensors``: norms and
-biases, which stay in memory. ``index.json``: a line with the checksum (XXH3, 64 bits, hexadecimal) of the rest, then
-offset and checksum of each weight. The folder appears whole or not at all (``kvsidecar.models.model_library``); every
-open reads it once to verify it.
+those of attention, then those of the feed-forward part, so that one read loads either part. ``vectors.safetensors``:
+norms and biases, which stay in memory. ``index.json``: a line with the checksum (XXH3, 64 bits, hexadecimal) of the
+rest, then offset and checksum of each weight. The folder is created atomically (``kvsidecar.models.model_library``);
+every open reads it once to verify it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from inference_svc.models.layer_streaming.aligned_memory import aligned_memory
 from inference_svc.models.layer_streaming.weight_form import WeightForm
 
 WEIGHTS, VECTORS, INDEX = "weights.bin", "vectors.safetensors", "index.json"
-# Raise it when a folder's format changes: older folders are not found then.
+# Increase it when a folder's format changes, so that older folders are not found.
 VERSION = 4
 ALIGNMENT = 4096
 # Bytes per read: between two reads, a reader checks whether it is still needed.
 STRIDE = 8 << 20
 # Smaller reads are not worth a thread of their own.
 _MIN_STRIDE = 256 << 10
-# Concurrent direct reads: past the page cache, the kernel has no read-ahead to keep the disk busy.
+# Concurrent direct reads: without the page cache, the kernel does not read ahead to keep the disk busy.
 _READ_THREADS = 4
 # Bytes per step of a verification.
 CHECK_BYTES = _READ_THREADS * STRIDE
@@ -78,7 +78,7 @@ class LayerIndex:
     """Contents of a layer file."""
 
     fused: bool  # layers are those of engine.fused, else the model's own
-    layers: list[dict[str, StoredWeight]]  # by the name of the linear that uses it
+    layers: list[dict[str, StoredWeight]]  # by the name of the linear layer that uses it
     embedding: StoredWeight
     head: StoredWeight
     vectors_digest: str
@@ -121,8 +121,8 @@ class LayerIndex:
 class LayerFile:
     """An open layer file. Reads may come from several threads.
 
-    It reads past the page cache where the file system supports it (O_DIRECT), else it drops pages after reading, so
-    that a memory limit is not spent on copies. The file may be removed or replaced meanwhile: reads go on.
+    It reads past the page cache where the file system supports it (O_DIRECT). Otherwise it drops pages after reading,
+    so that copies do not use up a memory limit. The file may be removed or replaced meanwhile: reads continue.
     """
 
     def __init__(self, folder: Path, direct: bool = True) -> None:
@@ -169,7 +169,7 @@ class LayerFile:
     def read(self, memory: memoryview, at: int, go_on: Callable[[], bool] = lambda: True) -> int:
         """Fill page-aligned ``memory`` of whole pages from offset ``at``, while ``go_on()``.
 
-        Returns the number of bytes read. Raises OSError; no thread writes to ``memory`` any more then, either.
+        Returns the number of bytes read. Raises OSError, after which no thread writes to ``memory`` either.
         """
         stride = self._stride(len(memory))
         parts = [(memory[done : done + stride], at + done) for done in range(0, len(memory), stride)]
@@ -213,7 +213,7 @@ class LayerFile:
         self._check(stored, lambda at, size: memory[at - stored.at :][:size])
 
     def check(self, stored: StoredWeight, scratch: Tensor) -> None:
-        """Verify one weight by way of ``scratch``, uint8 ``[CHECK_BYTES]``. Raises LayerFileDamaged."""
+        """Verify one weight through ``scratch``, uint8 ``[CHECK_BYTES]``. Raises LayerFileDamaged."""
         self._check(stored, lambda at, size: scratch[:size])
 
     def _check(self, stored: StoredWeight, place: Callable[[int, int], Tensor]) -> None:
@@ -261,7 +261,7 @@ class LayerWriter:
         return region.done()
 
     def read_back(self, stored: StoredWeight) -> Tensor:
-        """Read back a weight that was written."""
+        """Read a written weight back."""
         memory = torch.empty(stored.form.size_bytes, dtype=torch.uint8)
         left, at = memory.numpy().data, stored.at
         while left:

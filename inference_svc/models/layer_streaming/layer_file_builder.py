@@ -29,7 +29,7 @@ from inference_svc.models.progress_bar import progress_bar
 
 log = structlog.get_logger("model")
 
-# Prefixes of a layer's products outside attention, in fused layers and in the models' own layers.
+# Prefixes of a layer's products outside of attention, in fused layers and in the models' own layers.
 _FEED_FORWARD = ("gate_up", "down", "mlp.")
 _NORM, _LAYER = "model.norm.", "model.layers.{}."
 
@@ -67,7 +67,7 @@ class LayerFileRecipe:
 def build_layer_file(folder: Path, recipe: LayerFileRecipe, size: int) -> None:
     """Write the layer file of about ``size`` bytes into an empty folder.
 
-    At most one layer is in memory, with one of its weights in its original form, or the head if oneDNN packs it. Raises
+    Memory holds at most one layer, with one of its weights in its original form, or the head if oneDNN packs it. Raises
     ModelUnsupported, and ConfigurationError if the disk is too small.
     """
     if recipe.packs and recipe.bits == 16 and not onednn_weights.available():
@@ -102,14 +102,15 @@ class _LayerFileBuilder:
         head: StoredWeight | None = None
         embedding: StoredWeight | None = None
         vocabulary = VocabularyWriter(model, recipe.dtype, recipe.bits, self._materials, out)
-        # Materials are asked for in the order of their names.
+        # The weight source requires requests in the order of names.
         for prefix in sorted([EMBEDDING, _NORM, *numbers, *([] if recipe.tied else [HEAD])]):
             if prefix in numbers:
                 i = numbers[prefix]
                 layers[i] = self._layer(model.model.layers[i], prefix)
                 model.model.layers[i] = nn.Identity()
                 out.flush()
-                # A layer does not fit into the fragments of the previous one: kept, they grew to several layers.
+                # A layer does not fit into the fragments of the previous one: without trimming, memory grew to several
+                # layers.
                 trim_freed_memory()
             elif prefix == _NORM:
                 self._materials.fill(model.model.norm, prefix)
@@ -154,7 +155,7 @@ class _LayerFileBuilder:
                 quantize_linear(layer, name, self._recipe.bits)
 
     def _own(self, layer: nn.Module) -> tuple[dict[str, StreamableLinear], dict[str, Tensor]]:
-        """Linears and other parameters of a layer that is not fused."""
+        """Linear layers and other parameters of a layer that is not fused."""
         pack_linears(layer)
         products = {name: m for name, m in layer.named_modules() if isinstance(m, get_args(StreamableLinear))}
         vectors = {name: parameter.detach() for name, parameter in layer.named_parameters()}

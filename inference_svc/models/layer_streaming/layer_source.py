@@ -17,7 +17,7 @@ class LayerSource(Protocol):
     """Source of layers, acquired in the order of a forward. Leases may be nested."""
 
     def acquire_layer(self, layer: int) -> LayerLease:
-        """Context in which the layer's weights may be read.
+        """Return a context in which the layer's weights may be read.
 
         Entering it waits for the weights. Raises WeightsUnreadable if they cannot be read.
         """
@@ -35,14 +35,14 @@ class ResidentLayers:
 
 
 RESIDENT = ResidentLayers()
-# Linears of a piece, each with its weight view in every slot.
+# Linear layers of a piece, each with its weight view in every slot.
 Targets = Sequence[tuple[StreamableLinear, Sequence[WeightView]]]
 
 
 class StreamedLayers:
     """Source that reads some layers from a file. For one computing thread.
 
-    ``pieces`` maps layers to pieces of the file, ``targets`` pieces to the linears that use them.
+    ``pieces`` maps layers to pieces of the file; ``targets`` maps pieces to the linear layers that use them.
     """
 
     def __init__(self, staging: ReadAhead, pieces: Mapping[int, int], targets: Mapping[int, Targets]) -> None:

@@ -1,8 +1,8 @@
-"""Ring of memory slots into which a thread reads the pieces of a file ahead of their use.
+"""Read-ahead: a ring of memory slots that a thread fills with pieces of a file.
 
-Pieces are needed in order, and after the last one the first again, for the next step. A thread reads the next pieces
-into unused slots. Slots are reference counted: while a piece is acquired, its slot is not overwritten. The thread needs
-no GIL while it reads.
+Steps need the pieces in order, and after the last one the first again. The thread reads the next pieces into unused
+slots. Slots are reference counted: while a piece is acquired, its slot is not overwritten. The thread releases the GIL
+while it reads.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class ReadAheadStats:
     """Counters since the start; nested acquisitions of the same piece do not count."""
 
     hits: int = 0  # pieces that were in memory when they were needed
-    waits: int = 0  # that were being read
-    misses: int = 0  # that were not yet being read
+    waits: int = 0  # pieces that were being read
+    misses: int = 0  # pieces whose read had not begun
     bytes: int = 0
     read_seconds: float = 0.0
     wait_seconds: float = 0.0
@@ -56,10 +56,10 @@ class _Slot:
 
 
 class ReadAhead:
-    """``pieces`` pieces in ``slots`` slots. Thread-safe.
+    """Read-ahead of ``pieces`` pieces in ``slots`` slots. Thread-safe.
 
-    The pieces acquired at one time must leave a slot free. ``poison`` is called with every released slot, and its piece
-    is read again: with it, tests prove that no released weight is used.
+    The pieces acquired at one time must leave a slot free. ``poison`` is called with every released slot, whose piece
+    is then read again; tests prove with it that no released weight is used.
     """
 
     def __init__(self, pieces: int, slots: int, read: Read, poison: Poison | None = None) -> None:
@@ -78,19 +78,20 @@ class ReadAhead:
 
     @property
     def stats(self) -> ReadAheadStats:
-        """A copy."""
+        """Return a copy of the counters."""
         with self._changed:
             return replace(self._stats)
 
     def acquire(self, piece: int) -> int:
-        """Wait for a piece and return its slot, valid until it is released as often as acquired.
+        """Wait for a piece and return its slot.
 
-        Raises WeightsUnreadable if it cannot be read now; another call tries again.
+        The slot is valid until ``release`` was called as often as ``acquire``. Raises WeightsUnreadable if the piece
+        cannot be read now; another call tries again.
         """
         with self._changed:
             slot, self._next = self._at.get(piece), piece
             if slot is not None and slot.state is _State.FAILED:
-                # The read-ahead failed, perhaps long ago: try again now.
+                # The read-ahead failed, perhaps long ago, so try again now.
                 self._empty(slot)
                 slot = None
             if slot is not None and slot.state is _State.READY:
@@ -120,7 +121,7 @@ class ReadAhead:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends the thread. Idempotent."""
+        """End the thread. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -190,7 +191,7 @@ class ReadAhead:
         began, size, error, given_up = time.perf_counter(), 0, None, False
 
         def go_on() -> bool:
-            # For good, and for all read threads: a piece that is wanted again must not be half old.
+            # Final for all read threads: a piece that is wanted again must not contain old bytes.
             nonlocal given_up
             if self._closed or piece not in self._wanted():
                 given_up = True

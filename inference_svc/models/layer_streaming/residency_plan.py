@@ -13,7 +13,7 @@ from kvsidecar.errors import ConfigurationError
 Mode = Literal["full_resident", "partial_resident", "ffn_only_stream", "full_stream"]
 StreamingMode = Literal["auto", "off", "partial_resident", "ffn_only_stream", "full_stream"]
 _MIN_SLOTS = 2
-# Reserve beside weights, slots and pool: activations of a batch, and later imports and allocations of the process.
+# Reserve beside weights, slots and pool, for a batch's activations, and later imports and allocations.
 _SPARE_BYTES = 256 << 20
 
 
@@ -44,7 +44,7 @@ class StreamedPart(enum.Enum):
     ALL = "all"
 
     def streams(self, feed_forward: bool) -> bool:
-        """True if a product of the feed-forward part (or else of attention) is streamed."""
+        """True if products of the feed-forward part (else of attention) are streamed."""
         return self is StreamedPart.ALL or (self is StreamedPart.FEED_FORWARD and feed_forward)
 
 
@@ -76,8 +76,8 @@ class ResidencyPlan:
     parts: tuple[StreamedPart, ...]  # for each layer
     slots: int
     slot_bytes: int
-    streamed_bytes: int  # per forward
-    resident_bytes: int  # resident weights, and the slots
+    streamed_bytes: int  # bytes read per forward
+    resident_bytes: int  # bytes of resident weights and slots
 
 
 def reserved_bytes(asked: StreamingOptions) -> int:
@@ -90,7 +90,7 @@ def plan_residency(sizes: WeightSizes, free: int, asked: StreamingOptions) -> Re
 
     ``auto`` chooses the plan that streams the fewest bytes; ``partial_resident`` without numbers keeps as many layers
     as fit. Raises ConfigurationError for more layers than the model has, and if the named mode (or every mode) does not
-    fit: under a memory limit the process would be killed without a message.
+    fit: otherwise a memory limit would kill the process without a message.
     """
     count, room = len(sizes.layers), free - reserved_bytes(asked)
     if asked.keep_first + asked.keep_last > count:
@@ -127,7 +127,7 @@ def _too_large(residency: ResidencyPlan, free: int, asked: StreamingOptions) -> 
 
 
 def _max_resident(sizes: WeightSizes, room: int, asked: StreamingOptions) -> ResidencyPlan:
-    """Plan that keeps as many layers, from the first on, as fit."""
+    """Plan that keeps as many of the first layers as fit."""
     count = len(sizes.layers)
     for first in range(count, 0, -1):
         found = _plan_partial(sizes, first, 0, asked.slots)
@@ -145,6 +145,6 @@ def _plan_partial(sizes: WeightSizes, first: int, last: int, slots: int) -> Resi
 def _plan(mode: Mode, sizes: WeightSizes, parts: tuple[StreamedPart, ...], slots: int) -> ResidencyPlan:
     each = [sizes.streamed(i, part) for i, part in enumerate(parts)]
     pieces = sum(size > 0 for size in each)
-    # More slots than pieces would hold nothing.
+    # More slots than pieces would stay empty.
     slots = min(slots, max(pieces, _MIN_SLOTS)) if pieces else 0
     return ResidencyPlan(mode, parts, slots, max(each), sum(each), sizes.all - sum(each) + slots * max(each))

@@ -52,7 +52,7 @@ from inference_svc.models.progress_bar import progress_bar
 
 log = structlog.get_logger("model")
 
-_POISON = 0xFF  # NaN in every float, and in the scales of a quantized weight
+_POISON = 0xFF  # NaN as a float, and as the scale of a quantized weight
 
 
 @dataclass(frozen=True)
@@ -60,19 +60,19 @@ class StreamedModel:
     """The layers of a streamed model, and the source of their weights."""
 
     source: LayerSource
-    fused: list[FusedLayerWeights]  # empty where the model's own layers compute
+    fused: list[FusedLayerWeights]  # empty if the model's own layers compute
     windows: tuple[int | None, ...]  # of the layers, which the model itself may no longer contain
     residency: ResidencyPlan
     file: LayerFile
-    read_ahead: ReadAhead | None  # None where everything is resident
-    products: torch.nn.ModuleList  # the first layer's, and the head
+    read_ahead: ReadAhead | None  # None if all layers are resident
+    products: torch.nn.ModuleList  # those of the first layer, and the head
 
     @property
     def stats(self) -> ReadAheadStats:
         return ReadAheadStats() if self.read_ahead is None else self.read_ahead.stats
 
     def close(self) -> None:
-        """Stop the read-ahead; forwards fail from then on."""
+        """Stop the read-ahead; later forwards fail."""
         if self.read_ahead is not None:
             self.read_ahead.close()
 
@@ -118,12 +118,12 @@ def sizes_of(file: LayerFile) -> WeightSizes:
 def _inode(folder: Path) -> int:
     try:
         return folder.stat().st_ino
-    except FileNotFoundError:  # another process found it damaged
+    except FileNotFoundError:  # another process found it corrupt and removed it
         return 0
 
 
 def check_layouts(index: LayerIndex) -> None:
-    """Raise LayerFileDamaged if oneDNN packs weights in another layout here than in the file."""
+    """Raise LayerFileDamaged if oneDNN's layout here differs from the file's."""
     forms = {s.form for s in index.stored if s.form.kind == "packed"}
     for form in forms:
         here = onednn_weights.descriptor(
@@ -153,13 +153,13 @@ def with_copy(recipe: LayerFileRecipe, asked: StreamingOptions) -> StreamingOpti
 
 
 def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOptions) -> bool:
-    """True if the model with weights at ``width`` bits does not fit into memory, and streaming helps.
+    """True if the model does not fit into memory at ``width`` bits, and streaming helps.
 
-    If streaming would not help, a model whose weights fit is loaded: the system commits the pool as it is used. Raises
-    ConfigurationError if they do not fit either, before any file is written.
+    If streaming would not help, a model whose weights fit is loaded, because the system commits the pool only as it is
+    used. Raises ConfigurationError if the weights do not fit either, before any file is written.
     """
     found, asked = estimate_sizes(recipe), with_copy(recipe, asked)
-    # Weights that are quantized at loading are all in memory unquantized first.
+    # Weights that are quantized at loading first occupy memory unquantized, all at once.
     most = max(found.kept, found.dense if recipe.bits == width else 0)
     free = free_bytes(asked.memory_bytes)
     if most + reserved_bytes(asked) <= free:
@@ -180,13 +180,13 @@ def streaming_needed(recipe: LayerFileRecipe, width: int, asked: StreamingOption
 
 
 def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
-    """Path of a model's layer file, named by everything that decides its bytes."""
+    """Path of a model's layer file; its name contains everything that determines its bytes."""
     packed = recipe.dtype == torch.bfloat16 and recipe.bits == 16
     decides = {
         "weights": identity.hex(),
         "dtype": str(recipe.dtype),
         "bits": recipe.bits,
-        # Which layers compute, and oneDNN's layout, depend on the CPU and on torch.
+        # The CPU and torch determine which layers compute, and oneDNN's layout.
         "kernels": cpu_library.usable_variants(),
         "layout": [torch.__version__, torch.backends.cpu.get_cpu_capability(), platform.machine()] if packed else [],
         "version": VERSION,
@@ -199,7 +199,7 @@ def _place(recipe: LayerFileRecipe, identity: bytes, parent: Path) -> Path:
 
 @dataclass
 class _Piece:
-    """Part of a layer that is read at once."""
+    """Part of a layer that one read loads."""
 
     at: int
     size: int
@@ -271,7 +271,7 @@ class _ModelAssembly:
                     memory = aligned_memory(padded(stored.form.size_bytes))
                     self._file.load(stored, memory)
                     stays[stored.at].set_weight(weight_view(stored.form, memory))  # type: ignore[arg-type]
-                    stays[stored.at].memory = memory  # a packed weight does not keep it
+                    stays[stored.at].memory = memory  # a packed weight holds no reference to it
                 else:
                     self._file.check(stored, scratch)
                 progress(stored.end, everything[-1].end)
@@ -309,7 +309,7 @@ class _ModelAssembly:
         }
         for target in targets.values():
             for product, _ in target:
-                product.memory = memory  # a packed weight does not keep it
+                product.memory = memory  # a packed weight holds no reference to it
         staging = ReadAhead(len(order), count, read, poison if self._asked.poison_freed_slots else None)
         return staging, StreamedLayers(staging, {layer: n for n, layer in enumerate(pieces)}, targets)
 
@@ -328,7 +328,7 @@ class _ModelAssembly:
 def _set_parameters(
     module: torch.nn.Module, products: Mapping[str, StreamableLinear], vectors: Mapping[str, Tensor]
 ) -> None:
-    """Set the linears and other parameters of a module on the meta device."""
+    """Set the linear layers and other parameters of a module on the meta device."""
     for name, product in products.items():
         module.set_submodule(name, product)
     for name, _ in list(module.named_parameters()):

@@ -1,4 +1,4 @@
-"""Writes embedding and head by rows: they may be larger than the available memory."""
+"""Writes embedding and head in pieces of rows: they may exceed the available memory."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ EMBEDDING, HEAD = "model.embed_tokens.", "lm_head."
 
 
 class VocabularyWriter:
-    """Writer of embedding and head of a model on the meta device, with linear weights at ``bits``.
+    """Writer of embedding and head of a model on the meta device.
 
-    The head is quantized, packed or dense like other layers; a plain head that is tied to the embedding shares it.
+    Linear weights have ``bits`` bits. The head is quantized, packed or dense like other layers; a plain head that is
+    tied to the embedding shares its bytes.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, bits: int, materials: WeightSource, out: LayerWriter) -> None:
@@ -73,7 +74,10 @@ class VocabularyWriter:
             self._out.vectors[f"{HEAD}bias"] = holder.get_parameter("bias").detach().clone()
 
     def _kept_as(self, name: str, shape: torch.Size) -> str:
-        """Storage format of a weight (``kvkernels.cpu.f32_gemm.STORAGE_FORMATS``), by all of its rows."""
+        """Storage format of a weight, judged by all of its rows.
+
+        The formats are ``kvkernels.cpu.f32_gemm.STORAGE_FORMATS``.
+        """
         if not self._narrow:
             return str(self._dtype).removeprefix("torch.")
         return self._materials.kept(name, shape, all_rows=True)

@@ -17,7 +17,7 @@ from inference_svc.models.linear.plain_linear import PlainLinear
 from inference_svc.models.linear.quantized_linear import QuantizedLinear
 
 StreamableLinear = PackedLinear | QuantizedLinear | DenseLinear | PlainLinear
-# A weight of such a layer.
+# A weight with one of these layouts.
 WeightView = Tensor | QuantizedWeight | f32_gemm.DenseWeight
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -30,10 +30,10 @@ class WeightForm:
     outputs: int
     inputs: int
     size_bytes: int
-    dtype: str = ""  # of a plain one, and in which a dense one is kept
+    dtype: str = ""  # of a plain weight; for a dense one, the storage format
     bits: int = 16
-    group: int = 0  # of a quantized one
-    layout: str = ""  # of a packed one: oneDNN's descriptor, hexadecimal
+    group: int = 0  # of a quantized weight
+    layout: str = ""  # of a packed weight: oneDNN's descriptor, hexadecimal
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value}

@@ -1,4 +1,4 @@
-"""Sources of a model's weights, module by module, so that one layer in memory is enough."""
+"""Sources of a model's weights, module by module, so that memory holds one layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from inference_svc.models import awq_checkpoint
 
 
 class WeightSource(Protocol):
-    """Source of weights for modules on the meta device, called in the order of their names."""
+    """Source of weights for modules on the meta device.
+
+    Callers request weights in the order of their names.
+    """
 
     def fill(self, module: nn.Module, prefix: str) -> None:
         """Load the weights of a module whose names start with ``prefix``, such as ``model.norm.``.
@@ -26,13 +29,16 @@ class WeightSource(Protocol):
         ...
 
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
-        """Yield the weight ``name [rows, width]`` in pieces of multiples of 16 rows. Raises ModelUnsupported."""
+        """Yield the weight ``name [rows, width]`` in pieces of multiples of 16 rows.
+
+        Raises ModelUnsupported.
+        """
         ...
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
-        """Smallest lossless storage format (``f32_gemm.STORAGE_FORMATS``) of the weight ``name [rows, width]``.
+        """Smallest lossless storage format of the weight ``name [rows, width]``.
 
-        Judged by a sample of rows, or by all. Raises ModelUnsupported.
+        One of ``f32_gemm.STORAGE_FORMATS``, judged by a sample of rows, or by all. Raises ModelUnsupported.
         """
         ...
 
@@ -41,7 +47,7 @@ class WeightSource(Protocol):
         ...
 
 
-# Rows of a weight in memory at a time: a multiple of those that are quantized at once.
+# Rows of a weight in memory at a time: a multiple of the number that is quantized at once.
 _ROWS, _ROWS_BYTES = 2048, 32 << 20
 # Rows that are sampled to predict a weight's storage format.
 _SAMPLED_ROWS = 8
@@ -59,7 +65,10 @@ def set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 class CheckpointWeights:
-    """Weights of a folder of safetensors; AutoAWQ's 4-bit weights stay packed if ``keep`` takes them."""
+    """Weights of a folder of safetensors.
+
+    AutoAWQ's 4-bit weights stay packed if ``keep`` supports their layer.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, keep: awq_checkpoint.LinearFactory | None) -> None:
         self._folder, self._dtype, self._keep = folder, dtype, keep
@@ -81,7 +90,7 @@ class CheckpointWeights:
 
     def kept(self, name: str, shape: torch.Size, all_rows: bool = False) -> str:
         if awq_checkpoint.is_packed(self._where, name.removesuffix(".weight")):
-            return "float32"  # it is written out
+            return "float32"  # it is stored dequantized
         self._check(name, shape)
         if awq_checkpoint.dtype_in(self._where, name) in (torch.bfloat16, torch.float16):
             return str(awq_checkpoint.dtype_in(self._where, name)).removeprefix("torch.")
@@ -91,7 +100,7 @@ class CheckpointWeights:
             awq_checkpoint.rows_in(self._where, name, i, i + 1)
             for i in range(0, shape[0], -(-shape[0] // _SAMPLED_ROWS))
         ]
-        # For most weights the first row shows that they have no codes.
+        # For most weights the first row already shows that they cannot be stored as codes.
         return f32_gemm.storage_of(lambda: [part.to(self._dtype) for part in (some[0], torch.cat(some))])
 
     def group(self, linear: str) -> int:
@@ -136,7 +145,7 @@ class RandomWeights:
             set_parameter(module, name, tensor)
 
     def rows(self, name: str, shape: torch.Size) -> Iterator[Tensor]:
-        # torch generates 16 numbers at a time: pieces of rows get the same numbers as the whole weight.
+        # torch generates 16 numbers at a time, so pieces of rows get the same numbers as the whole weight.
         for first, end in _pieces(shape, self._dtype):
             tensor = torch.empty(end - first, shape[1], dtype=self._dtype)
             fill_random(name, tensor, self._generator)

@@ -1,8 +1,9 @@
 """Linear layers that compute in float32 on a CPU, with weights as narrow as stored.
 
-CPUs without native bfloat16 run 16-bit models in float32. Decoding is bound by memory bandwidth, and torch would read
-four bytes per weight at a fraction of it: ``kvkernels.cpu.f32_gemm`` reads two, or the one or half a byte of a
-quantized file, at nearly the full bandwidth. The results are the same, and a row's bits do not depend on its batch.
+CPUs without native bfloat16 run 16-bit models in float32. Memory bandwidth limits decoding, and torch would read four
+bytes per weight at a fraction of the bandwidth. ``kvkernels.cpu.f32_gemm`` reads two bytes, or the one or half a byte
+of a quantized file, at nearly the full bandwidth. The results are the same, and a row's bits do not depend on its
+batch.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ def serves(weight: Tensor) -> bool:
 
 
 def becomes_dense(module: nn.Module) -> bool:
-    """True if ``pack_linears`` replaces this layer by a DenseLinear, so that its own product never runs."""
+    """True if ``pack_linears`` replaces this layer by a DenseLinear.
+
+    The layer's own product then never runs.
+    """
     return type(module) is nn.Linear and serves(module.weight)
 
 
 class DenseLinear(nn.Module):
-    """Drop-in for a float32 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
+    """Drop-in for a float32 ``nn.Linear`` on a CPU, ``[..., in] -> [..., out]``.
+
+    Holds no plain weight.
+    """
 
     def __init__(self, weight: f32_gemm.DenseWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -79,9 +86,9 @@ def linear_for(weight: Tensor, bias: Tensor | None) -> PackedLinear | DenseLinea
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace a model's plain linears by those of ``linear_for``, and float32 embeddings on a CPU by narrow ones.
+    """Replace a model's plain linear layers by those of ``linear_for``.
 
-    Quantized layers stay.
+    On a CPU, also replaces float32 embeddings by narrow ones. Quantized layers stay.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

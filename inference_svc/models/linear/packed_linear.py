@@ -1,8 +1,8 @@
 """Linear layers with weights packed once for oneDNN.
 
 Plain ``F.linear`` in bfloat16 reorders the weight at every call and reaches a third of the memory bandwidth at one row.
-Packed, it reaches two thirds, and few rows are computed by our own kernel over the same memory, which reaches nearly
-all of it. The results are bit-equal to the plain ones for every number of rows
+With packed weights oneDNN reaches two thirds, and our own kernel, which computes few rows over the same memory, reaches
+nearly all of it. The results are bit-equal to the plain ones for every number of rows
 (``tests/inference_svc/models/test_batch_invariance.py``).
 """
 
@@ -15,7 +15,10 @@ from torch import Tensor, nn
 
 
 class PackedLinear(nn.Module):
-    """Drop-in for a bfloat16 ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``. Holds no plain weight."""
+    """Drop-in for a bfloat16 ``nn.Linear`` on a CPU, ``[..., in] -> [..., out]``.
+
+    Holds no plain weight.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -42,11 +45,14 @@ class PackedLinear(nn.Module):
             self._streamed = self._streamed.over(packed)
 
     def reset_kernel(self) -> None:
-        """Forget the kernel choice: the next forward probes oneDNN's layout again, for its own thread."""
+        """Reset the kernel choice: the next forward probes oneDNN's layout again, for its thread."""
         self._tried, self._streamed = False, None
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall | None:
-        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``; None if oneDNN computes it."""
+        """Prepared product of contiguous ``x [rows, in]`` into ``y [rows, out]``.
+
+        None if oneDNN computes it.
+        """
         own = self._own() if x.shape[0] <= MAX_ROWS else None
         return None if own is None else own.call(x, y)
 
@@ -58,7 +64,7 @@ class PackedLinear(nn.Module):
         return self.by_onednn(x) if own is None else own(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
 
     def _own(self) -> Bf16Gemv | None:
-        """Our kernel for few rows; None if it does not give oneDNN's bits."""
+        """Our kernel for few rows; None if its bits differ from oneDNN's."""
         if not self._tried:
             # Not earlier: oneDNN's layout may depend on the number of threads, which is a property of this thread.
             self._tried, self._streamed = True, find_bit_exact_gemv(self.packed, self._bias)

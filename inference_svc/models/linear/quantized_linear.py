@@ -1,8 +1,9 @@
-"""Linear layers with 4-bit or 8-bit weights in CPU memory: decoding is bound by bytes.
+"""Linear layers with 4-bit or 8-bit weights in CPU memory.
 
-A layer's error is about that of its weights; quantizing its input rows to bytes adds 0.6 % of a product's magnitude,
-and no bit depends on the batch (``kvkernels.cpu.quantized_gemm``). The head keeps 8 bits where the layers have 4: it
-decides the token, and is a quarter of a small model.
+Narrow weights help because memory bandwidth limits decoding. A layer's error is about that of its weights; quantizing
+its input rows to bytes adds 0.6 % of a product's magnitude, and no bit depends on the batch
+(``kvkernels.cpu.quantized_gemm``). The head keeps 8 bits where the layers have 4: it decides the token, and is a
+quarter of a small model.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from kvsidecar.errors import ConfigurationError
 from rich.progress import Progress
 from torch import Tensor, nn
 
-# Inputs that share a scale and a zero: the first that divides a layer's.
+# Group sizes: inputs that share a scale and a zero. A layer uses the first that divides its inputs.
 _GROUPS = (64, 32)
 _HEAD_BITS = 8
 _HEADS = ("lm_head", "embed_out")
-# Routers decide the experts, and are small.
+# Not quantized: routers choose the experts, and are small.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-# Raise it when quantization or the kernel gives other bits, so that older chunks are not reused.
+# Increase it when quantization or the kernel gives other bits, so that older chunks are not reused.
 _VERSION = 1
 
 
 class QuantizedLinear(nn.Module):
-    """Drop-in for ``nn.Linear`` on a CPU: ``[..., in] -> [..., out]``, float32 or bfloat16 as the bias, if any, is."""
+    """Drop-in for ``nn.Linear`` on a CPU, ``[..., in] -> [..., out]``.
+
+    Computes in float32, or in bfloat16 if the bias has that dtype.
+    """
 
     def __init__(self, weight: quantized_gemm.QuantizedWeight, bias: Tensor | None) -> None:
         super().__init__()
@@ -59,7 +63,10 @@ class QuantizedLinear(nn.Module):
 
 
 def can_join(parts: Sequence[nn.Module]) -> bool:
-    """True if layers over the same input can be joined: all quantized alike, or none."""
+    """True if layers over the same input can be joined.
+
+    All of them must be quantized alike, or none.
+    """
     return len({(p.quantized.bits, p.quantized.group) if isinstance(p, QuantizedLinear) else None for p in parts}) == 1
 
 
@@ -72,9 +79,10 @@ def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
 
 
 def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> int:
-    """Width at which a checkpoint of ``stored`` bits is kept; ``auto`` is its own with kernels, else 16.
+    """Width at which a checkpoint of ``stored`` bits is kept.
 
-    Raises ConfigurationError for a width that the device does not support.
+    ``auto`` is the stored width if there are kernels for it, else 16. Raises ConfigurationError for a width that the
+    device does not support.
     """
     if wanted == "auto":
         return stored if device.type != "cpu" or quantized_gemm.kernel() is not None else 16
@@ -91,9 +99,9 @@ def pick_weight_bits(wanted: str | int, stored: int, device: torch.device) -> in
 
 
 def quantize_linears(model: nn.Module, bits: int, shown: bool = True) -> int:
-    """Quantize the linear layers that the kernel takes, one by one, with a progress bar if ``shown``.
+    """Quantize the linear layers that the kernel supports; return their number.
 
-    Returns the number of quantized layers.
+    Works one by one, with a progress bar if ``shown``.
     """
     chosen = [path for path, module in model.named_modules() if type(module) is nn.Linear]
     done = 0
@@ -104,7 +112,7 @@ def quantize_linears(model: nn.Module, bits: int, shown: bool = True) -> int:
 
 
 def quantize_linear(model: nn.Module, path: str, bits: int) -> bool:
-    """Quantize one linear layer of a model in place; False if the kernel does not take it."""
+    """Quantize one linear layer in place; False if the kernel does not support it."""
     name, linear = path.rpartition(".")[2], model.get_submodule(path)
     if type(linear) is not nn.Linear or name in _ROUTERS:
         return False
@@ -116,7 +124,7 @@ def quantize_linear(model: nn.Module, path: str, bits: int) -> bool:
 
 
 def quantization_of(name: str, inputs: int, outputs: int, bits: int) -> tuple[int, int] | None:
-    """Bits and group of a layer in a model of ``bits`` bits; None for one that is not quantized."""
+    """Bits and group of a layer in a model of ``bits`` bits; None if it is not quantized."""
     group = next((g for g in _GROUPS if quantized_gemm.serves(inputs, outputs, g)), None)
     if bits == 16 or group is None:
         return None

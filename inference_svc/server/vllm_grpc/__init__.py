@@ -1,7 +1,7 @@
-"""vLLM's gRPC contract over the worker's service, for routers such as smg.
+"""vLLM's gRPC contract, implemented with the worker's service.
 
-Imports the rest of ``server``. The contract is in the package smg-grpc-proto, an optional extra: only this ``__init__``
-can be imported without it.
+For routers such as smg. Imports the rest of ``server``. The optional package smg-grpc-proto contains the contract; only
+this ``__init__`` can be imported without it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def require_contract() -> None:
 def vllm_listener(
     address: str, service: InferenceService, runtime: Runtime, observer: RequestObserver, stop: asyncio.Event
 ) -> Listener:
-    """Listener that serves the contract at ``host:port``, until ``stop``."""
+    """Create a listener that serves the contract at ``host:port``; ``stop`` ends its event subscriptions."""
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
     from inference_svc.server.vllm_grpc.vllm_engine_service import SERVICE, VllmEngine

@@ -1,4 +1,4 @@
-"""Zip archive of a tokenizer's files, for routers without the model."""
+"""Tokenizer zip: an archive of a tokenizer's files, for routers without the model."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _PATTERNS = ("*.jinja", "*.model", "*.tiktoken")
 
 
 def zip_tokenizer(folder: Path) -> bytes:
-    """Zip a tokenizer's files reproducibly: routers identify the archive by its SHA-256.
+    """Zip a tokenizer's files; equal files give equal bytes, because routers identify the archive by its SHA-256.
 
-    Raises FailedPrecondition if there are none.
+    Raises FailedPrecondition if the folder has no tokenizer files.
     """
     found = {path for name in (*_NAMES, *_PATTERNS) for path in folder.glob(name) if path.is_file()}
     if not found:

@@ -1,4 +1,4 @@
-"""gRPC servicer of ``vllm.grpc.engine.VllmEngine`` over the worker's service."""
+"""gRPC servicer of ``vllm.grpc.engine.VllmEngine``, implemented with the worker's service."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.daemon_address import daemon_address
-from inference_svc.server.inference_service import InferenceService, worker_stats
+from inference_svc.server.inference_service import InferenceService
 from inference_svc.server.otel_observer import RequestObserver
 from inference_svc.server.runtime import Runtime
 from inference_svc.server.vllm_grpc.tokenizer_zip import zip_tokenizer
 from inference_svc.server.vllm_grpc.vllm_kv_events import kv_event_batches
 from inference_svc.server.vllm_grpc.vllm_request import to_requests
 from inference_svc.server.vllm_grpc.vllm_response import VllmResponse
+from inference_svc.server.worker_stats import worker_stats
 
 SERVICE: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _PIECE_BYTES, _MAX_SUBSCRIBERS = 64 << 10, 8
@@ -37,7 +38,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class _Aborted(Exception):
-    """``Abort`` was called for a request."""
+    """A client called ``Abort`` for the request."""
 
 
 Event = tuple[VllmResponse, Sequence, SequenceOutput] | Exception
@@ -49,12 +50,12 @@ class VllmEngine(VllmEngineServicer):
     def __init__(
         self, service: InferenceService, runtime: Runtime, observer: RequestObserver, stop: asyncio.Event
     ) -> None:
-        """``stop`` is set when the worker shuts down: event subscriptions end then."""
+        """``stop`` is set when the worker shuts down, and ends event subscriptions."""
         self._stop, self._subscribers = stop, 0
         self._service, self._runtime, self._observer = service, runtime, observer
         self._engine, self._loaded = runtime.engine, runtime.engine.loaded
         self._began, self._asked_at = time.time(), 0.0
-        self._running: dict[str, set[asyncio.Queue[Event]]] = {}  # by the id that the client chose
+        self._running: dict[str, set[asyncio.Queue[Event]]] = {}  # by the client's request id
         self._zipped: asyncio.Future[bytes] | None = None
 
     # ---- generating -----------------------------------------------------------------------------------------
@@ -84,7 +85,7 @@ class VllmEngine(VllmEngineServicer):
     async def _events(
         self, asked: list[pb.GenerateRequest], answers: list[VllmResponse], context: Context
     ) -> AsyncGenerator[tuple[VllmResponse, Sequence, SequenceOutput], None]:
-        """Yield the engine's outputs for all answers as they arrive. Closing it early cancels them.
+        """Yield the engine's outputs for all answers as they arrive. Closing the generator early cancels the requests.
 
         Raises _Aborted when ``Abort`` names the request.
         """
@@ -201,9 +202,9 @@ class VllmEngine(VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common.KvEventBatch]:
-        """Stream the daemon's stored blocks: first ``cleared`` and all of them, then changes.
+        """Stream events of the daemon's stored blocks: first ``cleared``, then all blocks, then changes.
 
-        It starts over for every subscriber, whatever that has seen before.
+        Every subscription starts with all blocks, also after a reconnect.
         """
         address = daemon_address(self._runtime.config)
         if address is None:

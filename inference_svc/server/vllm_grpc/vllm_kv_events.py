@@ -21,7 +21,7 @@ from smg_grpc_proto.generated import common_pb2 as common
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 
-# A subscriber that falls further behind is disconnected, and starts over when it subscribes again.
+# Maximum unread batches of a subscriber. With more it is disconnected, and gets all blocks when it subscribes again.
 _MAX_BEHIND = 4096
 _Update = list[Event] | Exception | None
 
@@ -32,7 +32,7 @@ async def kv_event_batches(
     """Yield all blocks of the default tenant in a namespace, then changes, until ``stop``.
 
     Batches are numbered from ``after`` + 1. Raises a KVSidecarError if the daemon refuses the worker, and Overloaded if
-    the batches are not consumed.
+    too many batches are unread.
     """
     loop, told = asyncio.get_running_loop(), asyncio.Queue[_Update]()
 
@@ -121,5 +121,5 @@ def _blocks(event: BlockStored, level: int) -> list[common.KvBlock]:
 
 
 def _signed(name: int) -> int:
-    """A block hash as the contract's int64, with the same 64 bits."""
+    """Convert a block hash to the contract's int64, with the same 64 bits."""
     return name - (1 << 64) if name >> 63 else name

@@ -1,6 +1,6 @@
 """Translates requests of vLLM's contract into our protocol.
 
-The allowed values are checked by the service.
+The worker's service checks the values.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def _to_request(request: vllm.GenerateRequest, params: vllm.SamplingParams, cont
     found = pb.GenerateRequest(
         prompt=_prompt(request),
         sampling=_sampling(params),
-        # vLLM's default is all that the context holds.
+        # vLLM's default is the rest of the context.
         max_tokens=params.max_tokens if params.HasField("max_tokens") else context_length,
         min_tokens=params.min_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         include_stop=params.include_stop_str_in_output,
         ignore_eos=params.ignore_eos,
-        show_special_tokens=not params.skip_special_tokens,  # answers are tokens: it matters to stop strings alone
+        show_special_tokens=not params.skip_special_tokens,  # answers are tokens, so it affects only stop strings
         request_id=request.request_id,
         grammar=_grammar(params),
     )
@@ -76,10 +76,10 @@ def _prompt(request: vllm.GenerateRequest) -> pb.Prompt | None:
 
 
 def _sampling(params: vllm.SamplingParams) -> pb.Sampling:
-    """Translate all sampling parameters.
+    """Translate the sampling parameters.
 
-    A router knows the model's defaults (GetModelInfo) and sends them explicitly. Where 0 is not a valid value, it means
-    an unset field.
+    A router gets the model's defaults from GetModelInfo and sends them explicitly. In a field where 0 is not a valid
+    value, 0 means unset.
     """
     wrong = next((token for token in params.logit_bias if token < 0), None)
     if wrong is not None:
@@ -109,9 +109,9 @@ def _grammar(params: vllm.SamplingParams) -> pb.Grammar | None:
 
 
 def _max_prompt_tokens(params: vllm.SamplingParams, context_length: int) -> int:
-    """Tokens to which the prompt is truncated."""
+    """Maximum prompt tokens for truncation; 0: the rest of the context after ``max_tokens``."""
     kept: int = params.truncate_prompt_tokens
-    if kept == -1:  # as many as the context holds, less what the answer is to have
+    if kept == -1:  # the rest of the context after the answer is subtracted
         return 0 if params.HasField("max_tokens") else max(1, context_length - max(1, params.min_tokens))
     if kept < 1:
         raise InvalidRequest(

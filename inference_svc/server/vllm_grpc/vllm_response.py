@@ -16,7 +16,7 @@ ABORTED = "abort"
 
 @dataclass(eq=False)
 class VllmResponse:
-    """One of a request's answers, while it is generated."""
+    """One of a request's answers, during its generation."""
 
     index: int
     sequence: Sequence | None = None
@@ -24,7 +24,7 @@ class VllmResponse:
     drawn: list[SampledToken] = field(default_factory=list)
 
     def take(self, sequence: Sequence, output: SequenceOutput) -> vllm.GenerateResponse | None:
-        """Add an output. Returns its chunk, or None for an output without a token."""
+        """Add an output; return its stream chunk, or None for an output without a token."""
         first, self.sequence = not self.drawn, sequence
         if output.token is None:
             return None
@@ -32,7 +32,7 @@ class VllmResponse:
         chunk = vllm.GenerateStreamChunk(
             token_ids=[output.token.token],
             prompt_tokens=sequence.request.num_prompt_tokens,
-            completion_tokens=1,  # those of this piece, as vLLM counts
+            completion_tokens=1,  # vLLM counts the tokens of the chunk
             cached_tokens=sequence.usage.num_cached,
             output_logprobs=_output_logprobs(sequence, [output.token]),
             input_logprobs=_input_logprobs(sequence) if first else None,
@@ -41,11 +41,11 @@ class VllmResponse:
         return vllm.GenerateResponse(chunk=chunk)
 
     def ended(self, finish: FinishReason) -> vllm.GenerateResponse:
-        """Complete response, also after a stream."""
+        """Build the complete response, also after a stream."""
         return self._whole(_FINISH[finish])
 
     def aborted(self) -> vllm.GenerateResponse:
-        """Complete response of an aborted request, with the tokens so far."""
+        """Build the complete response of an aborted request, with its tokens so far."""
         return self._whole(ABORTED)
 
     def _whole(self, reason: str) -> vllm.GenerateResponse:
@@ -72,7 +72,7 @@ def _fill(sequence: Sequence, drawn: Many[SampledToken], whole: vllm.GenerateCom
     whole.MergeFrom(told)
     if whole.finish_reason != _FINISH[FinishReason.STOP]:
         return
-    # Nothing is said of the model's own end.
+    # The contract does not report the model's own end-of-sequence tokens.
     if sequence.detokenizer.stopped:
         whole.matched_stop_str = sequence.detokenizer.stopped_by
     elif sequence.tokens[-1] in sequence.request.own_stop_token_ids:
@@ -90,7 +90,7 @@ def _output_logprobs(sequence: Sequence, drawn: Many[SampledToken]) -> vllm.Outp
 
 
 def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
-    """Prompt logprobs; the first token has none, because no token precedes it."""
+    """Build prompt logprobs; the first token has none, because no token precedes it."""
     if sequence.request.num_prompt_logprobs is None:
         return None
     scored: list[SampledToken] = [SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs]
@@ -104,7 +104,7 @@ def _input_logprobs(sequence: Sequence) -> vllm.InputLogProbs | None:
 
 
 def _tops(wanted: int, drawn: Many[SampledToken]) -> list[vllm.TopLogProbs]:
-    """Most likely tokens at each position; empty unless requested."""
+    """Build the likeliest tokens at each position; empty unless requested."""
     if not wanted:
         return []
     return [vllm.TopLogProbs(values=[p for _, p in one.top], token_ids=[t for t, _ in one.top]) for one in drawn]

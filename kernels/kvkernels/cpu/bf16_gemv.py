@@ -64,7 +64,10 @@ def describe() -> str:
 
 
 class Bf16Gemv:
-    """Product over a weight that oneDNN packed, with oneDNN's bits: ``x [rows, in]`` to ``[rows, out]``."""
+    """Product over a weight that oneDNN packed, with oneDNN's bits.
+
+    Maps ``x [rows, in]`` to ``[rows, out]``.
+    """
 
     def __init__(self, packed: Tensor, bias: Tensor | None, block: int, kernel: Kernel) -> None:
         self._packed, self._bias, self._block, self._kernel = packed, bias, block, kernel
@@ -76,7 +79,10 @@ class Bf16Gemv:
         return Bf16Gemv(packed, self._bias, self._block, self._kernel)
 
     def call(self, x: Tensor, y: Tensor) -> KernelCall:
-        """Build the call that writes the product into ``y``; ``x`` is contiguous, its rows a multiple of ROWS."""
+        """Build the call that writes the product into ``y``.
+
+        ``x`` is contiguous, its number of rows a multiple of ROWS.
+        """
         rows, threads = x.shape[0], torch.get_num_threads()
         job = _Job(
             0,
@@ -93,16 +99,17 @@ class Bf16Gemv:
         return KernelCall(self._kernel, job, (self._packed, self._bias, x, y), rounded=ROWS)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply; ``x`` is contiguous, its rows a multiple of ROWS."""
+        """Multiply; ``x`` is contiguous, its number of rows a multiple of ROWS."""
         y = x.new_empty(x.shape[0], self._outputs)
         self.call(x, y).run(torch.get_num_threads())
         return y
 
 
 def find_bit_exact_gemv(packed: Tensor, bias: Tensor | None) -> Bf16Gemv | None:
-    """Return a product over a packed weight ``[out, in]`` with oneDNN's bits on this thread; None if none has them.
+    """Return a product over a packed weight ``[out, in]`` with oneDNN's bits.
 
-    The first weight of a shape costs a few products of 64 rows, further ones nothing.
+    The bits are those on this thread; None if no block length reproduces them. The first weight of a shape costs a few
+    products of 64 rows, further ones nothing.
     """
     serving, (outputs, inputs) = kernel(), packed.shape
     threads = torch.get_num_threads()
@@ -116,10 +123,10 @@ def find_bit_exact_gemv(packed: Tensor, bias: Tensor | None) -> Bf16Gemv | None:
 
 @cache
 def _block(outputs: int, inputs: int, biased: bool, threads: int) -> int:
-    """Find the block length (input features) of oneDNN's sums for a shape; 0 if no length gives its bits.
+    """Find the block length (input features) of oneDNN's sums for a shape.
 
-    In the compared sums every product occurs with both signs, so that each sum consists of rounding errors only and no
-    two orders of addition give the same bits.
+    Returns 0 if no length gives its bits. In the compared sums every product occurs with both signs, so each sum
+    consists only of rounding errors, and no two orders of addition give the same bits.
     """
     serving = kernel()
     assert serving is not None

@@ -2,7 +2,7 @@
 
 GGUF's Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 (https://github.com/ggml-org/ggml, ggml-quants.c) give 32 neighbouring inputs of
 an output a scale and a base of 16 bits each: a value is ``code * scale + base``, rounded once. If every value of a
-weight has this form, a sixth to a third of its bytes hold it exactly.
+weight has this form, a sixth to a third of its bytes represent it exactly.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ class PackedCodes:
 
 
 def recover_codes(weight: Tensor, widths: Sequence[int] = (4, 8)) -> PackedCodes | None:
-    """Recover the codes of a float32 weight ``[outputs, inputs]``, at the first width that encodes every value.
+    """Recover the codes of a float32 weight ``[outputs, inputs]``.
 
-    None if no width does. A negative zero becomes positive, which changes no sum of products.
+    Uses the first width that encodes every value; returns None if no width does. A negative zero becomes positive,
+    which changes no sum of products.
     """
     outputs, inputs = weight.shape
     if inputs % GROUP:
@@ -77,7 +78,10 @@ def recover_codes(weight: Tensor, widths: Sequence[int] = (4, 8)) -> PackedCodes
 
 
 class QuantizerKind(IntEnum):
-    """Rule that derives scale and base from a group's minimum and maximum; numbered as in kernels/cpu/jobs.h."""
+    """Rule that derives scale and base from a group's minimum and maximum.
+
+    Numbered as in kernels/cpu/jobs.h.
+    """
 
     SYMMETRIC = 0  # Q4_0, Q5_0, Q8_0: the largest magnitude is ``steps`` away from 0, whose code is ``zero``
     MIN_BASED = 1  # Q4_1, Q5_1 and other symmetric scales: the minimum has the code 0, the maximum ``steps``
@@ -145,7 +149,10 @@ def kernel() -> Kernel | None:
 
 
 def _recover(weight: Tensor, bits: int, candidates: Sequence[QuantizerCandidate]) -> PackedCodes | None:
-    """Recover the codes of a contiguous float32 weight ``[outputs, inputs]``; None if a value has none."""
+    """Recover the codes of a contiguous float32 weight ``[outputs, inputs]``.
+
+    None if a value has no code.
+    """
     serving = kernel()
     if serving is None:
         return reference(weight, bits, candidates)
@@ -181,7 +188,7 @@ def reference(weight: Tensor, bits: int, candidates: Sequence[QuantizerCandidate
         scale, base = candidate(low, high)
         wide, start = scale.float()[:, None], base.float()[:, None]
         code = (left - start).div_(torch.where(wide == 0, 1.0, wide)).round_()
-        # Exact but for one rounding: a code times a scale has 19 bits.
+        # Exact except for one rounding: a code times a scale has 19 bits.
         right = (torch.addcmul(start, code, wide) == left).all(1)
         right &= (code.amin(1) >= 0) & (code.amax(1) <= _LARGEST[bits])
         code, count[number] = code.to(torch.uint8), int(right.sum())

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvkernels.cpu.cpu_library import Kernel, KernelCall, KernelLibrary, loaded_library
 
-# Tokens per page, keys per block, keys per piece (whose sums are merged).
+# Tokens per page, keys per block, and keys per piece (pieces are summed alone and then merged).
 PAGE, KEYS, PIECE = 32, 64, 512
 # Limits of rows times heads per tile.
 _TILE, _MIN_TILE = 256, 32
@@ -120,9 +120,12 @@ class Attention:
         softcap: float | None = None,
         record_max_probs: bool = False,
     ) -> None:
-        """``positions [rows]``, contiguous. ``pool`` is keys and values, contiguous ``[layers, kv_heads, slots, dim]``.
-        With ``softcap``, scores become ``softcap * tanh(score / softcap)``. ``record_max_probs`` records the values for
-        ``max_probs()``. Raises ValueError if ``serves`` is False, or for more than 256 query heads per KV head."""
+        """Plan a batch; ``positions [rows]`` is contiguous.
+
+        ``pool`` is keys and values, contiguous ``[layers, kv_heads, slots, dim]``. With ``softcap``, scores become
+        ``softcap * tanh(score / softcap)``. ``record_max_probs`` records the values for ``max_probs()``. Raises
+        ValueError if ``serves`` is False, or for more than 256 query heads per KV head.
+        """
         keys, values = pool
         _, kv_heads, _, dim = keys.shape
         group_size, library = heads // kv_heads, loaded_library().library
@@ -171,9 +174,10 @@ class Attention:
         self._layers.call(self._batch, layer, scale, window).run(self._threads)
 
     def max_probs(self) -> NDArray[np.float32]:
-        """Return the maximum probability over rows of each key in the last computed layer: ``[heads, keys]``.
+        """Return each key's maximum probability over rows in the last computed layer.
 
-        Keys extend to the end of a block. Requires ``record_max_probs`` and a batch of one sequence.
+        The result is ``[heads, keys]``; keys extend to the end of a block. Requires ``record_max_probs`` and a batch of
+        one sequence.
         """
         assert self._max_probs is not None, "the batch was made without record_max_probs"
         maxima: NDArray[np.float32] = self._max_probs.max(0)
@@ -181,10 +185,16 @@ class Attention:
 
 
 class PreparedAttention:
-    """Attention calls with fixed buffers for a KernelGraph; ``set_batch`` selects the batch that they compute."""
+    """Attention calls with fixed buffers for a KernelGraph.
+
+    ``set_batch`` selects the batch that they compute.
+    """
 
     def __init__(self, pool: tuple[Tensor, Tensor], query: Tensor, out: Tensor) -> None:
-        """``query`` and ``out`` are contiguous ``[rows, heads, dim]``, sized for the largest batch."""
+        """Create the calls; ``query`` and ``out`` are contiguous ``[rows, heads, dim]``.
+
+        They are sized for the largest batch.
+        """
         self._layers, self._bound, self._batch = PoolLayers(*pool), (query, out), _Batch()
         self._attention: Attention | None = None
 
@@ -254,9 +264,10 @@ class _Work:
         threads: int,
         whole: bool,
     ) -> _Work:
-        """Split sequences into tiles and, if these are too few for the threads, tiles into pieces unless ``whole``.
+        """Split sequences into tiles, and tiles into pieces.
 
-        The split does not change the result's bits.
+        Splits tiles only if there are too few for the threads, and not with ``whole``. The split does not change the
+        result's bits.
         """
         wanted = _ITEMS * threads
         total = sum(s.count for s in sequences) * kv_heads

@@ -52,7 +52,7 @@ _FLAGS = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
 _VNNI = (*_AVX512, "-mavx512vnni")
-# Variants by architecture, the best last; bit i of kvk_features() is set if the CPU can run the i-th.
+# Variants by architecture, the best last; kvk_features() sets bit i if the CPU can run variant i.
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
         "avx2": _AVX2,
@@ -77,7 +77,10 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def sources() -> Path:
-    """Return the source directory: in the repository or in the installed package. Raises FileNotFoundError."""
+    """Return the source directory. Raises FileNotFoundError.
+
+    It is in the repository or in the installed package.
+    """
     for folder in (_PACKAGE.parent / "cpu", _PACKAGE / "sources" / "cpu"):
         if (folder / KERNELS[0]).exists():
             return folder
@@ -93,7 +96,10 @@ def fingerprint(folder: Path) -> str:
 
 
 def compiler() -> list[str] | None:
-    """Return a C++ compiler's command: CXX or CC if set, and only that; else the machine's; else ziglang's."""
+    """Return a C++ compiler's command.
+
+    If CXX or CC is set, only that; else the machine's; else ziglang's.
+    """
     if named := os.environ.get("CXX") or os.environ.get("CC"):
         command = shlex.split(named)
         return command if shutil.which(command[0]) and Path(command[0]).name != "false" else None
@@ -113,7 +119,10 @@ def compiler() -> list[str] | None:
 
 
 def needs_ziglang() -> bool:
-    """Return True if the build needs the ziglang wheel: no compiler on the machine and none set by CXX or CC."""
+    """Return True if the build needs the ziglang wheel.
+
+    That is so if the machine has no compiler and neither CXX nor CC is set.
+    """
     return bool(variants()) and not os.environ.get("CXX") and not os.environ.get("CC") and compiler() is None
 
 
@@ -132,9 +141,10 @@ def compile_library(command: list[str], target: Path, names: tuple[str, ...], fl
 
 
 def build(folder: Path = LIBRARIES) -> list[str]:
-    """Compile this architecture's variants unless they are current; return the names of those that compiled.
+    """Compile this architecture's variants unless they are current.
 
-    Raises RuntimeError without a compiler, or with the compiler's message if no variant compiles.
+    Returns the names of those that compiled. Raises RuntimeError without a compiler, or with the compiler's message if
+    no variant compiles.
     """
     stamp, now = folder / STAMP, fingerprint(sources())
     if stamp.exists() and stamp.read_text() == now:

@@ -1,4 +1,4 @@
-"""CPU features that decide how a model runs."""
+"""CPU features that determine how a model runs."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class KernelGraph:
     """Recorded kernel calls, replayed in order for any number of rows up to the recorded one."""
 
     def __init__(self, calls: Sequence[KernelCall]) -> None:
-        """Raises RuntimeError without kernels."""
+        """Record the calls. Raises RuntimeError without kernels."""
         library = loaded_library().library
         if library is None:
             raise RuntimeError(loaded_library().why)
@@ -62,7 +62,10 @@ class KernelGraph:
         self._job = _Job(first, len(calls), 0)
 
     def run(self, rows: int, threads: int) -> None:
-        """Run all calls over ``rows`` rows on ``threads`` threads of torch's OpenMP team. Releases the GIL."""
+        """Run all calls over ``rows`` rows on ``threads`` threads of torch's OpenMP team.
+
+        Releases the GIL.
+        """
         self._job.rows = rows
         self._begin(ctypes.addressof(self._job))
         self._kernel.run_on_openmp_team(self._job, threads)

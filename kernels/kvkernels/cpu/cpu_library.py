@@ -67,8 +67,8 @@ class Kernel:
 class KernelCall:
     """Kernel with its job.
 
-    The job's first ``counters`` fields must be zero before a run. ``held`` keeps the memory alive that the job points
-    to. The job's ``rows``, if any, are a multiple of ``rounded``.
+    The job's first ``counters`` fields must be zero before a run. ``held`` keeps the memory alive to which the job
+    points. The job's ``rows``, if any, are a multiple of ``rounded``.
     """
 
     kernel: Kernel
@@ -78,13 +78,13 @@ class KernelCall:
     rounded: int = 1
 
     def run(self, threads: int) -> None:
-        """Runs the job once on the OpenMP team; see ``Kernel.run_on_openmp_team``."""
+        """Run the job once on the OpenMP team; see ``Kernel.run_on_openmp_team``."""
         self.kernel.run_on_openmp_team(self.job, threads)
 
 
 @dataclass(frozen=True)
 class LoadedLibrary:
-    """Library of the best variant, or the reason that there is none and a remedy."""
+    """Library of the best variant, or the reason why there is none, with a remedy."""
 
     library: KernelLibrary | None
     why: str

@@ -1,10 +1,10 @@
-"""Float32 GEMM over weights stored in 16, 8 or 4 bits on the CPU, for any number of rows.
+"""Float32 GEMM over weights stored in 16, 8 or 4 bits on the CPU.
 
-Decoding is bound by memory bandwidth. A weight keeps the width of its checkpoint, 16 bits or the codes of a checkpoint
-that was quantized to 4 or 8 bits (``kvkernels.cpu.code_recovery``), and is widened in registers to exactly the same
-float32 values. CPUs without 16-bit arithmetic compute the float32 products as fast as they read the weight. A row's
-bits depend neither on other rows nor on threads nor on the instruction set; ``reference`` gives the same bits. Memory
-layout: ``kernels/cpu/f32_gemm.cpp``.
+It supports any number of rows. Memory bandwidth limits decoding. So a weight keeps the width of its checkpoint, 16 bits
+or the codes of a checkpoint that was quantized to 4 or 8 bits (``kvkernels.cpu.code_recovery``), and is widened in
+registers to exactly the same float32 values. CPUs without 16-bit arithmetic compute the float32 products as fast as
+they read the weight. A row's bits depend neither on other rows nor on threads nor on the instruction set; ``reference``
+gives the same bits. Memory layout: ``kernels/cpu/f32_gemm.cpp``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OUTPUTS = code_recovery.OUTPUTS
 BLOCK = 128
 # Element formats of packed weights, in the order of the constants in jobs.h.
 STORAGE_FORMATS = ("float32", "bfloat16", "float16", "coded4", "coded8")
-# More parts than threads let other threads take over from a delayed one. Many rows are transposed once per part.
+# With more parts than threads, other threads take over from a delayed one. Many rows are transposed once per part.
 _PARTS_PER_THREAD = 4
 _MANY_ROWS = 97
 # Outputs transposed at a time, which bounds the temporary memory.
@@ -120,9 +120,10 @@ def storage_of(parts: Callable[[], Iterable[Tensor]]) -> str:
 
 
 def pack(weight: Tensor, storage: str | None = None) -> DenseWeight:
-    """Pack a weight ``[outputs, inputs]`` of floats as ``storage`` (one of STORAGE_FORMATS), or in the fewest bytes.
+    """Pack a weight ``[outputs, inputs]`` of floats as ``storage``, or in the fewest bytes.
 
-    The packed weight is exact. Raises ValueError if ``storage`` is a code format and a value has no code.
+    ``storage`` is one of STORAGE_FORMATS. The packed weight is exact. Raises ValueError if ``storage`` is a code format
+    and a value has no code.
     """
     outputs, inputs = weight.shape
     if storage in code_recovery.BITS:
@@ -154,7 +155,10 @@ def unpack(weight: DenseWeight) -> Tensor:
 
 
 def gemm_call(x: Tensor, weight: DenseWeight, bias: Tensor | None, y: Tensor) -> KernelCall:
-    """Build the call that computes ``gemm`` of contiguous ``x`` into ``y``. Raises RuntimeError without kernels."""
+    """Build the call that computes ``gemm`` of contiguous ``x`` into ``y``.
+
+    Raises RuntimeError without kernels.
+    """
     serving, rows, threads = kernel(), x.shape[0], torch.get_num_threads()
     if serving is None:
         raise RuntimeError(loaded_library().why)
@@ -174,9 +178,9 @@ def gemm_call(x: Tensor, weight: DenseWeight, bias: Tensor | None, y: Tensor) ->
 
 
 def gemm(x: Tensor, weight: DenseWeight, bias: Tensor | None) -> Tensor:
-    """Multiply ``x [rows, inputs]`` by the weight and add ``bias [outputs]``: ``[rows, outputs]``, all float32.
+    """Multiply ``x [rows, inputs]`` by the weight and add ``bias [outputs]``.
 
-    Raises RuntimeError without kernels.
+    The result is ``[rows, outputs]``; all are float32. Raises RuntimeError without kernels.
     """
     y = x.new_empty(x.shape[0], weight.outputs)
     gemm_call(x.contiguous(), weight, bias, y).run(torch.get_num_threads())

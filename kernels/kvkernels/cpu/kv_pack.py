@@ -128,10 +128,13 @@ class _ChunkCopy:
 
 
 class ChunkUnpacker(_ChunkCopy):
-    """Dequantizes chunks into the pool, layer by layer: call it with the next layers. Releases the GIL."""
+    """Dequantizes chunks into the pool, layer by layer.
+
+    Call it with the next layers. Releases the GIL.
+    """
 
     def __init__(self, keys: Tensor, values: Tensor, pieces: Sequence[ChunkPlacement]) -> None:
-        """Raises ValueError for payloads in device memory."""
+        """Prepare the chunks. Raises ValueError for payloads in device memory."""
         super().__init__("kv_unpack", keys, values, pieces)
 
 

@@ -1,9 +1,9 @@
-"""Fused elementwise kernels of a decoder layer on the CPU: RMS norm, RoPE with KV scatter, SiLU gate.
+"""Fused elementwise kernels of a decoder layer on the CPU.
 
-A row's bits do not depend on the batch. Rounding follows the eager model: to the tensors' dtype after the normalization
-and after the activation, float32 inside. All tensors are contiguous and of one dtype, float32 or bfloat16, except
-weights and angles, which are float32. Each function returns a KernelCall, for ``run`` or a KernelGraph
-(``kernels/cpu/norm_rope_silu.cpp``), and raises RuntimeError without kernels.
+They are RMS norm, RoPE with KV scatter, and SiLU gate. A row's bits do not depend on the batch. Rounding follows the
+eager model: to the tensors' dtype after the normalization and after the activation, float32 inside. All tensors are
+contiguous and of one dtype, float32 or bfloat16, except weights and angles, which are float32. Each function returns a
+KernelCall, for ``run`` or a KernelGraph (``kernels/cpu/norm_rope_silu.cpp``), and raises RuntimeError without kernels.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def _kernel(name: str, job: type[ctypes.Structure]) -> Kernel:
 
 
 def run(call: KernelCall, rows: int) -> None:
-    """Run a call of this module over ``rows`` rows, on one thread or on torch's OpenMP team."""
+    """Run a call of this module over ``rows`` rows.
+
+    Uses one thread or torch's OpenMP team.
+    """
     call.run(1 if rows < _PARALLEL_ROWS else torch.get_num_threads())
 
 
@@ -69,9 +72,9 @@ def _address(tensor: Tensor | None) -> int | None:
 def rms_norm(
     rows: int, hidden: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, out: Tensor
 ) -> KernelCall:
-    """Add ``delta`` (if any) to ``hidden [>= rows, width]`` in place and write its RMS norm to ``out``.
+    """Add ``delta`` to ``hidden`` in place and write its RMS norm to ``out``.
 
-    The norm is multiplied by ``weight [width]``.
+    ``hidden`` is ``[>= rows, width]``; ``delta`` may be None. The norm is multiplied by ``weight [width]``.
     """
     job = _RmsNormJob(
         0,
@@ -99,12 +102,12 @@ def rope(
     queries: Tensor,
     copy_slots: Tensor | None = None,
 ) -> KernelCall:
-    """Apply RoPE to queries and keys of ``qkv [>= rows, (heads + 2 kv_heads) * dim]`` and scatter KV into the pool.
+    """Apply RoPE to queries and keys of ``qkv``, and scatter KV into the pool.
 
-    ``angles``: cosines and sines ``[rows, dim]``. If ``norms`` has weights ``[dim]`` for queries and keys, each head is
-    RMS-normalized first. Keys and values go to a layer of the pool ``[kv_heads, slots, dim]`` at int64 ``slots [rows]``
-    and again at each non-negative slot of ``copy_slots [copies, >= rows]``; queries go to
-    ``queries [>= rows, heads, dim]``.
+    ``qkv`` is ``[>= rows, (heads + 2 kv_heads) * dim]``. ``angles`` are cosines and sines ``[rows, dim]``. If ``norms``
+    has weights ``[dim]`` for queries and keys, each head is RMS-normalized first. Keys and values are written to a
+    layer of the pool ``[kv_heads, slots, dim]`` at int64 ``slots [rows]``, and again at each non-negative slot of
+    ``copy_slots [copies, >= rows]``; queries are written to ``queries [>= rows, heads, dim]``.
     """
     keys, values = pool
     copies, copy_rows = (0, 0) if copy_slots is None else copy_slots.shape

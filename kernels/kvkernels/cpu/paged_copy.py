@@ -1,4 +1,7 @@
-"""Copies tokens between a paged cache in host memory and arrays, on all cores (``kernels/cpu/paged_copy.cpp``)."""
+"""Copies tokens between a paged cache in host memory and arrays, on all cores.
+
+See ``kernels/cpu/paged_copy.cpp``.
+"""
 
 from __future__ import annotations
 

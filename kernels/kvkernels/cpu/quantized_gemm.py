@@ -1,10 +1,10 @@
-"""GEMM with 4-bit or 8-bit weights and int8 activations (W4A8, W8A8) on the CPU, for any number of rows.
+"""GEMM with 4-bit or 8-bit weights and int8 activations (W4A8, W8A8) on the CPU.
 
-A weight is ``(code - zero) * scale``, with a scale and a zero point for each output and group of inputs, as in AWQ (Lin
-et al., MLSys 2024, arXiv:2306.00978) and, with other groups, in llama.cpp. Rows are quantized to signed bytes in blocks
-of 64 values with one scale each; bytes and codes are multiplied in integers. A row's bits depend neither on other rows
-nor on threads nor on the instruction set; ``reference`` gives the same bits. Memory layout:
-``kernels/cpu/quantized_gemm.cpp``.
+It supports any number of rows. A weight is ``(code - zero) * scale``, with a scale and a zero point for each output and
+group of inputs, as in AWQ (Lin et al., MLSys 2024, arXiv:2306.00978) and, with other groups, in llama.cpp. Rows are
+quantized to signed bytes in blocks of 64 values with one scale each; bytes and codes are multiplied in integers. A
+row's bits depend neither on other rows nor on threads nor on the instruction set; ``reference`` gives the same bits.
+Memory layout: ``kernels/cpu/quantized_gemm.cpp``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK = 64
 # Outputs per strip.
 OUTPUTS = 16
 _PARAMETER_BYTES = 2 * 2 * OUTPUTS
-# More parts than threads let other threads take over from a delayed one.
+# With more parts than threads, other threads take over from a delayed one.
 _PARTS_PER_THREAD = 4
 # Outputs quantized at a time, which bounds the temporary memory.
 _SLICE = 2048
@@ -67,7 +67,10 @@ def size_bytes(inputs: int, outputs: int, bits: int, group: int) -> int:
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """Weight ``[outputs, inputs]`` of a linear layer in the kernel's layout: uint8 ``data [outputs / 16, bytes]``."""
+    """Weight ``[outputs, inputs]`` of a linear layer in the kernel's layout.
+
+    ``data`` is uint8 ``[outputs / 16, bytes]``.
+    """
 
     data: Tensor
     inputs: int
@@ -124,9 +127,9 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
 
 
 def quantize(weight: Tensor, bits: int, group: int) -> QuantizedWeight:
-    """Quantize a float weight ``[outputs, inputs]`` to ``bits`` bits, asymmetrically per group; the range includes 0.
+    """Quantize a float weight ``[outputs, inputs]`` to ``bits`` bits.
 
-    Raises ValueError for an unsupported shape or width.
+    Asymmetric per group; each range includes 0. Raises ValueError for an unsupported shape or width.
     """
     return concatenate([_quantize(part, bits, group) for part in torch.split(weight, _SLICE)])
 
@@ -151,7 +154,10 @@ def concatenate(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def gemm_call(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, y: Tensor) -> KernelCall:
-    """Build the call that computes ``gemm`` of contiguous ``x`` into ``y``. Raises RuntimeError without kernels."""
+    """Build the call that computes ``gemm`` of contiguous ``x`` into ``y``.
+
+    Raises RuntimeError without kernels.
+    """
     serving, rows, threads = kernel(), x.shape[0], torch.get_num_threads()
     if serving is None:
         raise RuntimeError(loaded_library().why)
@@ -196,7 +202,7 @@ def reference(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor
     block = min(weight.group, BLOCK)
     blocks = x.float().view(x.shape[0], -1, block)
     most = blocks.abs().amax(2)
-    inverse = torch.where(most == 0, 0.0, torch.full_like(most, 127) / most)  # 127 / x were 127 times 1 / x
+    inverse = torch.where(most == 0, 0.0, torch.full_like(most, 127) / most)  # torch computes 127 / x as 127 * (1 / x)
     numbers = (blocks * inverse[..., None]).round().double()
     multiples = most * torch.tensor(1 / 127, dtype=torch.float32)
     total = torch.zeros(x.shape[0], weight.outputs)

@@ -1,7 +1,7 @@
 """Thread pools for kernels: torch's OpenMP team, and a pool of our own.
 
-Kernels between torch's own products in a forward pass must run on torch's team: with a second team, both would go to
-sleep between calls. Chunks are copied in parallel with a forward pass, on a pool of our own whose threads sleep when
+Kernels between torch's own products in a forward pass must run on torch's team: with a second team, the threads of both
+would sleep between calls. Chunks are copied in parallel with a forward pass, on our own pool, whose threads sleep when
 idle.
 """
 

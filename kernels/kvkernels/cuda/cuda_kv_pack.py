@@ -30,7 +30,10 @@ class _KvPackParams(ctypes.Structure):
 
 
 def supports(head_dim: int, rotary_half: int = 0) -> bool:
-    """Return True if the kernels support a head dim and a RoPE shift; they process four channels at a time."""
+    """Return True if the kernels support a head dim and a RoPE shift.
+
+    They process four channels at a time.
+    """
     return head_dim % 8 == 0 and head_dim <= 256 and rotary_half % 4 == 0
 
 
@@ -55,9 +58,10 @@ def _params(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, pa
 
 
 def pack(kernels: Kernels, keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: int) -> None:
-    """Enqueue packing of the pool's tokens at ``slots`` (int64, on the device) into a payload at a device address.
+    """Enqueue packing of the pool's tokens at ``slots`` into a payload.
 
-    The bytes are valid once the stream has executed the work.
+    ``slots`` are int64, on the device; ``payload`` is a device address. The bytes are valid once the stream has
+    executed the work.
     """
     params, name = _params(keys, values, slots, header, payload), type_name(keys.dtype)
     tokens, heads, layers, stream = len(slots), header.kv_heads, header.layers, stream_of(keys)
@@ -81,9 +85,10 @@ def unpack(
     rotation: tuple[Tensor, Tensor] | None,
     layers: range,
 ) -> None:
-    """Enqueue unpacking of the first ``len(slots)`` tokens of a payload at a device address into the pool.
+    """Enqueue unpacking of the first ``len(slots)`` tokens of a payload into the pool.
 
-    ``rotation`` is a RoPE shift of the keys: cosine and sine ``[rotary_dim / 2]``, float32, on the device.
+    ``payload`` is a device address. ``rotation`` is a RoPE shift of the keys: cosine and sine ``[rotary_dim / 2]``,
+    float32, on the device.
     """
     params = _params(keys, values, slots, header, payload)
     params.first_layer = layers.start

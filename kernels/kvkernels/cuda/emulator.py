@@ -1,6 +1,6 @@
-"""Build of the CUDA emulator, which runs the same sources on the CPU with one fiber per thread.
+"""Build of the CUDA emulator, which runs the kernels' sources on the CPU.
 
-For tests; far too slow to serve.
+It runs each CUDA thread as a fiber. For tests only; it is far too slow to serve.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ def compiler() -> str | None:
 
 
 def build(root: Path | None = None, volta: bool = False, sanitize: bool = False, fewest: bool = False) -> Path:
-    """Build the emulator's library from ``root`` (default: the repository's ``kernels``), cached by source fingerprint.
+    """Build the emulator's library from ``root``, cached by source fingerprint.
 
-    ``volta`` selects the code of sm_70, ``sanitize`` adds the address sanitizer, ``fewest`` restricts attention to f16
-    with 64 channels. Raises RuntimeError with the compiler's message.
+    ``root`` is the repository's ``kernels`` by default. ``volta`` selects the code of sm_70, ``sanitize`` adds the
+    address sanitizer, ``fewest`` restricts attention to f16 with 64 channels. Raises RuntimeError with the compiler's
+    message.
     """
     found = compiler()
     if found is None:

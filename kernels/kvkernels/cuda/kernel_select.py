@@ -26,7 +26,7 @@ class SelectedKernels:
 
 
 def first_working(*ways: tuple[str, Callable[[], Kernels]]) -> SelectedKernels:
-    """Return the first source of kernels that loads; without one, every source's error."""
+    """Return the first source of kernels that loads, else every source's error."""
     reasons = []
     for name, way in ways:
         try:

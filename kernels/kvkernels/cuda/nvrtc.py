@@ -1,8 +1,7 @@
-"""Runtime compilation of the kernels with NVRTC (bundled with torch), and launch through the driver API.
+"""Runtime compilation of the kernels with NVRTC, and launch through the driver API.
 
-Used where there is no fat library.
-NVRTC 12.9 (``nvidia-cuda-nvrtc-cu12==12.9.86`` with the headers of ``nvidia-cuda-runtime-cu12==12.9.79``) also compiles
-for sm_70, which CUDA 13 has dropped.
+Used if there is no fat library. torch bundles NVRTC. NVRTC 12.9 (``nvidia-cuda-nvrtc-cu12==12.9.86`` with the headers
+of ``nvidia-cuda-runtime-cu12==12.9.79``) also compiles for sm_70, which CUDA 13 does not support.
 """
 
 from __future__ import annotations
@@ -80,7 +79,10 @@ def compile_kernels(architecture: str) -> bytes:
 
 
 def cached_cubin(architecture: str) -> bytes:
-    """Return ``compile_kernels``' cubin from the user's cache folder, compiling it at first use (a minute)."""
+    """Return ``compile_kernels``' cubin from the user's cache folder.
+
+    Compiles it at first use, which takes a minute.
+    """
     root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "kvsidecar" / "kernels"
     path = root / f"{cuda_sources.fingerprint('cuda')}-{architecture}.cubin"
     if path.exists():

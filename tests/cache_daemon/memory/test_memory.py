@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import mmap
 import os
 import resource
@@ -20,15 +21,32 @@ import pytest
 import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, receive_descriptor
 
 from benchmarks.node import Node
 from cache_daemon.memory.arena import ALIGNMENT
 from cache_daemon.memory.fd_server import _REQUEST_TIMEOUT_SECONDS, serve_fds
+from cache_daemon.memory.shared_memory import SharedMemory
 from cache_daemon.memory.staging import Staging, StagingBudget
 from tests.cache_daemon.conftest import Peer, payload_of
 from tests.cache_daemon.rpc.test_cache_service import until
 from tests.cache_daemon.store.test_durability import run_daemon
+
+
+def open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_dropped_memory_and_memory_that_cannot_be_mapped_close_their_descriptors() -> None:
+    before = open_descriptors()
+    memory = SharedMemory("test", 4096, writable_by_others=True)
+    assert open_descriptors() > before
+    del memory
+    with pytest.raises(ConfigurationError, match="for the test"):
+        SharedMemory("test", 1 << 60, writable_by_others=True)
+    gc.collect()  # the error's traceback refers to the object
+    assert open_descriptors() == before
 
 
 def test_nobody_but_the_daemon_can_write_to_the_arena(peer: Peer) -> None:

@@ -125,6 +125,17 @@ async def test_what_would_come_too_slowly_is_left() -> None:
         assert (await b.ask(prompt(4), price=0.01))[0] == 4 * CHUNK
 
 
+async def test_what_is_computed_before_it_comes_is_left() -> None:
+    engine = InMemoryBackend()
+    async with node(engine) as a, node(engine) as b:
+        await a.share(prompt(4))
+        # Two seconds: the caller would wait for them, and computes the prompt in one.
+        b.tier.latency.bytes_per_second = a.stats.remote_written_bytes / 2
+        b.tier.latency.bandwidth_measured_at = float("inf")
+        assert (await b.ask(prompt(4), price=1 / (4 * CHUNK), patience=60.0))[0] == 0
+        assert (b.stats.remote_bypassed, b.stats.remote_read_bytes) == (1, 0)
+
+
 async def test_a_link_that_was_too_slow_is_measured_while_nobody_waits() -> None:
     engine = InMemoryBackend()
     async with node(engine) as a, node(engine) as b:

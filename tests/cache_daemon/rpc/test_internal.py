@@ -15,12 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.chunk_layout import new_header
 
 from cache_daemon.config import DaemonConfig
 from cache_daemon.observability.call_metrics import CallMetrics, FailureWindow
 from cache_daemon.server import SERVICE, serve
 from cache_daemon.store.chunk_store import ChunkStore
-from tests.cache_daemon.conftest import descriptor
+from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -96,6 +97,26 @@ async def test_an_unexpected_error_of_attach_is_internal_logged_and_counted(
         assert "secret" not in (caught.value.details() or "")
         assert [line["method"] for line in lines if line["event"] == "a call failed"] == ["Attach"]
         assert counted[0].totals["Attach", "INTERNAL"] == 1
+
+
+async def test_a_fetch_that_its_client_cancels_is_no_failure(tmp_path: Path) -> None:
+    """gRPC raises its own InternalError in a handler that writes to a cancelled call."""
+    async with serving(tmp_path) as channel:
+        stub: Any = CacheServiceStub(channel)
+        described, ids = descriptor(), list(range(32))
+        header = new_header(GEOMETRY, ids, 0)
+        data = payload_of(ids, header.payload_bytes)
+        header.checksum = keys.checksum(data)
+        start = pb.StoreStart(descriptor=described, header=header)
+        stored = await stub.Store(iter([pb.StoreRequest(start=start), pb.StoreRequest(data=data)]))
+        asked = pb.FetchRequest(namespace=keys.namespace_id(described), prefix_hash=stored.prefix_hash)
+        with structlog.testing.capture_logs() as lines:
+            for i in range(300):
+                call = stub.Fetch(asked)
+                await asyncio.sleep(i * 5e-6)
+                call.cancel()
+        await becomes(channel, "", SERVING)
+        assert [line for line in lines if line["event"] == "a call failed"] == []
 
 
 def test_few_failures_and_failures_among_many_calls_are_no_outage() -> None:

@@ -10,7 +10,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import new_header
 
 from cache_daemon.store.lookup import FetchHints, MatchResult
-from cache_daemon.store.retention import Retention
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
@@ -78,9 +78,9 @@ class Traffic:
                 daemon.open.append(Open(session, got.prefix_hash, got))
 
     @staticmethod
-    def _retention(daemon: Daemon, ids: Tokens, ttl: int, group: str) -> Retention:
+    def _retention(daemon: Daemon, ids: Tokens, ttl: int, group: str) -> PromptHints:
         parts = ((len(ids) - 1, daemon.store.ttl.deadline_of(2 * ttl)),) if len(ids) > 1 else ()
-        return Retention(daemon.store.ttl.deadline_of(ttl), parts, group)
+        return PromptHints(daemon.store.ttl.deadline_of(ttl), parts, group)
 
     def _may_reserve(self, daemon: Daemon, root: bytes) -> bool:
         brings = any(c.name == "bring" and c.root == root for c in daemon.calls)
@@ -155,7 +155,7 @@ class Traffic:
         session, root = daemon.sessions[n], scene.root_of(salt)
         halves = [(0, len(ids)), (len(ids) // 2, len(ids) - len(ids) // 2)] if elsewhere else []
         asked = daemon.store.match(
-            session, salt, keys.token_bytes(ids), halves, retention=self._retention(daemon, ids, ttl, group)
+            session, salt, keys.token_bytes(ids), halves, hints=self._retention(daemon, ids, ttl, group)
         )
 
         def done(found: MatchResult) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvsidecar import keys
 
-from cache_daemon.store.retention import Retention
+from cache_daemon.store.prompt_hints import PromptHints
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import Bench, opened
 
@@ -17,7 +17,7 @@ async def put(
     bench: Bench, ids: list[int], group: str, start: int = 0, parent: bytes = b"", salt: bytes = b""
 ) -> bytes:
     """Store a chunk for a group. Returns its hash."""
-    header, kept = bench.header(ids, start, parent), Retention(group=group)
+    header, kept = bench.header(ids, start, parent), PromptHints(group=group)
     reserved = bench.store.reserve(bench.session, salt, [header], kept)[0]
     if reserved.reservation_id:
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
@@ -25,7 +25,7 @@ async def put(
 
 
 async def use(bench: Bench, ids: list[int], group: str = "", salt: bytes = b"") -> int:
-    found = await bench.store.match(bench.session, salt, keys.token_bytes(ids), retention=Retention(group=group))
+    found = await bench.store.match(bench.session, salt, keys.token_bytes(ids), hints=PromptHints(group=group))
     bench.store.release(bench.session, [found.lease_id])
     return found.matched_tokens
 
@@ -73,7 +73,7 @@ async def test_pinned_and_leased_chunks_survive_a_release() -> None:
         bench.store.pin(bench.root(), pinned)
         await put(bench, [3, 4], "agent")
         held = await bench.store.match(
-            bench.session, b"", keys.token_bytes([3, 4]), retention=Retention(group="agent")
+            bench.session, b"", keys.token_bytes([3, 4]), hints=PromptHints(group="agent")
         )  # fmt: skip
         chunk = held.matches[0].chunk
         before = bytes(bench.store.arena.read(chunk.slot)) if chunk.slot is not None else b""

@@ -12,7 +12,13 @@ from benchmarks.node import Node
 from tests.inference_svc.engine.test_exactness import prompt
 
 DOC = 7  # "<|doc|>" of the built-in tokenizer
-FLAGS = {"dtype": "float32", "approximate": "always", "chunking": "document", "document_separator": "<|doc|>"}
+FLAGS = {
+    "dtype": "float32",
+    "reuse_anywhere": True,
+    "unverified_reuse": True,
+    "chunking": "document",
+    "document_separator": "<|doc|>",
+}
 
 
 def documents(seed: int, count: int = 4, size: int = 90) -> list[list[int]]:
@@ -106,11 +112,12 @@ def test_tenants_do_not_find_each_others_documents(guided: Node) -> None:
 
 
 def test_without_a_verdict_only_prefixes_are_reused() -> None:
-    flags = {**FLAGS, "approximate": "verified"}
+    flags = {**FLAGS, "reuse_anywhere": False, "unverified_reuse": False}
     with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags) as node:
         a, b, c, d = documents(5)
         node.client().warm(joined([a, b, c, d]))
-        result = node.client().generate(joined([b, a, [DOC, *prompt(9, 20)]]), max_tokens=1)
+        ids = joined([b, a, [DOC, *prompt(9, 20)]])
+        result = node.client().generate(ids, max_tokens=1, reuse_anywhere=True)
         assert result.approximate_tokens == 0
 
 

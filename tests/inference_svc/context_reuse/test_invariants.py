@@ -22,6 +22,7 @@ from inference_svc.context_reuse.reuse_lab import ReuseLab
 from inference_svc.context_reuse.reuse_plan import RelocatedSpan, ReusePlan
 from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
 from inference_svc.context_reuse.selective_recompute import SelectiveRecompute
+from inference_svc.context_reuse.selectors import SELECTORS
 from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
@@ -187,6 +188,27 @@ def test_what_comes_later_changes_nothing_before(sizes: list[int], seed: int, ra
     for before, after in zip(*found, strict=True):
         torch.testing.assert_close(before, after, atol=1e-6, rtol=0)
     assert loaded.layers == 4
+
+
+def test_what_deviates_is_computed_again_from_its_own_states() -> None:
+    """Only layer 1 of six tokens is wrong: these are chosen, and the logits become those of a prefill."""
+    _, _, pool = _model_with_pool()
+    ids, wrong = np.random.default_rng(0).integers(1, 500, 50).tolist(), np.asarray([5, 6, 17, 23, 30, 39])
+    table = pool.allocate(len(ids))
+    assert table is not None
+    prefill(_decoder(), pool, ids, table)
+    slots = torch.from_numpy(table.slots(0, len(ids)))
+    want = [tensor.index_select(2, slots) for tensor in (pool.keys, pool.values)]
+    for tensor in (pool.keys, pool.values):
+        tensor[1, :, slots[wrong]] += 5.0
+    plan = ReusePlan(len(ids), 1, (RelocatedSpan(1, 41),))
+    work = SelectiveRecompute(_decoder(), pool, ids, table, plan, SELECTORS["cacheblend"], len(wrong) / 40)
+    for _ in work.steps():
+        pass
+    assert work.chosen.tolist() == wrong.tolist()
+    for tensor, before in zip((pool.keys, pool.values), want, strict=True):
+        torch.testing.assert_close(tensor.index_select(2, slots), before, atol=1e-4, rtol=1e-4)
+    pool.free(table)
 
 
 @cache

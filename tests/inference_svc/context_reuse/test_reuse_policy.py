@@ -15,9 +15,9 @@ ROTARY: Any = object()
 
 
 def policy(
-    repair: str = "auto", mode: Any = "verified", rotary: Any = ROTARY, ratio: float | None = 0.15
+    repair: str = "auto", unverified: bool = False, rotary: Any = ROTARY, ratio: float | None = 0.15
 ) -> ReusePolicy:
-    return ReusePolicy(new_chunker("fixed", 64, (), frozenset()), rotary, SELECTORS.get(repair), ratio, mode)
+    return ReusePolicy(new_chunker("fixed", 64), rotary, SELECTORS.get(repair), ratio, True, unverified)
 
 
 def verdict(strategy: str = "guided_4", ratio: float = 0.15, passed: bool = True) -> ReuseVerdict:
@@ -30,15 +30,14 @@ def verdict(strategy: str = "guided_4", ratio: float = 0.15, passed: bool = True
         (policy(), verdict(), "guided_4"),
         (policy("guided_4"), verdict(), "guided_4"),
         (policy(), verdict(ratio=0.05), "guided_4"),
-        (policy(mode="always"), None, "guided"),
-        (policy("cacheblend", "always"), verdict(), "cacheblend"),
+        (policy(unverified=True), None, "guided"),
+        (policy("cacheblend", True), verdict(), "cacheblend"),
         (policy(), None, None),
         (policy(), verdict(passed=False), None),
         (policy("guided"), verdict(), None),  # another repair was verified
         (policy(), verdict(ratio=0.3), None),  # more was computed again than this worker would
         (policy(), verdict("of another version"), None),
-        (policy(mode="off"), verdict(), None),
-        (policy(mode="always", rotary=None), verdict(), None),
+        (policy(unverified=True, rotary=None), verdict(), None),
     ],
 )
 def test_the_repair_follows_from_setting_and_verdict(
@@ -53,6 +52,6 @@ def test_without_a_setting_the_share_is_the_verified_one() -> None:
     found = policy(ratio=None).recompute_setting(verdict("salient", ratio=0.3))
     assert found is not None
     assert (found.selector.name, found.ratio) == ("salient", 0.3)
-    insisted = policy(mode="always", ratio=None).recompute_setting(None)
+    insisted = policy(unverified=True, ratio=None).recompute_setting(None)
     assert insisted is not None
     assert insisted.ratio == 0.15

@@ -151,7 +151,7 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
     with Node(
         "demo", arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags, daemon_flags={"heartbeat_ms": 100}
     ) as node:
-        common = ["demo", "--dtype", "float32", "--bits", "16", "--prompts", str(prompts), "--store-verdict"]
+        common = ["demo", "--dtype", "float32", "--bits", "16", "--prompts", str(prompts)]
         common += ["--cache-socket", str(node.cache_socket), "--json", "--min-agreement", "0", "--max-harm", "100"]
         few = ["--min-prompts", str(len(QUESTIONS))]
 
@@ -159,7 +159,8 @@ def test_the_verdict_switches_reuse_on_and_off(tmp_path: Path, capsys: pytest.Ca
             a, b, c, d = documents(seed)
             node.client().warm(joined([a, b, c, d]))
             node.settle()
-            return node.client().generate(joined([b, a, prompt(seed, 20)]), max_tokens=1).approximate_tokens
+            ids = joined([b, a, prompt(seed, 20)])
+            return node.client().generate(ids, max_tokens=1, reuse_anywhere=True).approximate_tokens
 
         def follows(reuse: bool, seed: int) -> bool:
             """Whether the worker comes to reuse, or not to, by what its next heartbeats tell it."""
@@ -220,4 +221,5 @@ main(["demo"])
 def test_a_redirected_verify_says_at_once_what_it_does() -> None:
     """It printed nothing for half a minute."""
     done = subprocess.run([sys.executable, "-c", _FIRST_LINE], capture_output=True, text=True, timeout=100, check=False)
-    assert done.stdout == "False kvsidecar verify: loads demo and measures it, which takes half a minute or more"
+    assert done.stdout.startswith("False kvsidecar verify: loads demo, compares answers over reordered documents")
+    assert "half a minute for 135 million parameters" in done.stdout

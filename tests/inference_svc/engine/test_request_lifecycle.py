@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference_svc.engine.request_lifecycle import append_token
+from inference_svc.engine.engine_stats import EngineStats
+from inference_svc.engine.request_lifecycle import RequestFinisher, append_token
 from inference_svc.kv_client.load_cost_model import LoadCostModel
 from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import PrefixCache
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerLoadFailed, LayerReadyEvent
@@ -15,11 +17,12 @@ from inference_svc.models.loader import load
 from inference_svc.sampling.sampling_params import SampledToken, SamplingParams
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest
+from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
 from tests.inference_svc.kv_pool.test_prefix_cache import answer
 from tests.inference_svc.sequence.test_detokenizer import TOKENIZER
-from tests.inference_svc.server.test_load import small_engine
+from tests.inference_svc.server.test_load import Request, small_engine
 
 
 def test_a_stop_string_in_what_was_held_back_is_a_stop() -> None:
@@ -31,6 +34,32 @@ def test_a_stop_string_in_what_was_held_back_is_a_stop() -> None:
     sequence = Sequence(GenerationRequest("s", 2, 1, SamplingParams(), frozenset()), [5, 6], text, outputs.append)
     assert append_token(sequence, SampledToken(broken), 100) is FinishReason.STOP
     assert (outputs[-1].text, outputs[-1].finish) == ("", FinishReason.STOP)
+
+
+@pytest.mark.parametrize("include_stop", [False, True])
+def test_a_stop_token_is_shown_only_on_request(include_stop: bool) -> None:
+    stop, outputs = TOKENIZER("a", add_special_tokens=False)["input_ids"][0], list[SequenceOutput]()
+    request = GenerationRequest("s", 2, 9, SamplingParams(), frozenset([stop]), include_stop=include_stop)
+    text = IncrementalDetokenizer(TOKENIZER, (), frozenset())
+    sequence = Sequence(request, [5, 6], text, outputs.append)
+    assert append_token(sequence, SampledToken(stop), 100) is FinishReason.STOP
+    assert outputs[-1].text == ("a" if include_stop else "")
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_cancelled_sequence_is_kept_only_with_all_its_layers(loaded: bool) -> None:
+    pool, request = KVPool(2, 1, 2, 512, torch.float32, torch.device("cpu")), Request(prompt(1, 100), 5)
+    cache, sequence = PrefixCache(pool, 8), request.sequence
+    table, layers = pool.allocate(100), LayerReadyEvent(2)
+    assert table is not None
+    layers.open(2 if loaded else 1)
+    layers.fail()
+    sequence.kv.load(96, table, None)
+    sequence.kv.layers = layers
+    RequestFinisher(pool, cache, NullKVConnector(), EngineStats()).cancel(sequence)
+    assert len(cache) == loaded
+    assert pool.references_match(cache.tables)
+    assert request.outputs[-1].finish is FinishReason.CANCELLED
 
 
 def test_ids_beyond_the_tokenizer_have_no_text() -> None:

@@ -52,7 +52,7 @@ def of_node(node: Node, *flags: str, port: int = 0, wait: bool = True) -> Gatewa
 
 @pytest.fixture(scope="package")
 def two() -> Iterator[Node]:
-    flags = {"chunking": "document", "approximate": "always"}
+    flags = {"chunking": "document", "reuse_anywhere": True, "unverified_reuse": True}
     with Node("demo", workers=2, arena_bytes="64MiB", pool_bytes="64MiB", worker_flags=flags) as node:
         yield node
 

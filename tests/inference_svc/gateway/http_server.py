@@ -21,7 +21,7 @@ async def listening(**settings: Any) -> AsyncIterator[tuple[int, FastAPI]]:
     chosen: dict[str, Any] = {"workers": "127.0.0.1:1", "cache_socket": None, **settings}
     config = GatewayConfig(**chosen)
     app = create_app(config)
-    server = _Server(configured(app, config))
+    server = _Server(configured(app, config), app.state.drain)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         task = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:  # noqa: ASYNC110

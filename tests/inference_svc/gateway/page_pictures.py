@@ -15,20 +15,15 @@ from PIL import Image  # matplotlib brings it
 from tests.inference_svc.gateway.browser import chromium
 from tests.inference_svc.node.test_supervisor import Served
 
-# Paragraphs are documents here, and are reused in another order.
-_SETTINGS = {
-    "KVSIDECAR_WORKER_CHUNKING": "document",
-    "KVSIDECAR_WORKER_DOCUMENT_SEPARATOR": "\n\n",
-    "KVSIDECAR_WORKER_APPROXIMATE": "always",
-}
+# Paragraphs are documents, and are reused in another order.
+_SETTINGS = {"KVSIDECAR_REUSE_ANYWHERE": "true"}
 # A small model answers questions about it.
 _HARBOUR = (
-    "The harbour office opens at six in the morning. Boats up to twelve metres use the northern quay and pay nine "
-    "euros a night. Longer boats use the southern quay and pay fourteen euros a night.",
-    "The ferry to the island leaves at seven, at noon and at five. The crossing takes forty minutes. Bicycles travel "
-    "free of charge, and cars cost twenty euros.",
-    "The museum stands behind the market hall. It is closed on Mondays. A ticket costs five euros, and children pay "
-    "nothing.",
+    "Maria Keller is the captain of the ferry. The ferry leaves at seven o'clock in the morning. The crossing to the "
+    "island takes forty minutes.",
+    "The harbour was built in 1912. Its northern quay is for small boats, and its southern quay is for large ships. A "
+    "night in the harbour costs nine euros.",
+    "The museum stands behind the market hall. It shows old maps and model ships. Its director is Peter Brandt.",
 )
 _DESKTOP, _PHONE = {"width": 1280, "height": 860}, {"width": 360, "height": 740}
 
@@ -81,22 +76,20 @@ def _others(served: Served) -> None:
 
 def _take(browser: Any, served: Served, folder: Path) -> None:
     page = _opened(browser, served, "light", _DESKTOP)
-    page.locator("#starters button").first.click()
-    kept = page.evaluate("JSON.parse(localStorage.getItem('kvsidecar.chat'))")
-    first, second, third = kept["context"].split("\n\n")
     _about(page, *_HARBOUR)
-    _ask(page, "When is the museum closed?")
-    _raced(_ask(page, "What does a ticket for the museum cost?"))
+    _ask(page, "Who is the director of the museum?")
+    _raced(_ask(page, "What does a night in the harbour cost?"))
     _taken(page, folder / "light.png")
 
     page = _opened(browser, served, "dark", _DESKTOP)
-    _about(page, second, third, first)
-    _ask(page, "Who is she with?").locator("[data-act=read]").click()
+    ferry, harbour, museum = _HARBOUR
+    _about(page, museum, ferry, harbour)
+    _ask(page, "Who is the captain of the ferry?").locator("[data-act=read]").click()
     _taken(page, folder / "dark.png")
 
     page = _opened(browser, served, "light", _PHONE)
-    _about(page, first, second, third)
-    _raced(_ask(page, "What colour are its eyes?"))
+    _about(page, *_HARBOUR)
+    _raced(_ask(page, "When was the harbour built?"))
     _taken(page, folder / "phone.png")
     page.get_by_role("button", name="Node").click()
     _taken(page, folder / "phone-node.png")

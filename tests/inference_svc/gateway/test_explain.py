@@ -54,6 +54,9 @@ def test_what_was_read_before_is_told_and_joins_to_the_prompt(gateway: Gateway, 
     numerics = node.client().model().numerics
     assert len(numerics.id) == 16
     assert first["numerics"] == {"id": numerics.id, "shared_across_machines": False}
+    worker = httpx.get(f"{gateway.url}/kvsidecar/v1/node").json()["workers"][0]
+    assert first["reuse_anywhere"] == {"on": True, "verified": True, "sentence": worker["reuse_anywhere"]}
+    assert "is on without a verification" in worker["reuse_anywhere"]
     again = ask(gateway, text)
     assert [part["reading"] for part in again["prompt_parts"]] == ["exact", "computed"]
     assert readings(again)["exact"] == again["usage"]["prompt_tokens_details"]["cached_tokens"]

@@ -52,6 +52,7 @@ def test_separated_documents_are_found_in_another_order(gateway: Gateway, two: N
     assert ask("Read: " + "".join(documents)) == 0
     assert ask("Please: " + "".join(reversed(documents)) + "## Where?") > 40
     assert ask("Kindly: " + "".join(reversed(documents)) + "Who?", exact_only=True) == 0
+    assert ask("Pray: " + "".join(reversed(documents)) + "Who?", reuse_anywhere=False) == 0
 
 
 def test_who_guesses_is_the_requests_choice_and_changes_no_answer(gateway: Gateway) -> None:
@@ -113,7 +114,7 @@ def test_n_seed_stop_and_logprobs_work(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("option", "named"),
     [
-        ({"extra_body": {"functions": [{"name": "f"}]}}, "functions"),
+        ({"extra_body": {"web_search_options": {}}}, "web_search_options"),
         ({"extra_body": {"structured_outputs": {"structural_tag": "x"}}}, "structured_outputs.structural_tag"),
         ({"logit_bias": {"1": 500}}, "logit_bias"),
         ({"logit_bias": {"5000": 5}}, "logit_bias"),

@@ -100,7 +100,7 @@ def test_guests_see_their_own_and_operators_all(two: Node, locked: Gateway) -> N
     assert mine["operator"] is False
     assert [(t["name"], t["chunks"] > 0) for t in mine["cache"]["tenants"]] == [("yours", True)]
     assert not {"tiers", "calls", "evictions"} & set(mine["cache"])
-    assert all(set(w) <= {"name", "state", "model", "busy"} for w in mine["workers"])
+    assert all(set(w) <= {"name", "state", "model", "busy", "reuse_anywhere"} for w in mine["workers"])
     assert shown(locked, "guest", "nobody")["cache"]["tenants"][0]["chunks"] == 0
     everything = shown(locked, "chief")
     tenants = {t["tenant"]: t for t in everything["cache"]["tenants"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -50,3 +51,22 @@ async def test_how_busy_a_node_is_tells_of_others(keys: dict[str, Any], key: str
         answer = await client.get("/kvsidecar/v1/serving", headers={"Authorization": f"Bearer {key}"})
     assert answer.status_code == 200
     assert answer.json() == {"models": [], "workers": 0, "starting": False} | ({"busy": 0} if told else {})
+
+
+async def test_unknown_paths_share_one_label() -> None:
+    """Else a caller could create a time series with each request."""
+    app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        for number in range(2):
+            assert (await client.get(f"/nowhere/{number}")).status_code == 404
+        metrics = (await client.get("/metrics")).text
+    assert "nowhere" not in metrics
+    assert re.search(r'requests_total\{[^}]*path="other"[^}]*\} 2\.0', metrics), metrics
+
+
+async def test_an_error_of_the_server_is_told_as_such() -> None:
+    """Clients retry a server_error."""
+    app = create_app(GatewayConfig(workers="127.0.0.1:1", cache_socket=None, worker_wait_seconds=0))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        answer = await client.post("/v1/completions", json={"model": "m", "prompt": "hello"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (503, "server_error")

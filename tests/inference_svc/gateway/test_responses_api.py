@@ -10,7 +10,10 @@ import openai
 import pydantic
 import pytest
 from kvsidecar.errors import InvalidRequest, UnknownResponse
+from openai.types.responses import Response
+from openai.types.responses.response_create_params import ResponseCreateParamsNonStreaming
 
+from benchmarks.node import Node
 from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
 from tests.inference_svc.gateway.conftest import Gateway
 
@@ -103,8 +106,7 @@ def test_the_sdk_parses_into_its_types(gateway: Gateway) -> None:
 @pytest.mark.parametrize(
     ("option", "param"),
     [
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
-        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0.type"),
         ({"background": True}, "background"),
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
@@ -144,12 +146,12 @@ def test_a_tenants_responses_evict_its_own_and_are_its_own_alone() -> None:
         memory.keep("b", stored(f"b{i}", "y" * 5_000))
     assert memory.messages("a", "first") == [{"role": "user", "content": "my secret is 4711"}]
     assert memory.num_bytes <= 20_000
-    for asked in (memory.response, memory.drop):
+    for asked in (memory.find, memory.drop):
         with pytest.raises(UnknownResponse, match="'first' is not kept"):
             asked("b", "first")
     with pytest.raises(InvalidRequest, match="'first' is not kept"):
         memory.messages("b", "first")
-    assert json.loads(memory.response("a", "first")) == {"id": "first"}
+    assert json.loads(memory.find("a", "first").response) == {"id": "first"}
 
 
 def test_beyond_the_limit_of_all_the_largest_tenant_loses() -> None:
@@ -174,3 +176,174 @@ def test_what_is_kept_weighs_in_memory_what_it_is_counted_as() -> None:
         tracemalloc.stop()
     assert memory.num_bytes >= 100 * 2_000
     assert held <= 1.1 * memory.num_bytes
+
+
+# ---- as Codex sends them, items, conversations ------------------------------------------------------------------
+
+
+CODEX: Any = {
+    "store": False,
+    "include": ["reasoning.encrypted_content"],
+    "reasoning": {"effort": "xhigh", "summary": "detailed"},
+    "text": {"verbosity": "low"},
+    "prompt_cache_key": "thread",
+    "max_output_tokens": 6,
+    "extra_body": {"client_metadata": {"x": "y"}},
+    "tools": [
+        TOOL,
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "format": {"type": "grammar", "syntax": "lark", "definition": "s: X"},
+        },
+        {"type": "namespace", "name": "mcp", "description": "d", "tools": [{"type": "function", "name": "f"}]},
+        {"type": "web_search", "external_web_access": True},
+    ],
+}
+
+
+def test_a_request_of_codex_is_answered_with_its_functions_alone(gateway: Gateway, two: Node) -> None:
+    reasoning = {
+        "type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}],
+        "content": [{"type": "reasoning_text", "text": "think"}], "encrypted_content": "abc",
+    }  # fmt: skip
+    call = {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}", "namespace": None}
+    result = {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "dry"}]}
+    patch = {"type": "custom_tool_call", "call_id": "c2", "name": "apply_patch", "input": "*** Begin Patch"}
+    patched = {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}
+    question = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "and now?"}]}
+    searched = {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "q": "x"}}
+    said: Any = [question, reasoning, call, result, patch, patched, searched, question]
+    ask = gateway.client.responses.create
+    found = list(ask(model="demo", input=said, instructions="Be brief.", stream=True, **CODEX))
+    assert found[-1].type in ("response.completed", "response.incomplete")
+    count = gateway.client.responses.input_tokens.count
+    prompt = {"model": "demo", "instructions": "Be brief."}
+    whole = count(input=said, tools=CODEX["tools"], **prompt).input_tokens  # type: ignore[arg-type]
+    assert found[-1].response.usage.input_tokens == whole
+    plain = [question, call, result, patch, patched, question]
+    assert count(input=plain, tools=[TOOL], **prompt).input_tokens == whole  # type: ignore[arg-type]
+    assert '"skipped_tools": "custom,namespace,web_search"' in two.read_log()
+    with pytest.raises(openai.BadRequestError, match="file_search"):
+        ask(model="demo", input="x", tools=[TOOL, {"type": "file_search", "vector_store_ids": ["v"]}])
+    with pytest.raises(openai.NotFoundError):
+        gateway.client.responses.retrieve(found[-1].response.id)
+
+
+def test_every_parameter_of_the_sdk_at_a_neutral_value(gateway: Gateway) -> None:
+    neutral: dict[str, Any] = {
+        "access_programs": {"cyber": "standard"}, "background": False, "context_management": [], "conversation": None,
+        "image": {"context_compression": "auto"}, "include": [], "instructions": None, "max_output_tokens": 4,
+        "max_tool_calls": 3, "metadata": {}, "moderation": None, "parallel_tool_calls": True,
+        "previous_response_id": None, "prompt": None,
+        "prompt_cache_key": "k", "prompt_cache_options": {"mode": "implicit"},
+        "prompt_cache_retention": "in_memory", "reasoning": {"effort": "none"}, "safety_identifier": "s",
+        "service_tier": "auto", "store": True, "stream": False, "stream_options": None, "temperature": 1,
+        "text": {"format": {"type": "text"}, "verbosity": "high"}, "tool_choice": "auto", "tools": [],
+        "top_logprobs": 0, "top_p": 1, "truncation": "auto", "user": "u",
+    }  # fmt: skip
+    assert set(neutral) == set(ResponseCreateParamsNonStreaming.__annotations__) - {"model", "input"}
+    found = gateway.client.post("/responses", body={"model": "demo", "input": "x", **neutral}, cast_to=Response)
+    assert (found.truncation, found.max_tool_calls, found.prompt_cache_key) == ("auto", 3, "k")
+    assert found.usage is not None
+    details = found.usage.input_tokens_details
+    assert details.cached_tokens + details.cache_write_tokens == found.usage.input_tokens
+
+
+def test_log_probabilities_of_a_response(gateway: Gateway) -> None:
+    options: Any = {"model": "demo", "input": "hello there", "max_output_tokens": 8, "temperature": 0}
+    whole = gateway.client.responses.create(include=["message.output_text.logprobs"], top_logprobs=2, **options)
+    for item in whole.output:
+        for part in item.content:  # type: ignore[union-attr]
+            assert "".join(token.token for token in part.logprobs) == part.text  # type: ignore[union-attr]
+            assert all(len(token.top_logprobs) == 2 for token in part.logprobs)  # type: ignore[union-attr]
+    plain = gateway.client.responses.create(**options)
+    assert all(part.logprobs == [] for item in plain.output for part in item.content)  # type: ignore[union-attr]
+
+
+def test_a_prompt_that_is_too_long_is_truncated_on_request(gateway: Gateway) -> None:
+    long = "so much to say again " * 3000
+    with pytest.raises(openai.BadRequestError, match="the prompt is too long"):
+        gateway.client.responses.create(model="demo", input=long, max_output_tokens=4)
+    found = gateway.client.responses.create(model="demo", input=long, max_output_tokens=4, truncation="auto")
+    assert found.usage is not None
+    assert found.usage.output_tokens > 0
+
+
+def test_items_of_a_kept_response_are_listed_and_referred_to(gateway: Gateway, locked: Gateway) -> None:
+    client = gateway.client.responses
+    said: Any = [{"role": "user", "content": f"fact {i}: the sea is wide"} for i in range(3)]
+    first = client.create(model="demo", input=said, max_output_tokens=4)
+    listed = client.input_items.list(first.id, order="asc", limit=2)
+    assert [item.content[0].text for item in listed.data] == [item["content"] for item in said[:2]]  # type: ignore[union-attr]
+    assert len(list(client.input_items.list(first.id, limit=2))) == 3
+    references: Any = [
+        {"type": "item_reference", "id": item.id} for item in client.input_items.list(first.id, order="asc")
+    ]
+    counts = [gateway.client.responses.input_tokens.count(model="demo", input=one) for one in (references, said)]
+    assert counts[0].input_tokens == counts[1].input_tokens
+    with pytest.raises(openai.BadRequestError, match="'msg_none', which is not kept") as caught:
+        client.create(model="demo", input=[{"type": "item_reference", "id": "msg_none"}])
+    assert caught.value.param == "input"
+    with pytest.raises(openai.BadRequestError, match="not made with background"):
+        client.cancel(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.cancel("resp_none")
+    for query in ("limit=0", "limit=x", "order=up", "after=z"):
+        with pytest.raises(openai.BadRequestError):
+            gateway.client.get(f"/responses/{first.id}/input_items?{query}", cast_to=object)
+
+
+def test_a_conversation_grows_by_its_responses(gateway: Gateway) -> None:
+    client = gateway.client.conversations
+    made = client.create(items=[{"type": "message", "role": "user", "content": "I am Ada"}], metadata={"a": "b"})
+    count: Any = gateway.client.responses.input_tokens.count
+    before = count(model="demo", input="who am I?", conversation=made.id).input_tokens
+    assert before > count(model="demo", input="who am I?").input_tokens
+    answer = gateway.client.responses.create(
+        model="demo", input="who am I?", conversation=made.id, max_output_tokens=6, store=False
+    )
+    assert answer.conversation is not None
+    assert answer.conversation.id == made.id
+    items = list(client.items.list(made.id, order="asc"))
+    assert [item.role for item in items[:2]] == ["user", "user"]  # type: ignore[union-attr]
+    assert [item.id for item in items[2:]] == [item.id for item in answer.output]
+    assert count(model="demo", input="again", conversation=made.id).input_tokens > before
+    more = client.items.create(made.id, items=[{"type": "message", "role": "user", "content": "bye"}])
+    assert client.items.retrieve(more.data[0].id, conversation_id=made.id).content[0].text == "bye"  # type: ignore[union-attr]
+    client.items.delete(more.data[0].id, conversation_id=made.id)
+    assert len(list(client.items.list(made.id))) == len(items)
+    assert client.update(made.id, metadata={"c": "d"}).metadata == {"c": "d"}
+    assert client.retrieve(made.id).metadata == {"c": "d"}
+    with pytest.raises(openai.BadRequestError, match="both set"):
+        gateway.client.post(
+            "/responses", body={"input": "x", "conversation": made.id, "previous_response_id": "resp_x"}, cast_to=object
+        )
+    assert client.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError, match="the conversation"):
+        client.retrieve(made.id)
+    with pytest.raises(openai.BadRequestError, match="the conversation"):
+        gateway.client.responses.create(model="demo", input="x", conversation=made.id)
+
+
+def test_a_conversation_has_a_largest_size(gateway: Gateway) -> None:
+    client = gateway.client.conversations
+    large: Any = [{"type": "message", "role": "user", "content": "y" * (1 << 20)}]
+    made = client.create(items=large)
+    with pytest.raises(openai.BadRequestError, match="start another one") as caught:
+        client.items.create(made.id, items=large)
+    assert caught.value.param == "items"
+    with pytest.raises(openai.BadRequestError, match="start another one") as caught:
+        gateway.client.responses.create(model="demo", input="x", conversation=made.id)
+    assert caught.value.param == "conversation"
+    client.delete(made.id)
+
+
+def test_items_of_another_tenant_are_unknown() -> None:
+    store = ConversationStore()
+    store.keep("a", StoredResponse.of({"id": "resp_1", "output": [{"id": "msg_1"}]}, [], [{"id": "msg_0"}]))
+    assert [store.item("a", name)["id"] for name in ("msg_0", "msg_1")] == ["msg_0", "msg_1"]
+    with pytest.raises(InvalidRequest, match="not kept"):
+        store.item("b", "msg_1")
+    with pytest.raises(UnknownResponse):
+        store.find("b", "resp_1")

@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 import pytest
 from kvsidecar.errors import Unavailable
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
-from inference_svc.gateway.worker_router import _MAX_HASHED_BYTES, WorkerRouter, _prompt_prefix_hashes
+from inference_svc.gateway.worker_router import (
+    _MAX_HASHED_BYTES,
+    _MAX_LOAD_DIFFERENCE,
+    Worker,
+    WorkerRouter,
+    _prompt_prefix_hashes,
+)
 
 
 def asking(model: str, text: str = "Whose turn is it?", salt: bytes = b"") -> pb.GenerateRequest:
     return pb.GenerateRequest(model=model, prompt=pb.Prompt(text=text), cache=pb.CacheOptions(tenant_salt=salt))
+
+
+@asynccontextmanager
+async def two_workers() -> AsyncIterator[tuple[WorkerRouter, Worker, Worker]]:
+    """A router and its workers, which are up and serve the same model."""
+    router = WorkerRouter(["127.0.0.1:1", "127.0.0.1:2"])
+    try:
+        for worker in router.workers:
+            worker.alive, worker.model = True, pb.GetModelResponse(model_id="m")
+        first, second = router.workers
+        yield router, first, second
+    finally:
+        await router.close()
 
 
 async def test_a_request_goes_to_who_serves_its_model() -> None:
@@ -33,19 +55,25 @@ async def test_a_request_goes_to_who_serves_its_model() -> None:
 
 async def test_a_prompt_goes_where_its_tenant_has_read_it_and_not_where_another_has() -> None:
     """What another salt has read helps nobody: a worker's pool shares nothing beyond a salt."""
-    router = WorkerRouter(["127.0.0.1:1", "127.0.0.1:2"])
-    try:
-        for worker in router.workers:
-            worker.alive, worker.model = True, pb.GetModelResponse(model_id="m")
-        first, second = router.workers
+    async with two_workers() as (router, first, second):
         long = "Whose turn is it to feed the otters today? " * 50
         assert router.pick(asking("m", long, b"alice"), set()) is first
         first.in_flight = 2  # a little busier: its readers still go there, and nobody else
         assert router.pick(asking("m", long + "And tomorrow?", b"alice"), set()) is first
         assert router.pick(asking("m", long, b"bob"), set()) is second
         assert router.pick(asking("m", long), set()) is second
-    finally:
-        await router.close()
+
+
+async def test_a_prefix_counts_until_its_worker_is_down_or_much_busier() -> None:
+    async with two_workers() as (router, first, second):
+        long = "Whose turn is it to feed the otters today? " * 50
+        assert router.pick(asking("m", long), set()) is first
+        first.in_flight = _MAX_LOAD_DIFFERENCE
+        assert router.pick(asking("m", long), set()) is first
+        first.in_flight += 1
+        assert router.pick(asking("m", long), set()) is second
+        first.in_flight, second.alive = 50, False
+        assert router.pick(asking("m", long), set()) is first
 
 
 def chat(*texts: str) -> pb.Prompt:

@@ -61,6 +61,21 @@ def test_shared_pages_are_not_writable_until_the_other_lets_go() -> None:
     assert pool.writable(table, 0)
 
 
+def test_zeroing_leaves_shared_pages() -> None:
+    pool = KVPool(1, 1, 2, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
+    table = pool.allocate(4 * PAGE_TOKENS)
+    assert table is not None
+    pool.share(table, 2 * PAGE_TOKENS)
+    slots = torch.from_numpy(table.slots(0, table.tokens))
+    for tensor in (pool.keys, pool.values):
+        tensor.fill_(1)
+    pool.zero_exclusive(table)
+    for tensor in (pool.keys, pool.values):
+        left = tensor[0, 0, slots, 0]
+        assert left[: 2 * PAGE_TOKENS].all(), "the other table still reads these"
+        assert not left[2 * PAGE_TOKENS :].any()
+
+
 def test_copies_reach_exactly_the_tokens_asked_for() -> None:
     pool = KVPool(2, 1, 4, 16 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
     pool.keys.normal_()

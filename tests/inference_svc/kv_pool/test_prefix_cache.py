@@ -6,10 +6,19 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+import torch
 
 from benchmarks.node import Node
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
-from inference_svc.kv_pool.prefix_cache import MIN_SHARED_TOKENS
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import (
+    MIN_SHARED_TOKENS,
+    CachedSequence,
+    CacheScope,
+    PrefixCache,
+    StoredPrefix,
+    as_array,
+)
 from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.sequence import SequenceOutput
 from tests.inference_svc.engine.test_exactness import prompt
@@ -94,6 +103,22 @@ def test_when_room_is_short_pages_are_shared_and_residents_go() -> None:
     assert engine.resident_sequences == 1
     engine.check_integrity()
     engine.stop()
+
+
+def test_the_least_recently_used_of_too_many_goes() -> None:
+    pool = KVPool(1, 1, 2, 64 * PAGE_TOKENS, torch.float32, torch.device("cpu"))
+    cache = PrefixCache(pool, 2)
+    entries = []
+    for i in range(3):
+        table = pool.allocate(50)
+        assert table is not None
+        entries.append(CachedSequence(as_array(prompt(i, 50)), table, CacheScope(), StoredPrefix()))
+    cache.insert(entries[0])
+    cache.insert(entries[1])
+    cache.touch(entries[0])
+    cache.insert(entries[2])
+    assert cache.entries == [entries[0], entries[2]]
+    assert pool.references_match(cache.tables)
 
 
 def test_a_common_prefix_is_read_once() -> None:

@@ -14,7 +14,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
 from inference_svc.gateway.worker_router import WorkerRouter
-from inference_svc.kv_client.connector import store_verdict
+from inference_svc.kv_client.verdict_store import store_verdict
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.numerics_probe import with_numerics_identity
 from inference_svc.models.loader import load
@@ -105,7 +105,8 @@ def test_text_elsewhere_is_reused_where_it_was_verified_for_the_adapter_itself(s
     for name in ("", "law"):
         served.client().generate(first + second, max_tokens=1, model=name)
         served.settle()
-        found[name] = served.client().generate(second + first, max_tokens=1, model=name).approximate_tokens
+        asked = served.client().generate(second + first, max_tokens=1, model=name, reuse_anywhere=True)
+        found[name] = asked.approximate_tokens
     assert found[""] > 0
     assert found["law"] == 0
 

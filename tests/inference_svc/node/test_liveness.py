@@ -127,7 +127,7 @@ def test_a_hung_worker_of_a_node_comes_back_and_status_and_metrics_say_so(tmp_pa
         served.until(lambda: "process does not answer, killing it" in (tmp_path / "log").read_text())
         (part,) = [part for part in json.loads(served.run("status", "--json").stdout) if part["name"] == "worker-0"]
         assert (part["restarts"], part["kills"]) == (1, 1)
-        assert "1 of them because it did not answer" in " ".join(served.run("status").stdout.split())
+        assert "1 of them because it did not answer" in " ".join(served.run("status", columns=1000).stdout.split())
         metrics = httpx.get(f"{served.url}/metrics", timeout=10).text
         assert 'kvsidecar_process_restarts_total{process="worker-0",reason="silent"} 1.0' in metrics
         assert '"path": "/health", "status": 503' not in (tmp_path / "log").read_text(), "no line for each probe"

@@ -143,8 +143,8 @@ class Found(KVSidecarConnector):
         transfer.kv_role = "kv_consumer"
         super().__init__(vllm_config, role, kv_cache_config)
         self._stored = Stored(block)
-        self._scheduling.introduce({0: WorkerHandshake(self._stored.described.SerializeToString())})
-        assert all(rank.link.wait(10) for rank in self._scheduling._ranks)
+        self._scheduler.set_worker_handshakes({0: WorkerHandshake(self._stored.described.SerializeToString())})
+        assert all(rank.connection.wait(10) for rank in self._scheduler._ranks)
         self._asked: dict[str, int] = {}
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

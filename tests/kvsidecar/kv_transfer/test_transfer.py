@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry, new_header
+from kvsidecar.kv_transfer import chunk_writer
 from kvsidecar.kv_transfer.block_copier import BlockCopier, slots_of
 from kvsidecar.kv_transfer.chunk_reader import ChunkReader
 from kvsidecar.kv_transfer.chunk_writer import ChunkWriter, StoreCancelled, StoredPrefix, StoreResult
@@ -192,6 +195,28 @@ def test_an_engine_that_wants_its_blocks_back_leaves_nothing_reserved(node: Node
             )
         assert node.cache_stats().reservations == 0
         assert one.store([0, 1, 2, 3], TOKENS).stored_chunks == 2
+
+
+def test_nothing_is_stored_behind_a_chunk_that_was_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody deletes the prompt while its second chunk is being written."""
+    monkeypatch.setattr(chunk_writer, "_MAX_GROUP_CHUNKS", 1)
+    with engines(node, "deleted") as (one, _):
+        root, turns = keys.tenant_root(one.link.namespace, b""), 0
+
+        @contextlib.contextmanager
+        def read_guard() -> Iterator[None]:
+            nonlocal turns
+            turns += 1
+            if turns == 2:
+                stub = CacheServiceStub(node.cache_channel())
+                stub.Delete(cache_pb2.DeleteRequest(prefix=cache_pb2.PrefixRef(root=root)))
+            yield
+
+        writer = ChunkWriter(BlockCopier(one.cache), one.cache.geometry, BLOCK_TOKENS, 5.0)
+        slots = slots_of([0, 1, 2, 3], BLOCK_TOKENS)
+        outcome = writer.store(one.session, root, TOKENS, b"", slots, StoredPrefix(), read_guard=read_guard)
+        assert (outcome.stored_chunks, outcome.refused_chunks) == (1, 1)
+        assert node.cache_stats().reservations == 0
 
 
 def test_leases_are_given_back(node: Node) -> None:

@@ -23,7 +23,10 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class BenchServer:
-    """The server under test. ``url`` ends in ``/v1``; an empty ``model`` is the first one listed."""
+    """The server under test.
+
+    ``url`` ends in ``/v1``; an empty ``model`` selects the first listed model.
+    """
 
     url: str
     model: str = ""
@@ -81,7 +84,10 @@ async def send_prompts(
     ignore_eos: bool,
     on_result: Callable[[RequestResult], None] = lambda _: None,
 ) -> list[RequestResult]:
-    """Send all prompts in order, at most ``concurrency`` at a time; call ``on_result`` with each answer at its end."""
+    """Send all prompts in order, with at most ``concurrency`` requests at a time.
+
+    Calls ``on_result`` with each answer at its end.
+    """
     todo, answers = iter(given), list[RequestResult]()
     body: dict[str, Any] = {
         "model": server.model,
@@ -139,12 +145,12 @@ async def _ask(client: httpx.AsyncClient, chat: bool, body: dict[str, Any], text
     answer.whole = time.perf_counter() - began
     if not ended:
         raise KVSidecarError("the answer broke off")
-    # An answer may be empty: then only its end comes.
+    # An answer may be empty: its end is then its only event.
     answer.first_token = answer.first_token or answer.whole
 
 
 def _says_something(event: dict[str, Any]) -> bool:
-    """Return whether an event has text of any kind; a chat's first event only has a role."""
+    """Return whether an event has text of any kind; a chat's first event has only a role."""
     for choice in event.get("choices", ()):
         delta = choice.get("delta") or {}
         if choice.get("text") or any(delta.get(k) for k in ("content", "reasoning_content", "reasoning", "tool_calls")):

@@ -1,7 +1,7 @@
 """Prompts with a long shared prefix and a short suffix of their own.
 
-The text consists of common English words in random order: no server has it cached, and tokenizers make little more than
-one token of each word.
+The text consists of common English words in random order: no server has it cached, and tokenizers need little more than
+one token per word.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Prompt:
 
 
 def prompts(shape: Shape, requests: int, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Return one prompt per prefix, and ``requests`` further ones spread evenly over the prefixes in random order.
+    """Return one prompt per prefix, and ``requests`` further ones in random order.
 
-    The same seed makes the same prompts.
+    The further ones are spread evenly over the prefixes. The same seed makes the same prompts.
     """
     rng = random.Random(seed)
     beginnings = [_text(rng, shape.prefix_words) for _ in range(shape.prefixes)]

@@ -68,13 +68,16 @@ def _answer(
     temperature: float | None,
     model: str,
 ) -> str:
-    """Print an answer as it streams. Ctrl-C cancels it; its text until then stays in the conversation."""
+    """Print an answer as it streams.
+
+    Ctrl-C cancels it; the text printed so far stays in the conversation.
+    """
     said: list[str] = []
     final: Completion | None = None
     parts = client.stream(messages, max_tokens=max_tokens, temperature=temperature, model=model)
     try:
         for part in parts:
-            said.append(part.text)  # before printing: Ctrl-C may come in between
+            said.append(part.text)  # before printing: Ctrl-C may arrive in between
             console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
             final = part.final or final
     except KeyboardInterrupt:

@@ -1,4 +1,7 @@
-"""``kvsidecar cost``: savings per day by cache hits, from measured prefill time and hit ratio."""
+"""``kvsidecar cost``: estimates the savings per day by cache hits.
+
+It uses measured prefill time and hit ratio.
+"""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _machine() -> list[Finding]:
 
 
 def worker_missing(packages: list[str]) -> Finding:
-    """The line of an installation without the worker: a choice, not a problem."""
+    """Return the line for an installation without the worker: a choice, not a problem."""
     detail = f"not installed ({', '.join(packages)}); the client, the daemon and an engine's connector run without it"
     return Finding("worker", _NOTE, detail, "to serve models: pip install 'kvsidecar[worker]'")
 
@@ -130,9 +130,9 @@ def _kernels() -> list[Finding]:
 
 
 def _bits() -> list[Finding]:
-    """Check whether a row has the same bits in every batch: then a hit with 16-bit storage changes no answer.
+    """Check whether a row has the same bits in every batch.
 
-    Runs in subprocesses: MKL reads its setting once.
+    If so, a hit with 16-bit storage changes no answer. Runs in subprocesses, because MKL reads its setting once.
     """
     bare = {name: value for name, value in os.environ.items() if name != _MKL_SETTING}
     probe = python_command("-m", "inference_svc.models.batch_invariance_probe")
@@ -150,7 +150,10 @@ def _bits() -> list[Finding]:
 
 
 def bits_finding(served: dict[str, Any], unset: dict[str, Any], chosen: str, cpu: str) -> Finding:
-    """Interpret two probes: with a worker's MKL setting, and without. ``chosen`` is the environment's setting."""
+    """Interpret two probes, with a worker's MKL setting and without.
+
+    ``chosen`` is the environment's setting.
+    """
     what = "same bits in every batch"
     setting = chosen or served["setting"]
     with_setting = f" with {_MKL_SETTING}={setting}" if setting else ""
@@ -259,6 +262,8 @@ def _services() -> list[Finding]:
                 told = numerics_text(m.numerics)
                 state = _NOTE if m.numerics.shared_across_machines else _OK
                 out.append(Finding(socket.stem, state, f"{text}; {told}" if told else text))
+                if m.reuse_anywhere.sentence:
+                    out.append(Finding("reuse anywhere", _OK, m.reuse_anywhere.sentence))
             except grpc.RpcError:
                 out.append(Finding(socket.stem, _NOTE, f"not running on {socket}", "kvsidecar serve"))
     if node := find_node(folder):

@@ -10,7 +10,10 @@ from kvsidecar.process.sigint import quiet_sigint
 
 
 def main() -> None:
-    """Replace this process by a service's program, or import the commands (slow) and run one."""
+    """Replace this process with a service's program, or run a command.
+
+    The first needs no imports; the import of the commands is slow.
+    """
     with quiet_sigint():
         if len(sys.argv) > 1 and sys.argv[1] in PROGRAMS and ASKED_BY_SHELL not in os.environ:
             become(sys.argv[1], sys.argv[2:])

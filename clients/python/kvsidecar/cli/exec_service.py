@@ -32,14 +32,14 @@ ASKED_BY_SHELL = "_KVSIDECAR_COMPLETE"
 
 
 def become(command: str, arguments: Sequence[str]) -> NoReturn:
-    """Replace this process by a command's program, which has a command line of its own."""
+    """Replace this process with a command's program, which parses its own command line."""
     os.execv(sys.executable, python_command("-m", *PROGRAMS[command], *arguments))
 
 
 def of_another(flag: str) -> str:
-    """Explain a flag that ``serve`` lacks but one of its processes has: the owner, and the variable that sets it.
+    """Explain a flag that ``serve`` lacks but one of its processes has.
 
-    Returns "" for other flags.
+    Names the process, and the variable that sets it. Returns "" for other flags.
     """
     name = flag.removeprefix("--").replace("-", "_")
     variables = {}

@@ -1,4 +1,7 @@
-"""Command-line flags of a service, generated from its settings class; errors are one line."""
+"""Command-line flags of a service, generated from its settings class.
+
+Errors are one line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class FlagParser(argparse.ArgumentParser):
         self._described: list[Callable[[], None]] = []
 
     def describe_by(self, describe: Callable[[], None]) -> None:
-        """Register a function that sets the arguments' help texts; called only before help is shown."""
+        """Register a function that sets the arguments' help texts, called only for ``--help``."""
         self._described.append(describe)
 
     def format_help(self) -> str:
@@ -53,9 +56,10 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """Return " (did you mean NAME?)" for a name similar to a known one, else "".
+    """Suggest a known name that is similar to a given one.
 
-    Ignores the common prefix, by which any two names would be similar.
+    Returns " (did you mean NAME?)", or "" if there is none. Ignores the common ``prefix``, which would make all names
+    similar.
     """
     rests = sorted(each.removeprefix(prefix) for each in known)
     close = difflib.get_close_matches(name.removeprefix(prefix), rests, n=1, cutoff=0.75)
@@ -77,9 +81,9 @@ def describe_fields(settings: type[BaseSettings]) -> dict[str, str]:
 
 
 def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
-    """Add one ``--flag`` per field, grouped by class (``flags_title``), the class's own before its parents'.
+    """Add one ``--flag`` per field, grouped by class (``flags_title``).
 
-    Unset flags fall back to environment, file and default.
+    The class's own fields come before those of its parents. Unset flags fall back to environment, file and default.
     """
     left = dict(settings.model_fields)
     added: dict[str, argparse.Action] = {}
@@ -96,13 +100,13 @@ def add_flags(parser: FlagParser, settings: type[BaseSettings]) -> None:
             more: dict[str, Any] = {}
             if field.annotation is bool:
                 choices, more = ["true", "false"], {"nargs": "?", "const": "true"}
-            elif get_origin(field.annotation) is tuple:  # several values, and the flag again for more
+            elif get_origin(field.annotation) is tuple:  # several values: the flag may be repeated
                 more = {"nargs": "+", "action": "extend"}
             added[name] = group.add_argument(
                 f"--{name.replace('_', '-')}",
                 dest=name,
                 default=argparse.SUPPRESS,
-                # Others are refused by the settings, in one sentence; the parser would compare numbers with text.
+                # The settings refuse other values in one sentence; the parser would compare numbers with text.
                 metavar=f"{{{','.join(choices)}}}" if choices else _metavar(name, field.annotation),
                 **more,
             )

@@ -118,7 +118,10 @@ class HttpClient:
 
 
 def _body(code: int, content: bytes) -> dict[str, Any]:
-    """Decode a response's JSON body. Raises KVSidecarErrors for errors and for responses that are not a gateway's."""
+    """Decode a response's JSON body.
+
+    Raises KVSidecarErrors for errors and for responses that no gateway sends.
+    """
     try:
         found = json.loads(content)
         if code == 200 and isinstance(found, dict):
@@ -130,7 +133,10 @@ def _body(code: int, content: bytes) -> dict[str, Any]:
 
 
 def _chunks(lines: Iterator[str], began: float) -> Iterator[CompletionChunk]:
-    """Convert the events of a stream that began at ``began``. Uses client-side times where the server sends none."""
+    """Convert the events of a stream that began at ``began``.
+
+    Uses client-side times where the server sends none.
+    """
     texts: list[str] = []
     first, finish = 0.0, ""
     for line in lines:

@@ -41,7 +41,7 @@ def pull(
 
 
 def _asked(name: str) -> bool:
-    """Ask at a terminal whether the user accepts a model's terms, if it has any."""
+    """Ask at a terminal whether the user accepts the model's terms, if any."""
     model = CATALOGUE.get(name)
     if model is None or not model.terms or not sys.stdin.isatty():
         return False

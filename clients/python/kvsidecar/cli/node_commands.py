@@ -1,7 +1,7 @@
 """``kvsidecar status`` and ``kvsidecar stop``: the node of a runtime folder.
 
-The kernel names the process that listens at a socket (SO_PEERCRED, unix(7)); processes that do not listen yet are known
-from the supervisor's report (``kvsidecar.process.node_report``).
+The kernel names the process that listens at a socket (SO_PEERCRED, unix(7)). The supervisor's report
+(``kvsidecar.process.node_report``) names processes that do not listen yet.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _COLORS = {SERVING: "green", LOADING: "yellow", NOT_READY: "yellow", NOT_SERVING
 
 @dataclass(frozen=True)
 class Part:
-    """One process of a node. ``pid`` is 0 for one in another container, -1 without a process.
+    """One process of a node.
 
-    The gateway's detail is its URL.
+    ``pid`` is 0 for a process in another container, -1 if there is none. The gateway's detail is its URL.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Part:
     restarts: int = 0
     """Number of restarts by the supervisor."""
     kills: int = 0
-    """Number of these restarts because it did not respond."""
+    """Number of these restarts because the process did not respond."""
 
 
 def status(
@@ -106,14 +106,17 @@ def stop(
 
 
 def _trusted(runtime_dir: Path | None) -> Path:
-    """Return the runtime folder. Raises ConfigurationError when another user could have created its content."""
+    """Return the runtime folder.
+
+    Raises ConfigurationError when another user could have created its content.
+    """
     folder = runtime_dir or default_runtime_dir()
     require_private_dir(folder)
     return folder
 
 
 def _typed(arguments: list[str]) -> str:
-    """Return the command that a user knows a process by."""
+    """Return the command line as the user typed it."""
     module = arguments.index("-m") + 1 if "-m" in arguments else 0
     named = [word for word in arguments[module : module + 2] if not word.startswith("-")]
     ours = [name for name, program in PROGRAMS.items() if list(program) == named[: len(program)]]
@@ -132,7 +135,10 @@ def _ended(process: psutil.Process, seconds: float) -> bool:
 
 
 def parts_in(folder: Path) -> list[Part]:
-    """Return daemon and workers by name; with a supervisor, also those that do not listen yet, and the gateway."""
+    """Return the processes of a folder: daemon and workers by name.
+
+    With a supervisor, also those that do not listen yet, and the gateway.
+    """
     sockets = sorted(folder.glob("*.sock"), key=lambda path: (path.name != _CACHE, path.name))
     found = [_part(path) for path in sockets]
     node = find_node(folder)
@@ -140,7 +146,7 @@ def parts_in(folder: Path) -> list[Part]:
 
 
 def _with_awaited(folder: Path, found: dict[str, Part], node: NodeReport) -> list[Part]:
-    """Add the node's processes that do not listen, with their startup state, and the gateway."""
+    """Add the gateway, and the node's processes that do not listen, with their startup state."""
     children, reports = _children(node), read_reports(folder, node.pid)
     for name in ["cache", *(f"worker-{i}" for i in range(node.workers))]:
         if (name != "cache" or node.cache) and (name not in found or found[name].pid < 0):
@@ -237,11 +243,14 @@ def _of_worker(channel: grpc.Channel) -> str:
     stats = stub.GetStats(inference_pb2.GetStatsRequest(), timeout=_PATIENCE_SECONDS)
     cache = "attached" if stats.cache_attached else "without cache"
     told = [f"{model.model_id} on {model.device}, {cache}", f"{stats.running} running, {stats.waiting} waiting"]
-    return "; ".join(filter(None, [*told, numerics_text(model.numerics)]))
+    return "; ".join(filter(None, [*told, numerics_text(model.numerics), model.reuse_anywhere.sentence]))
 
 
 def _to_end(folder: Path) -> list[psutil.Process]:
-    """Return the processes to stop: supervisors, which stop their children in order, then others, the daemon last."""
+    """Return the processes to stop, in order.
+
+    Supervisors come first, which stop their children in order; then other processes, the daemon last.
+    """
     listeners = _listeners(folder)
     supervisors = _supervisors(folder, listeners)
     own = {child.pid for supervisor in supervisors for child in supervisor.children()}
@@ -250,7 +259,10 @@ def _to_end(folder: Path) -> list[psutil.Process]:
 
 
 def _listeners(folder: Path) -> list[psutil.Process]:
-    """Return the processes that listen at the sockets; for the daemon its parent with the same command line."""
+    """Return the processes that listen at the sockets.
+
+    For the daemon, return its parent with the same command line.
+    """
     found = []
     for path in folder.glob("*.sock"):
         with contextlib.suppress(psutil.Error):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-# C0 but newline and tab, DEL, and C1, which terminals take for sequences as well.
+# C0 except newline and tab, DEL, and C1, which terminals also interpret as control sequences.
 _CONTROL = dict.fromkeys([n for n in (*range(0x20), *range(0x7F, 0xA0)) if chr(n) not in "\n\t"])
 
 
 def printable(text: str) -> str:
-    """Remove control characters except newlines and tabs: a sequence could write to the clipboard."""
+    """Remove control characters except newlines and tabs.
+
+    A control sequence could, for example, write to the clipboard.
+    """
     return text.translate(_CONTROL)

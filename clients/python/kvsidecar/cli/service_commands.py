@@ -19,7 +19,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 def commands() -> list[Callable[..., None]]:
     """Return the service commands.
 
-    For shell completion they have the flags of their settings; otherwise none, and all flags are passed on.
+    For shell completion they have the flags of their settings; otherwise they have none, and pass all flags on.
     """
     found = [serve, daemon, worker, verify, quantize, gateway]
     return [_with_flags(command) for command in found] if ASKED_BY_SHELL in os.environ else found

@@ -28,10 +28,10 @@ from kvsidecar.errors import ConfigurationError, KVSidecarError
 
 S = TypeVar("S", bound=BaseSettings)
 
-# The prefixes of the services: each is refused by the one that it belongs to.
+# The prefixes of the services. Each service refuses unknown variables with its own prefix.
 _PREFIXES = ("KVSIDECAR_CACHE_", "KVSIDECAR_WORKER_", "KVSIDECAR_GATEWAY_")
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^\s]*@")
-# Kubernetes puts these into every container for a Service that is called kvsidecar.
+# Kubernetes puts these variables into every container if a Service is called kvsidecar.
 _FROM_KUBERNETES = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 
@@ -70,7 +70,7 @@ def _shown(value: object) -> str:
 
 
 def refuse_unknown_variables(settings: type[BaseSettings]) -> None:
-    """Raise ConfigurationError for an environment variable with the settings' prefix that is not a setting.
+    """Raise ConfigurationError for an unknown environment variable with the settings' prefix.
 
     The text does not contain the value, which may be a secret.
     """
@@ -106,8 +106,10 @@ _NO_LOG = (OSError, ValueError, AttributeError)
 
 
 class _StandardError:
-    """The current standard error. Drops lines that cannot be written (closed pipe, full disk): a log must never fail a
-    request."""
+    """The current standard error; drops lines that cannot be written.
+
+    The pipe may be closed or the disk full, and a log must never fail a request.
+    """
 
     def write(self, text: str) -> None:
         with contextlib.suppress(*_NO_LOG):
@@ -124,7 +126,10 @@ class _StandardError:
 
 
 def strip_control_characters(_: object, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-    """Remove control characters from log values (structlog processor): a client's name could contain sequences."""
+    """Remove control characters from log values (structlog processor).
+
+    A client's name could contain control sequences.
+    """
     return {name: printable(value) if isinstance(value, str) else value for name, value in event.items()}
 
 
@@ -164,9 +169,9 @@ def run_service(
     arguments: Sequence[str],
     around: Callable[[Callable[[], int]], int] = lambda run: run(),
 ) -> int:
-    """Parse flags and run ``serve`` on uvloop, within ``around``, which calls its argument.
+    """Parse flags and run ``serve`` on uvloop.
 
-    Returns the exit code: 0 stopped, 2 bad settings, 1 failed.
+    ``around`` gets the function that runs it, and calls it. Returns the exit code: 0 stopped, 2 bad settings, 1 failed.
     """
     parser = FlagParser(prog=name, usage="%(prog)s [flags]", description=inspect.getdoc(settings))
     add_flags(parser, settings)

@@ -11,7 +11,10 @@ from kvsidecar.cli.printable import printable
 
 
 class TerminalConsole(Console):
-    """rich's console; on a terminal it removes control characters from text, and keeps rich's own sequences."""
+    """rich's console without control characters in text.
+
+    On a terminal it removes them, but keeps rich's own sequences.
+    """
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

@@ -38,7 +38,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Warmed:
-    """Tokens of a text, how many were cached before, and how many are stored now."""
+    """Token counts of a text: all, cached before, and stored now."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -102,9 +102,9 @@ def warm(
 
 
 def texts(paths: list[Path]) -> list[Text]:
-    """Read the named files, and the text files in named folders; print other files in folders as skipped.
+    """Read the named files, and the text files in named folders.
 
-    Raises InvalidRequest when there is no text, and for invalid lists.
+    Prints other files in folders as skipped. Raises InvalidRequest when there is no text, and for invalid lists.
     """
     found = [text for path in paths if path.is_file() for text in _of_file(path)]
     for path in sorted(p for folder in paths if folder.is_dir() for p in folder.rglob("*") if p.is_file()):

@@ -27,9 +27,10 @@ _LOOK_SECONDS = 0.2
 
 @contextmanager
 def connected(address: str | None, patience_seconds: float = float("inf")) -> Iterator[Client]:
-    """Yield a client of the worker; wait for a starting node for at most ``patience_seconds``.
+    """Yield a client of the worker.
 
-    A missing worker raises Unavailable with one sentence of advice.
+    Waits for a starting node for at most ``patience_seconds``. If no worker listens, raises Unavailable with one
+    sentence of advice.
     """
     target = target_of(address)
     if address is None:
@@ -42,7 +43,7 @@ def connected(address: str | None, patience_seconds: float = float("inf")) -> It
 
 
 def _wait_for_start(until: float) -> None:
-    """Wait while a node runs of which no worker listens yet."""
+    """Wait while a node runs but none of its workers listens yet."""
     folder = own_runtime_dir()
     told = False
     while not any(listens(socket) for socket in folder.glob("worker-*.sock")) and find_node(folder) is not None:

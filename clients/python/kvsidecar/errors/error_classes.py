@@ -12,7 +12,7 @@ from typing import Self
 class KVSidecarError(Exception):
     """Base of all errors that a caller may handle.
 
-    ``reason`` is stable; the text is for people. ``param`` is the request's field that the error is about, if any.
+    ``reason`` is stable; the text is for people. ``param`` is the request's invalid field, if any.
     """
 
     reason = "INTERNAL"
@@ -40,6 +40,12 @@ class InvalidRequest(KVSidecarError):
     reason = "INVALID_REQUEST"
 
 
+class RequestTooLarge(InvalidRequest):
+    """The body has more bytes than the gateway accepts."""
+
+    reason = "REQUEST_TOO_LARGE"
+
+
 class PromptTooLong(InvalidRequest):
     """The prompt does not fit into the model's context."""
 
@@ -53,7 +59,7 @@ class PromptExceedsPool(PromptTooLong):
 
 
 class OverflowFailed(KVSidecarError):
-    """The request needs more than the worker's pool, and its overflow disk is full."""
+    """The request needs more blocks than the worker's pool, and its overflow disk is full."""
 
     reason = "OVERFLOW_FAILED"
 
@@ -118,7 +124,7 @@ class ChunkNotFound(KVSidecarError):
 
 
 class ArenaFull(KVSidecarError):
-    """Everything in the arena is leased or pinned."""
+    """All chunks in the arena are leased or pinned."""
 
     reason = "ARENA_FULL"
 
@@ -136,7 +142,7 @@ class LimitExceeded(KVSidecarError):
 
 
 class FailedPrecondition(KVSidecarError):
-    """The call does not fit the server's state, or the listener that it came through."""
+    """The call does not fit the server's state, or its listener."""
 
     reason = "FAILED_PRECONDITION"
 

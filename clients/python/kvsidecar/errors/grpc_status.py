@@ -49,10 +49,14 @@ S = TypeVar("S")
 Q = TypeVar("Q")
 R = TypeVar("R")
 _DETAILS_KEY = "grpc-status-details-bin"
-# Maximum bytes of a text over gRPC: it is sent twice, escaped, and metadata of 16 KiB end a call without a reason.
+# Maximum bytes of a text over gRPC. It is sent twice, escaped, and metadata of 16 KiB would end the call without a
+# reason.
 _LONGEST_TEXT, _LONGEST_END = 1500, 400
-# gRPC's text where nothing listens: the address, its own words, and the system's reason.
-_NOTHING_LISTENS = re.compile(r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+)")
+# gRPC's text where no server listens: the address, gRPC's own words, and the system's reason. gRPC 1.76 puts errno
+# behind the reason.
+_NOTHING_LISTENS = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (\w+):(\S+): .*: ([\w ]+?)(?: \(\d+\))?"
+)
 # gRPC's text for a server that speaks only HTTP/1.1, such as the gateway.
 _HTTP_1_THERE = re.compile(r"failed to connect to all addresses; last error: \w+: \w+:(\S+): .*\bhttp1\..*")
 
@@ -125,7 +129,7 @@ def trailing_status(error: KVSidecarError, domain: str) -> tuple[grpc.StatusCode
 
 
 def _bounded(text: str) -> str:
-    """Cut out the middle of a text that is too long: it may quote a caller's input."""
+    """Cut out the middle of a text that is too long, for example of quoted input."""
     sent = text.encode("utf-8", "replace")
     if len(sent) > _LONGEST_TEXT:
         sent = sent[: _LONGEST_TEXT - _LONGEST_END] + b" [...] " + sent[-_LONGEST_END:]

@@ -1,6 +1,6 @@
 """Publishes the daemon's content as vLLM's KV events, for prefix-aware routers.
 
-``event_follower`` follows the daemon's Watch, ``block_ledger`` converts chunks to blocks, ``event_publisher`` speaks
-vLLM's protocol (ZeroMQ and msgpack: ``pip install kvsidecar[events]``). May import the rest of ``kvsidecar``, not the
-servers.
+``event_follower`` follows the daemon's Watch, ``block_ledger`` converts chunks to blocks, ``event_publisher``
+implements vLLM's protocol (ZeroMQ and msgpack: ``pip install kvsidecar[events]``). May import the rest of
+``kvsidecar``, not the servers.
 """

@@ -23,7 +23,10 @@ def seed_hash(seed: str = DEFAULT_SEED) -> bytes:
 
 
 def block_hash(before: bytes, tokens: Sequence[int], salt: str | bytes = b"") -> bytes:
-    """Return a block's hash, 32 bytes. ``salt`` is the prompt's for its first block, and empty for all others."""
+    """Return a block's hash, 32 bytes.
+
+    ``salt`` is the prompt's for its first block, and empty for all others.
+    """
     extra = _NULL
     if salt:
         named = _text(salt) if isinstance(salt, str) else _head(_BYTES, len(salt)) + salt
@@ -44,7 +47,10 @@ def _text(text: str) -> bytes:
 
 
 def _head(major: int, value: int) -> bytes:
-    """Encode a CBOR item's head: its type, and its value or length in the fewest bytes."""
+    """Encode a CBOR item's head: its type, and its value or length.
+
+    Uses the fewest bytes.
+    """
     if value < 24:
         return bytes((major | value,))
     if value < 1 << 8:

@@ -1,8 +1,8 @@
 """Converts changes of stored chunks to block events.
 
-Chunks have any length, routers count blocks of one length. A block belongs to the chunk that it ends in; the daemon has
-that chunk only with all its ancestors. Chunks with a common prefix share blocks, so blocks are reference-counted: a
-block is removed with its last chunk. Each tier is counted separately.
+Chunks have any length, but routers count blocks of one length. A block belongs to the chunk in which it ends; the
+daemon has that chunk only with all its ancestors. Chunks with a common prefix share blocks, so blocks are
+reference-counted: a block is removed with its last chunk. Each tier is counted separately.
 """
 
 from __future__ import annotations
@@ -107,7 +107,10 @@ class BlockLedger:
         return _LedgerChunk(_ChunkEnd(last, ids[whole:], first), tuple(names))
 
     def _enter(self, held: _LedgerChunk, before: _ChunkEnd, tokens: Sequence[int], medium: str) -> list[Event]:
-        """Add references of a chunk's blocks in a medium; return one event per contiguous run of new blocks."""
+        """Add references of a chunk's blocks in a medium.
+
+        Returns one event per contiguous run of new blocks.
+        """
         ids, out, run = (*before.rest, *tokens), list[Event](), list[int]()
         for i, name in enumerate(held.blocks):
             self._holders[medium, name] += 1
@@ -152,7 +155,7 @@ class BlockLedger:
 
     @property
     def _named_salt(self) -> str | bytes:
-        """The salt as vLLM has it: text. Salts that are not UTF-8 belong to other clients."""
+        """Salt in vLLM's form, which is text. Salts that are not UTF-8 belong to other clients."""
         try:
             return self.salt.decode()
         except UnicodeDecodeError:

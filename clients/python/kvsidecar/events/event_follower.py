@@ -1,4 +1,7 @@
-"""Follows the daemon's Watch stream and publishes block events; recovers from restarts and lag."""
+"""Follows the daemon's Watch stream and publishes block events.
+
+Recovers from restarts and lag.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ class EventFollower:
 
     def run(self, publish: Callable[[list[Event]], None]) -> None:
         """Publish until closed. Raises a KVSidecarError when the daemon refuses this caller."""
-        publish([AllBlocksCleared()])  # subscribers of an earlier process may know blocks that are gone
+        publish([AllBlocksCleared()])  # subscribers of an earlier process may know blocks that no longer exist
         logged = ""
         while not self._closed.is_set():
             try:
@@ -65,7 +68,10 @@ class EventFollower:
             self._closed.wait(_RETRY_SECONDS)
 
     def resend_all(self) -> None:
-        """Publish all stored blocks again: a subscriber missed events that are no longer kept for replays."""
+        """Publish all stored blocks again.
+
+        For a subscriber that missed events which are no longer kept for replays.
+        """
         if not self._resend_requested:
             self._resend_requested = True
             wait = threading.Timer(self._resent_at + _MIN_RESEND_SECONDS - time.monotonic(), self._break_off)
@@ -82,7 +88,7 @@ class EventFollower:
 
     def _changes(self, daemon: Any) -> Iterator[list[Event]]:
         """Yield the changes, beginning with the current state."""
-        # Subscribe before listing: changes meanwhile come afterwards, and applying one twice is harmless.
+        # Subscribe before listing: later changes then follow the list, and applying one twice is harmless.
         self._call = daemon.Watch(pb.WatchRequest(with_tokens=True, **self._scope))
         if self._closed.is_set():
             return
@@ -113,9 +119,10 @@ class EventFollower:
 
 
 def attached_namespace(reach: Reach) -> bytes:
-    """Return the namespace of the daemon's sessions; wait for the daemon and for the first session.
+    """Return the namespace of the daemon's sessions.
 
-    Raises InvalidRequest for several namespaces, PermissionDenied for callers that may not see sessions.
+    Waits for the daemon and for the first session. Raises InvalidRequest for several namespaces, PermissionDenied for
+    callers that may not see sessions.
     """
     said = False
     while True:

@@ -1,8 +1,9 @@
 """Publishes events over vLLM's ZeroMQ sockets: numbered batches, and replays on request.
 
 A batch is three frames, ``[topic, number, msgpack]``; the number has 8 bytes big-endian and counts from 0 since the
-start. A subscriber that missed batches sends the first number that it wants to the replay socket, after an empty frame.
-It gets ``["", topic, number, msgpack]`` for each kept batch from there on, and finally the number -1 without a payload.
+start. A subscriber that missed batches sends the number of the first missing one to the replay socket, after an empty
+frame. It gets ``["", topic, number, msgpack]`` for each kept batch from that number on, and finally the number -1
+without a payload.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class PublisherEndpoints:
-    """ZeroMQ endpoints. With ``connects`` the subscriber listens, not this process. An empty ``replay`` is none."""
+    """ZeroMQ endpoints; an empty ``replay`` means no replay socket.
+
+    With ``connects`` the subscriber listens, not this process.
+    """
 
     events: str
     replay: str = ""
@@ -35,10 +39,10 @@ class PublisherEndpoints:
 
 
 class EventPublisher:
-    """Publishes batches, and answers replays on a thread of its own. ``publish`` is for one thread.
+    """Publishes batches, and answers replays on its own thread.
 
-    Calls ``on_gap`` on the replay thread when a subscriber requests batches that are no longer kept. Raises
-    ConfigurationError for unusable endpoints.
+    ``publish`` is for one thread. Calls ``on_gap`` on the replay thread when a subscriber requests batches that are no
+    longer kept. Raises ConfigurationError for unusable endpoints.
     """
 
     def __init__(self, endpoints: PublisherEndpoints, on_gap: Callable[[], None], kept: int = KEPT) -> None:
@@ -101,7 +105,7 @@ class EventPublisher:
                 return
             assert self._replay is not None
             asked = self._replay.recv_multipart()
-            if len(asked) == 3 and len(asked[2]) == 8:  # ignore anything else: it is not this protocol
+            if len(asked) == 3 and len(asked[2]) == 8:  # ignore other messages: they are not this protocol
                 self._answer(asked[0], asked[2])
 
     def _answer(self, client: bytes, first: bytes) -> None:

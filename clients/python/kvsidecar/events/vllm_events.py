@@ -1,7 +1,7 @@
 """Messages of vLLM's KV events, as in ``vllm/distributed/kv_events.py`` of vLLM 0.32.
 
-Batches are arrays, events are maps with their class name under ``type``; fields with default values are left out.
-``tests/kvsidecar/events/golden.json`` has the bytes of vLLM's own encoder for each.
+Batches are arrays; events are maps with their class name under ``type``. Fields with default values are left out.
+``tests/kvsidecar/events/golden.json`` has the bytes of vLLM's own encoder for each message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Connector options from an engine's command line, and the daemon's address among them."""
+"""Connector options from an engine's command line, including the daemon's address."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def parse_options(kind: type[T], given: Mapping[str, Any], where: str) -> T:
 class DaemonOptions:
     """Address and credentials of the daemon.
 
-    ``socket`` is the path of its socket (empty: this user's) or ``host:port`` on another host. For the latter, ``ca``
+    ``socket`` is the path of its socket (empty: this user's) or ``host:port`` on another host. For another host, ``ca``
     is the file of the authority that signed its certificate, and ``cert`` with ``key`` or ``token_file`` authenticate
     this client.
     """

@@ -1,7 +1,7 @@
 """Identity of the numerics of an engine that computes with PyTorch.
 
-The engine's own kernels are not run: the device's name and the engine's version stand for them. Two machines with
-different device names therefore share no chunks, even if they compute equal bits.
+The engine's own kernels are not probed: the device's name and the engine's version stand for them. So two machines with
+different device names share no chunks, even if they compute equal bits.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def torch_numerics(device: torch.device, dtype: torch.dtype, shared: bool) -> st
 def _named(device: torch.device) -> list[object]:
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda]
-    # Kernels also choose by these instructions: the capability alone does not include the 16-bit products.
+    # Kernels also choose by these instructions: the CPU capability alone does not say whether 16-bit products exist.
     has = [bool(getattr(torch.cpu, name, bool)()) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
     return [device.type, platform.machine(), torch.backends.cpu.get_cpu_capability(), *has]
 

@@ -8,9 +8,9 @@ from kvsidecar.errors import ConfigurationError
 
 
 def weights_dir_of(model: str, cache: str | None = None, revision: str | None = None) -> Path:
-    """Return a model's folder, by its path or by its repository in the local cache of Hugging Face's hub.
+    """Return a model's folder, by its path or its repository. Raises ConfigurationError.
 
-    Raises ConfigurationError.
+    A repository must be in the local cache of Hugging Face's hub.
     """
     folder = Path(model)
     if folder.is_dir():

@@ -21,7 +21,10 @@ _WARM_UP_TOKENS = 8
 
 
 def slots_of(blocks: NDArray[Any] | list[int], block_tokens: int) -> Integers:
-    """Return the slots of all tokens of some blocks, in order. A slot is ``block * block_tokens + token``."""
+    """Return the slots of all tokens of some blocks, in order.
+
+    A slot is ``block * block_tokens + token``.
+    """
     numbers = np.asarray(blocks, np.int64)
     return (numbers[:, None] * block_tokens + np.arange(block_tokens, dtype=np.int64)).reshape(-1)
 
@@ -29,7 +32,7 @@ def slots_of(blocks: NDArray[Any] | list[int], block_tokens: int) -> Integers:
 class BlockCopier:
     """Copies chunks into and out of a paged KV cache.
 
-    For one thread: it owns scratch memory and, on CUDA, a stream.
+    For one thread: the copier owns scratch memory and, on CUDA, a stream.
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
@@ -40,7 +43,10 @@ class BlockCopier:
         self._stream = cuda.Stream(cache.device) if cache.device.type == "cuda" else None
 
     def warm_up(self) -> None:
-        """Compile the kernels for this cache before the first chunk needs them. Touches no block."""
+        """Compile the kernels for this cache before the first chunk needs them.
+
+        Does not access any block.
+        """
         header = new_header(self.cache.geometry, [0] * _WARM_UP_TOKENS, 0)
         payload = memoryview(bytearray(header.payload_bytes))
         nothing = np.full(_WARM_UP_TOKENS, -1, np.int64)
@@ -49,10 +55,10 @@ class BlockCopier:
             self.unpack(slots, header, payload.toreadonly())
 
     def pack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
-        """Write the tokens at ``slots`` into a payload, quantized as the header says; return when the copy is done.
+        """Write the tokens at ``slots`` into a payload, quantized as the header says.
 
-        ``after`` is the CUDA event that the engine recorded after it enqueued the writes of these tokens. Raises
-        ValueError for slots outside of the cache.
+        Returns when the copy is complete. ``after`` is the CUDA event that the engine recorded after it enqueued the
+        writes of these tokens. Raises ValueError for slots outside of the cache.
         """
         self._check(slots)
         with self._on_stream(after):
@@ -68,9 +74,10 @@ class BlockCopier:
             pack_chunk(keys, values, torch.arange(len(slots)), header, payload)
 
     def unpack(self, slots: Integers, header: ChunkHeader, payload: Payload) -> None:
-        """Write the first ``len(slots)`` tokens of a payload to ``slots``, dequantized; return when the copy is done.
+        """Write the first ``len(slots)`` tokens of a payload to ``slots``, dequantized.
 
-        Skips tokens with a negative slot. Raises ValueError for slots outside of the cache.
+        Returns when the copy is complete. Skips tokens with a negative slot. Raises ValueError for slots outside of the
+        cache.
         """
         self._check(slots)
         with self._on_stream(None):
@@ -87,13 +94,16 @@ class BlockCopier:
             self._wait()
 
     def _check(self, slots: Integers) -> None:
-        """Refuse slots outside of the cache: the kernels get addresses only, and would write into other memory."""
+        """Refuse slots outside of the cache.
+
+        The kernels get addresses without limits, and would write into other memory.
+        """
         end = self.cache.blocks * self.cache.block_tokens
         if len(slots) and slots.max() >= end:
             raise ValueError(f"slot {slots.max()} is outside of the cache, whose last one is {end - 1}")
 
     def _copies_directly(self, header: ChunkHeader) -> bool:
-        """Return whether payload and cache have the same element type and both are in host memory."""
+        """Return whether payload and cache have the same element type, both in host memory."""
         return header.bits == 16 and self._stream is None
 
     def _scratch(self, tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,28 +1,36 @@
-"""Cache hints of one request: TTLs of its prompt's parts, and its session."""
+"""Cache hints of one request about the chunks that it uses and stores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from kvsidecar.cache.v1 import cache_pb2 as pb
+from kvsidecar.kv_hints import KvHints
+from kvsidecar.retained_prefixes import RetainedPrefixes
 
 
 @dataclass(frozen=True)
 class CacheHints:
-    """TTLs of a prompt's chunks, and the session that they belong to (empty: none).
+    """TTL (0: no expiry), retained prefixes, session (empty: none) and priority of a request's chunks.
 
-    ``parts`` are ``(end in tokens, TTL in seconds)`` with rising ends; ``ttl_seconds`` applies behind the last of them.
-    A TTL of 0 is no expiry.
+    ``fetch`` asks for stored chunks of the remote tier even if computing them seems quicker.
     """
 
     ttl_seconds: int = 0
-    parts: tuple[tuple[int, int], ...] = ()
+    retained: RetainedPrefixes = ()
     session: str = ""
+    low_priority: bool = False
+    fetch: bool = False
+
+    @classmethod
+    def of_kv_hints(cls, hints: KvHints) -> CacheHints:
+        """Convert an engine's envelope."""
+        return cls(retained=hints.retained, low_priority=hints.low_priority, fetch=hints.fetch)
 
     def add_to(self, request: pb.MatchRequest | pb.ReserveRequest) -> None:
         """Set the fields of a request to the daemon."""
-        request.ttl_seconds, request.group = self.ttl_seconds, self.session
-        request.parts.extend(pb.PartTtl(end=end, ttl_seconds=ttl) for end, ttl in self.parts)
+        request.ttl_seconds, request.group, request.low_priority = self.ttl_seconds, self.session, self.low_priority
+        request.retained.extend(pb.RetainedPrefix(end=end, retain_seconds=seconds) for end, seconds in self.retained)
 
 
 NO_HINTS = CacheHints()

@@ -33,10 +33,10 @@ class ChunkReader:
         """Copy the stored part of ``tokens[first:]`` to ``slots [len(tokens)]``.
 
         Ignores the slots before ``first``. Returns the number of leading tokens that are in the cache afterwards,
-        those before ``first`` included. ``leased`` says that another session already leases all of these chunks.
+        including those before ``first``. ``leased`` says that another session already leases all of these chunks.
 
         Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have expired during the copy; the
-        blocks' contents are undefined then.
+        blocks' contents are then undefined.
         """
         found = self._lookup.match(session, tokens, salt, leased=leased)
         try:

@@ -40,7 +40,7 @@ class StoredPrefix:
 
 @dataclass(frozen=True)
 class StoreResult:
-    """Result of storing a prompt: the prefix that is stored now, and the numbers of new and refused chunks."""
+    """Result of storing a prompt: the stored prefix, and counts of new and refused chunks."""
 
     prefix: StoredPrefix
     stored_chunks: int = 0
@@ -48,7 +48,10 @@ class StoreResult:
 
 
 class ChunkWriter:
-    """Stores prompts. For one thread. ``timeout`` (seconds) is for a call that transfers no payload."""
+    """Stores prompts. For one thread.
+
+    ``timeout`` (seconds) is for a call that transfers no payload.
+    """
 
     def __init__(self, copier: BlockCopier, geometry: Geometry, chunk_tokens: int, timeout: float) -> None:
         self._copier, self._geometry = copier, geometry
@@ -67,12 +70,12 @@ class ChunkWriter:
         after: Any = None,
         read_guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> StoreResult:
-        """Store the tokens after ``prefix``, which lie at ``slots [len(tokens)]``.
+        """Store the tokens after ``prefix`` from ``slots [len(tokens)]``.
 
         ``token_seconds`` is the prefill time of one token, ``after`` the CUDA event after which the slots hold the
         tokens. The writer reads the cache only inside ``read_guard()``, one chunk at a time; ``read_guard`` raises
-        StoreCancelled to stop the store. Raises that, grpc.RpcError and ValueError, after it has aborted the open
-        reservations (if the daemon can be reached).
+        StoreCancelled to stop the store. Raises StoreCancelled, grpc.RpcError and ValueError, after it has aborted the
+        open reservations (if the daemon can be reached).
         """
         target = StoreTarget(session, root, salt, self._timeout)
         source = _BlockSource(
@@ -107,7 +110,7 @@ class _StoreJob:
 
 
 class _BlockSource:
-    """Chunks of an engine's blocks, and counters of what the daemon did with them."""
+    """Chunks of an engine's blocks, and counters of the daemon's outcomes."""
 
     def __init__(self, writer: ChunkWriter, max_chunk_tokens: int, job: _StoreJob) -> None:
         self._writer, self._max_chunk_tokens, self._job = writer, max_chunk_tokens, job
@@ -142,7 +145,7 @@ class StoreTarget:
 
 
 class ChunkSource(Protocol):
-    """Chunks of one prompt, as ``store_chunks`` asks for them on its own thread."""
+    """Chunks of one prompt, which ``store_chunks`` requests on its own thread."""
 
     def headers(self, start: int) -> list[ChunkHeader]:
         """Headers of the consecutive chunks from token ``start`` on."""
@@ -163,7 +166,10 @@ class ChunkSource(Protocol):
 
 @dataclass(frozen=True)
 class StoredChunks:
-    """The stored prefix of a prompt, and the same without its last chunk (None if no chunk was stored)."""
+    """The stored prefix of a prompt, with and without its last chunk.
+
+    ``before_last``, the prefix without the last chunk, is None if no chunk was stored.
+    """
 
     prefix: StoredPrefix
     before_last: StoredPrefix | None = None
@@ -172,11 +178,11 @@ class StoredChunks:
 def store_chunks(
     target: StoreTarget, source: ChunkSource, prefix: StoredPrefix, can_restart: bool = True
 ) -> StoredChunks:
-    """Store the chunks of a prompt after ``prefix``, group by group: reserve, fill, commit.
+    """Store the chunks of a prompt after ``prefix``: reserve, fill, commit per group.
 
     Stops at the first chunk that the daemon refuses. If the last chunk of ``prefix`` was evicted or replaced meanwhile
-    (PARENT_MISSING), all chunks of the prompt are stored anew where ``source`` ``can_restart``, else none. Raises what
-    ``source`` raises, grpc.RpcError and ValueError, after the open reservations were aborted.
+    (PARENT_MISSING), it stores all chunks of the prompt again if ``source`` ``can_restart``, else none. Raises the
+    exceptions of ``source``, grpc.RpcError and ValueError, after it has aborted the open reservations.
     """
     stored = _store_after(target, source, prefix)
     if stored is None and can_restart:
@@ -209,7 +215,7 @@ def _fill(source: ChunkSource, group: list[ChunkHeader], i: int, payload: memory
 
 @dataclass(frozen=True)
 class WriteResult:
-    """Per chunk, in order: whether it is stored now, and whether this call stored it."""
+    """For each chunk, in order: whether it is stored, and whether this call stored it."""
 
     stored: tuple[bool, ...]
     newly_stored: tuple[bool, ...]
@@ -226,8 +232,8 @@ def write(
 ) -> WriteResult:
     """Reserve, fill and commit one group of chunks (see ``group_length``).
 
-    ``timeout`` (seconds) is for a call that transfers no payload.
-    Raises what ``fill`` raises, grpc.RpcError and ValueError, after it has aborted the reservations.
+    ``timeout`` (seconds) is for a call that transfers no payload. ``ttl_seconds`` is the chunks' TTL; 0 is none. Raises
+    the exceptions of ``fill``, grpc.RpcError and ValueError, after it has aborted the reservations.
     """
     request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers)
     hints.add_to(request)
@@ -261,10 +267,10 @@ def _written_payloads(
 def linked_groups(
     session: Session, headers: Sequence[ChunkHeader], parent: bytes, root: bytes
 ) -> Iterator[tuple[list[ChunkHeader], list[bytes]]]:
-    """Split one prompt's consecutive chunks into groups to write together; yield headers and prefix hashes.
+    """Split one prompt's consecutive chunks into groups; yield headers and prefix hashes.
 
     ``parent`` is the prefix hash of the chunk before them; empty at the prompt's start, where ``root`` replaces it.
-    Sets the headers' parent hashes, group by group as they are consumed.
+    Sets the headers' parent hashes, group by group as the caller consumes them.
     """
     at = 0
     while at < len(headers):
@@ -279,7 +285,7 @@ def linked_groups(
 
 
 def group_length(session: Session, headers: list[ChunkHeader]) -> int:
-    """Return how many of the next chunks form one group: at least one."""
+    """Return how many of the next chunks form one group, at least one."""
     room, count = session.transport.max_reserved_bytes * _MAX_STAGING_SHARE, 0
     for header in headers[:_MAX_GROUP_CHUNKS]:
         room -= -(-header.payload_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,7 +1,8 @@
 """CUDA device memory shared between processes.
 
-By a file descriptor (the driver's virtual memory management) where the driver supports that: the memory lives until the
-last process that holds it ends. Else by a legacy IPC handle: the memory ends with the process that allocated it.
+Where the driver supports it, the memory is shared by a file descriptor (the driver's virtual memory management): the
+memory lives until the last process that holds it ends. Otherwise it is shared by a legacy IPC handle: the memory ends
+with the process that allocated it.
 
 Needs ``cuda-bindings`` (``pip install 'kvsidecar[gpu]'``) and a driver; imports neither before first use.
 """

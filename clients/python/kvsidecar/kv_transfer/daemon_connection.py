@@ -17,7 +17,7 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
-from kvsidecar.errors import ConfigurationError, from_rpc
+from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
 from kvsidecar.kv_transfer.mapped_memory import map_summary
 from kvsidecar.kv_transfer.session import ServedCounts, Session
 from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
@@ -26,7 +26,7 @@ from kvsidecar.kv_transfer.trace_context import with_trace_context
 from kvsidecar.net.channel import ServiceAddress
 
 PROTOCOL_VERSION = 2
-CONNECT_SECONDS = 2.0
+CONNECT_SECONDS, _RELEASE_SECONDS = 2.0, 30.0
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 2.0
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -48,7 +48,7 @@ class Logger(Protocol):
 
 
 class DaemonConnection:
-    """Attaches to the daemon on a thread of its own. ``session`` is None while there is none."""
+    """Attaches to the daemon on its own thread; ``session`` is None while detached."""
 
     def __init__(
         self,
@@ -60,16 +60,17 @@ class DaemonConnection:
         maps: bool = True,
         log: Logger | None = None,
     ) -> None:
-        """``gpu`` is the CUDA device that reads and writes chunks, if one does.
+        """Create the connection; ``gpu`` is the CUDA device that accesses chunks, if any.
 
-        Payloads are read in shared memory where the daemon offers it, and streamed over TCP where it does not. With
-        ``maps=False`` the session only looks up and leases; it can neither read nor write payloads.
+        The session reads payloads in shared memory where the daemon offers it, and streams them over TCP where it does
+        not. With ``maps=False`` the session only looks up and leases; it can neither read nor write payloads.
         """
         self._log = log or logging.getLogger(__name__)
         self._address, self._name, self.descriptor, self._gpu = address, name, descriptor, gpu
         self._maps = maps
         self.namespace = keys.namespace_id(descriptor)
         self.served_counts: Callable[[], ServedCounts] = ServedCounts  # reported in heartbeats; set by the runtime
+        self.default_verdict: pb.ReuseVerdict | None = None  # of sessions for which the daemon has none
         self._session: Session | None = None
         self._stop = threading.Event()
         self._current: Session | None = None
@@ -80,7 +81,7 @@ class DaemonConnection:
 
     @property
     def session(self) -> Session | None:
-        """The session, if there is one and the daemon responds."""
+        """The session, if one is open and the daemon responds."""
         found = self._session
         return found if found is not None and found.responsive else None
 
@@ -92,6 +93,17 @@ class DaemonConnection:
     def drop(self, session: Session) -> None:
         """End a broken session, which frees its leases, and reconnect."""
         session.finish()
+
+    def release_group(self, salt: bytes, group: str) -> int:
+        """Remove the chunks that a group stored and alone used. Returns how many. Blocks; raises KVSidecarError."""
+        session = self.session
+        if session is None:
+            raise Unavailable("the cache daemon is not attached; its chunks stay until it evicts them")
+        request = pb.ReleaseGroupRequest(namespace=self.namespace, tenant_salt=salt, group=group)
+        try:
+            return int(session.stub.ReleaseGroup(request, timeout=_RELEASE_SECONDS).released)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
 
     def close(self) -> None:
         self._stop.set()
@@ -111,7 +123,7 @@ class DaemonConnection:
             self._stop.wait(backoff)
 
     def _attach_once(self) -> bool:
-        """Run one session from attach to end. Returns whether it became usable."""
+        """Run one session from attach to end; return whether it became usable."""
         outgoing: _Outgoing = queue.SimpleQueue()
         hello = pb.Hello(
             protocol_version=PROTOCOL_VERSION,
@@ -122,14 +134,14 @@ class DaemonConnection:
         outgoing.put(pb.AttachRequest(hello=hello))
         try:
             opened = self._address.channel(_CHANNEL_OPTIONS)
-        except ConfigurationError as error:  # its files are read at every attempt, and may just be being replaced
+        except ConfigurationError as error:  # every attempt reads the files, which may be in replacement right now
             self._log_once(f"{error}; serving without cache")
             return False
         with opened as channel:
             try:
                 grpc.channel_ready_future(channel).result(timeout=CONNECT_SECONDS)
             except grpc.FutureTimeoutError:
-                self._log_once("the cache daemon does not answer; serving without cache")
+                self._log_once(f"no cache daemon answers at {self._address.target}; serving without cache")
                 return False
             stub: Any = CacheServiceStub(with_trace_context(channel))
             incoming = stub.Attach(iter(outgoing.get, None))
@@ -146,7 +158,7 @@ class DaemonConnection:
                     stub,
                     welcome.heartbeat_interval_ms / 1000,
                     welcome.max_chunk_tokens,
-                    welcome.verdict if welcome.HasField("verdict") else None,
+                    welcome.verdict if welcome.HasField("verdict") else self.default_verdict,
                     remote=welcome.remote,
                     served_before=self.served_counts(),
                 )
@@ -173,10 +185,10 @@ class DaemonConnection:
         incoming: Iterator[pb.AttachResponse],
         outgoing: _Outgoing,
     ) -> bool:
-        """Run a session until it ends, is dropped, or this connection is closed. Returns whether it became usable.
+        """Run a session until it ends, is dropped, or this connection is closed.
 
-        Heartbeats start before the arena is mapped: mapping and registering a large arena may take longer than the
-        daemon waits for a heartbeat.
+        Returns whether it became usable. Heartbeats start before the arena is mapped: mapping and registering a large
+        arena may take longer than the daemon waits for a heartbeat.
         """
         acks = threading.Thread(target=self._read_acks, args=(session, incoming), name="kv-session-acks", daemon=True)
         acks.start()
@@ -192,7 +204,10 @@ class DaemonConnection:
             self._logged = ""
             self._changed.notify_all()
         how = f"arena of {format_size(welcome.arena.size_bytes)}" if welcome.memory_socket else "chunks are streamed"
-        self._log.info(f"attached to the cache daemon of epoch {welcome.epoch:x}, {how}")
+        self._log.info(
+            f"attached to the cache daemon at {self._address.target}, epoch {welcome.epoch:x}, {how}, "
+            f"namespace {self.namespace.hex()[:12]}"
+        )
         session.closed.wait()
         return True
 

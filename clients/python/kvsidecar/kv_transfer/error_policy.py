@@ -1,4 +1,7 @@
-"""Maps a failed daemon call to its effect on the session. No such failure ever fails a request."""
+"""Maps a failed daemon call to its effect on the session.
+
+No such failure ever fails a request.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.session import Session
 
 REFUSED_CODES = (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.RESOURCE_EXHAUSTED)
-"""Refusals of one call that changed nothing: the session goes on."""
+"""Refusals of one call that changed nothing: the session continues."""
 
 
 def handle_failure(connection: DaemonConnection, session: Session, error: Exception) -> str:
-    """Suspect, keep or end the session after a failure; return the failure as one sentence.
+    """Suspect, keep or end the session after a failure; return the failure as a sentence.
 
     The daemon undoes a call that timed out, and a refused call (another tenant's salt, a limit) changed nothing. Any
     other failure ends the session, and with it its leases and reservations.

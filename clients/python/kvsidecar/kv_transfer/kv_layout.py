@@ -1,9 +1,9 @@
 """Memory layout of a paged KV cache.
 
-The engine declares it; it is never inferred from a shape. A layout gives, for one layer's keys or values, an offset
-and the strides of blocks, tokens, heads and channels. An axis may be split into several modes, as in CuTe's layouts:
-the tiles of Intel's AMX have tokens as ``(n / 16, 16)`` with a stride for each. This covers every order of
-dimensions, with keys and values packed or apart. A cache that it cannot describe is refused.
+The engine declares the layout; it is never inferred from a shape. A layout gives, for one layer's keys or values, an
+offset and the strides of blocks, tokens, heads and channels. An axis may be split into several modes, as in CuTe's
+layouts: in the tiles of Intel's AMX the token axis is ``(n / 16, 16)`` with a stride for each mode. This covers every
+order of dimensions, with keys and values packed or apart. A cache that the layout cannot describe is refused.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def offsets(axis: Axis) -> NDArray[np.int64]:
 class KVLayout:
     """Layout of one layer's keys, or of its values, in an engine's memory.
 
-    Element ``[block, token, head, channel]`` is at ``memory[offset + block * block_stride + token's + head's +
-    channel's]``. ``memory`` is any tensor of the cache's dtype that begins at offset 0; only its storage is used, and
-    the engine owns it.
+    Element ``[block, token, head, channel]`` is at ``memory[offset + block * block_stride + o]``, where ``o`` is the
+    sum of the offsets of token, head and channel. ``memory`` is any tensor of the cache's dtype that begins at offset
+    0; only its storage is used, and the engine owns it.
     """
 
     memory: Tensor
@@ -109,9 +109,9 @@ class LayerKVLayout:
 
 @dataclass(frozen=True)
 class PagedKVCache:
-    """An engine's paged KV cache: its layers in the model's order, all of one geometry.
+    """An engine's paged KV cache: its layers in order, all of one geometry.
 
-    ``name`` names the layout in messages. Raises ConfigurationError when layers differ, or do not fit the geometry.
+    ``name`` is the layout's name in messages. Raises ConfigurationError when layers differ, or do not fit the geometry.
     """
 
     name: str
@@ -155,7 +155,7 @@ class PagedKVCache:
 
 
 def _check_bounds(layer: int, what: str, layout: KVLayout) -> None:
-    """Refuse a layout whose offsets leave the memory: kernels write by offset, unchecked."""
+    """Refuse a layout whose offsets leave the memory, since kernels write unchecked."""
     axes = (*layout.token, *layout.head, *layout.channel, (layout.blocks, layout.block_stride))
     first = layout.memory.storage_offset() + layout.offset
     last = first + sum((size - 1) * stride for size, stride in axes)

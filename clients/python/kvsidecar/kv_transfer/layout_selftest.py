@@ -1,4 +1,4 @@
-"""Layout self-test: a round trip of marked values that the engine itself writes."""
+"""Layout self-test: a round trip of marked values through the engine's own writes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def check_layout(cache: PagedKVCache, write: Write) -> None:
     The engine writes values that encode their position, and the test reads them through the layout; then the test
     writes other values through the layout and reads them back. Uses two blocks and leaves them zero.
 
-    Raises ConfigurationError when a value is not where the layout says.
+    Raises ConfigurationError when a value is not at its position in the layout.
     """
     if cache.blocks < 2:
         raise ConfigurationError(f"the cache has {cache.blocks} blocks; a check of its layout needs 2")
-    # Not adjacent where there are enough blocks, and in descending order: an engine may hand out such blocks.
+    # Not adjacent where there are enough blocks, and in descending order: an engine may allocate such blocks.
     slots = slots_of([cache.blocks - 1, 1 if cache.blocks > 2 else 0], cache.block_tokens)
     where = torch.from_numpy(slots).to(cache.device)
     shape = (2, len(slots), cache.geometry.kv_heads, cache.geometry.head_dim)
@@ -65,7 +65,7 @@ class _MarkedPayload:
 
     def __init__(self, cache: PagedKVCache, tokens: int) -> None:
         self._cache = cache
-        # Quantized values would not be equal to those that were written.
+        # Quantized values would differ from the written ones.
         self.header = new_header(replace(cache.geometry, bits=16), [0] * tokens, 0)
         self.payload = memoryview(bytearray(self.header.payload_bytes))
 

@@ -14,9 +14,10 @@ ARENA, STAGING, SUMMARY = b"a", b"s", b"i"
 
 
 def map_arena(welcome: Welcome) -> memoryview:
-    """Map the arena, read-only. Raises OSError when the daemon refuses, ValueError for memory that is not the host's.
+    """Map the arena, read-only.
 
-    Pages are mapped at first touch: only used pages exist.
+    Pages are mapped at first touch, so only used pages exist. Raises OSError when the daemon refuses, ValueError for
+    memory that is not the host's.
     """
     if welcome.arena.kind != ARENA_KIND_HOST:
         raise ValueError("the daemon offers no memory that this process can map")
@@ -42,7 +43,10 @@ def _map(welcome: Welcome, which: bytes, size_bytes: int, access: int) -> memory
 
 
 def receive_descriptor(welcome: Welcome, which: bytes) -> int:
-    """Request a memory's file descriptor, which the caller closes. Raises OSError when the daemon sends none."""
+    """Request a memory's file descriptor, which the caller closes.
+
+    Raises OSError when the daemon sends none.
+    """
     with _request_memory(welcome, which) as peer:
         _, descriptors, _, _ = socket.recv_fds(peer, 1, 1)
     if not descriptors:
@@ -51,7 +55,10 @@ def receive_descriptor(welcome: Welcome, which: bytes) -> int:
 
 
 def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
-    """Request the device arena's IPC handle of ``size_bytes``. Raises OSError when the daemon sends none."""
+    """Request the device arena's IPC handle of ``size_bytes``.
+
+    Raises OSError when the daemon sends none.
+    """
     given = b""
     with _request_memory(welcome, ARENA) as peer:
         while len(given) < size_bytes and (more := peer.recv(size_bytes - len(given))):
@@ -62,7 +69,7 @@ def receive_handle(welcome: Welcome, size_bytes: int) -> bytes:
 
 
 def _request_memory(welcome: Welcome, which: bytes) -> socket.socket:
-    """Return a connection on which the request was sent."""
+    """Send a request for a memory; return its connection."""
     if not welcome.memory_socket:
         raise OSError("the daemon shares no memory with callers at this address")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

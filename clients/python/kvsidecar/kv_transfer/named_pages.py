@@ -1,7 +1,7 @@
-"""Content-addressed pages: an engine names a page by a hash and does not disclose its tokens.
+"""Content-addressed pages: an engine names a page by a hash and hides its tokens.
 
-Such a page is stored as a chunk without a parent: its name takes the place of its first tokens, zeros that of the
-others. The daemon finds many of them in one call by content match; its leases, tiers and quotas apply to them.
+Such a page is stored as a chunk without a parent: its name replaces its first tokens, and zeros replace the others. The
+daemon finds many pages in one call by content match; its leases, tiers and quotas apply to them.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class NamedPages:
         return NamedPages(namespace, geometry, timeout, PrefixLookup(geometry, timeout))
 
     def find(self, session: Session, pages: Sequence[NamedPage], salt: bytes) -> LeasedPages | None:
-        """Find and lease stored pages; the requested ones are all different.
+        """Find and lease stored pages; the requested ones must all differ.
 
-        Returns None when the index summary has none of them. Raises grpc.RpcError and ValueError.
+        Returns None when the index summary contains none of them. Raises grpc.RpcError and ValueError.
         """
         root = keys.tenant_root(self.namespace, salt)
         leases = self._prefetch(session, pages, salt, root) if session.remote else []
@@ -84,20 +84,20 @@ class NamedPages:
             tokens += ids
         if not probes:
             return None
-        # A prompt's first pages come last: they count as used last and are evicted last. Without them the later ones
-        # are useless.
+        # The order is reversed, so that a prompt's first pages count as used last and are evicted last: without them
+        # the later ones are useless.
         found = self.lookup.match(session, tokens, salt, contents=probes[::-1])
         starts = {at: i for i, at in enumerate(_starts(pages))}
         stored = {starts[match.start]: match.match for match in found.contents}
         if found.matches and found.matches[0].matched_tokens == found.matches[0].tokens == pages[0].tokens:
-            stored[0] = found.matches[0]  # the first page matches as a prefix, and is not repeated by content
+            stored[0] = found.matches[0]  # the first page matches as a prefix, and content matches do not repeat it
         return LeasedPages(found, stored)
 
     def _prefetch(self, session: Session, pages: Sequence[NamedPage], salt: bytes, root: bytes) -> list[bytes]:
         """Prefetch missing pages from the daemon's remote tier; return leases on them.
 
-        Stops at the first group of consecutive pages of which the tier has none: a prompt's pages are stored from its
-        beginning on.
+        Stops at the first group of consecutive pages of which the tier has none: a prompt's pages are stored in order
+        from its start.
         """
         known, most, away = session.summary is not None, session.max_chunk_tokens, list[list[int]]()
         for page in pages:
@@ -116,8 +116,10 @@ class NamedPages:
         return leases
 
     def read(self, held: LeasedPages, matches: Sequence[pb.ChunkMatch]) -> Generator[Payload, None, None]:
-        """Yield payloads of some of the pages, in order. Close the iterator to stop early. Raises as
-        ``Transport.read`` does."""
+        """Yield payloads of some of the pages, in order.
+
+        Close the iterator to stop early. Raises the exceptions of ``Transport.read``.
+        """
         return held.found.session.read(held.found.lease_id, matches, self.timeout)
 
     def release(self, held: LeasedPages) -> None:
@@ -129,7 +131,7 @@ class NamedPages:
     ) -> WriteResult:
         """Store pages; ``fill(i, payload)`` writes the payload of page ``i``.
 
-        Raises what ``fill`` raises, grpc.RpcError and ValueError.
+        Raises the exceptions of ``fill``, grpc.RpcError and ValueError.
         """
         order, stored, newly_stored = list(reversed(range(len(pages)))), [False] * len(pages), [False] * len(pages)
         headers = [new_header(self.geometry, pages[i].token_ids(), 0) for i in order]

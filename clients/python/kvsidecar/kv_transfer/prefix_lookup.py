@@ -14,7 +14,7 @@ from kvsidecar.chunk_layout import Geometry, layout_of
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.session import Session
 
-# Cold chunks come from a disk: a Match may take longer for each byte that the daemon may have to load.
+# Chunks outside of the arena are on a disk: each byte that the daemon may have to load extends a Match's timeout.
 _MIN_DISK_BYTES_PER_SECOND = 200e6
 # The daemon waits at most this long for a remote tier.
 _MAX_REMOTE_SECONDS = 10.0
@@ -37,10 +37,11 @@ class PrefixMatch:
 
     @property
     def full_chunks(self) -> tuple[int, bytes]:
-        """Tokens of the leading chunks that match completely, and the last one's prefix hash: where a store continues.
+        """Tokens of the leading complete matches, and the last chunk's prefix hash.
 
-        With a shared remote tier, counts only chunks that end at the shared boundaries: other nodes do not look for
-        a shorter chunk in between, and would find nothing behind it. The chunk that replaces it is stored instead.
+        A store continues after them. With a shared remote tier, counts only chunks that end at the shared boundaries:
+        other nodes do not look for a shorter chunk in between, and would not find chunks after it. The store replaces
+        that chunk.
         """
         tokens, last, most = 0, b"", self.session.max_chunk_tokens
         for match in self.matches:
@@ -76,7 +77,7 @@ class PrefixLookup:
     ) -> PrefixMatch:
         """Find and lease the stored chunks of a prompt.
 
-        Chunks that are ``leased`` already, by any session, are in memory, so no time for a disk is added.
+        ``leased`` chunks, which any session already leases, are in memory, so the timeout includes no disk time.
         ``seconds_per_token`` is the prefill time, 0 when unknown: the daemon does not fetch chunks that take longer.
         Raises grpc.RpcError, and ValueError for an invalid answer.
         """
@@ -116,7 +117,7 @@ class PrefixLookup:
                 for tokens in prompts[at : at + _MAX_CONCURRENT_CALLS]
             ]
             leases, failed = list[bytes](), None
-            for call in calls:  # every answer is consumed, or its lease would stay
+            for call in calls:  # consume every answer, or its lease would stay
                 try:
                     leases += filter(None, [call().lease_id])
                 except grpc.RpcError as error:
@@ -137,7 +138,10 @@ class PrefixLookup:
 
 
 def header_of(match: pb.ChunkMatch, geometry: Geometry) -> ChunkHeader:
-    """Return a matched chunk's header, without token ids. Raises ValueError when its payload has another size."""
+    """Return a matched chunk's header, without token ids.
+
+    Raises ValueError when its payload has another size.
+    """
     header = ChunkHeader(
         layers=geometry.layers,
         kv_heads=geometry.kv_heads,

@@ -67,7 +67,7 @@ class Session:
     def leases_valid(self) -> bool:
         """Return whether payloads read a moment ago under a lease are valid.
 
-        They are when the daemon cannot have expired the session yet, or when each payload came with its checksum.
+        They are valid if the daemon cannot have expired the session yet, or if each payload came with its checksum.
         """
         return self.alive and (
             not self.transport.zero_copy or time.monotonic() - self.last_acked_at < 2 * self.heartbeat_seconds
@@ -79,7 +79,7 @@ class Session:
         return self.alive and self.last_acked_at >= self.suspected_at
 
     def end(self) -> None:
-        """Mark the session as closed and release its memory; views in use keep it mapped until they are done.
+        """Mark the session as closed and release its memory; views in use keep it mapped.
 
         Explicit, because a failed call refers to its traceback and through it to this object, until a garbage
         collection that may be hours away. A dead daemon's arena would stay in memory until then.
@@ -114,7 +114,10 @@ class Session:
         return answer
 
     def _release_if_lost(self, request: pb.MatchRequest, error: grpc.RpcError) -> None:
-        """Release a lost answer's lease: the daemon undoes a cancelled call in progress, but not a completed one."""
+        """Release the lease of a lost answer.
+
+        The daemon undoes a cancelled call in progress, but not a completed one.
+        """
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             self.release([request.lease_id])
 
@@ -123,6 +126,10 @@ class Session:
         held = [lease_id for lease_id in lease_ids if lease_id]
         if held:
             self._send_until_acked(self.stub.Release, pb.ReleaseRequest(session_id=self.id, lease_ids=held))
+
+    def store_verdict(self, verdict: pb.ReuseVerdict, timeout: float) -> None:
+        """Store a verdict on approximate reuse with the session's namespace. Raises grpc.RpcError."""
+        self.stub.SetVerdict(pb.SetVerdictRequest(session_id=self.id, verdict=verdict), timeout=timeout)
 
     # ---- reservations ---------------------------------------------------------------------------------------
 
@@ -136,7 +143,10 @@ class Session:
             raise
 
     def commit(self, items: Sequence[pb.CommitItem], timeout: float) -> pb.CommitResponse:
-        """Call Commit, which makes chunks visible; abort them when the outcome is unknown. Raises grpc.RpcError."""
+        """Call Commit, which makes chunks visible. Raises grpc.RpcError.
+
+        Aborts the chunks when the outcome is unknown.
+        """
         request = pb.CommitRequest(session_id=self.id, epoch=self.epoch, items=items)
         try:
             return self.stub.Commit(request, timeout=timeout)
@@ -145,7 +155,10 @@ class Session:
             raise
 
     def abort(self, reservation_ids: Sequence[bytes], wait_seconds: float = 0.0) -> None:
-        """Abort reservations; ended ones are ignored. Waits at most ``wait_seconds`` for the answer."""
+        """Abort reservations; ended ones are ignored.
+
+        Waits at most ``wait_seconds`` for the answer.
+        """
         if not reservation_ids:
             return
         call = self._send_until_acked(
@@ -158,7 +171,7 @@ class Session:
     def _send_until_acked(self, method: Any, request: Any) -> Any:
         """Call ``method``, and retry after timeouts while the session is open.
 
-        The daemon frees everything when the session ends. Returns the first call, if there is one.
+        The daemon frees everything when the session ends. Returns the first call, if any.
         """
         if not self.alive:
             return None
@@ -184,7 +197,10 @@ class Session:
         self._heartbeat_due.set()
 
     def suspect(self) -> None:
-        """Record that a call timed out, and send a heartbeat at once. ``responsive`` is False until its ack."""
+        """Record that a call timed out, and send a heartbeat at once.
+
+        ``responsive`` is False until its acknowledgement.
+        """
         self.suspected_at = time.monotonic()
         self._heartbeat_due.set()
 
@@ -208,9 +224,10 @@ class Session:
         )
 
     def record_ack(self, ack: pb.HeartbeatAck) -> None:
-        """Record the ack of the oldest unacknowledged heartbeat.
+        """Record the acknowledgement of the oldest unacknowledged heartbeat.
 
-        The session's age counts from when that heartbeat was sent: the daemon may have received it as early as that.
+        The session's age counts from the time at which that heartbeat was sent, since the daemon may have received it
+        then.
         """
         if self._sent_at:
             self.last_acked_at = self._sent_at.popleft()
@@ -230,7 +247,7 @@ class Session:
         return summary is None or summary.may_contain_content(root, tokens)
 
     def count_skipped_lookup(self, tokens: int) -> None:
-        """Count a prompt that was not looked up because the summary has nothing of it."""
+        """Count a prompt that was not looked up because the summary contains none of its chunks."""
         self.skipped_matches += 1
         self.skipped_tokens += tokens
 
@@ -239,6 +256,9 @@ class Session:
     def read(
         self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float, most: float = float("inf")
     ) -> Generator[Payload, None, None]:
-        """See ``Transport.read``. ``timeout`` (seconds) is for an empty transfer, ``most`` bounds the whole."""
+        """Yield payloads; see ``Transport.read``.
+
+        ``timeout`` (seconds) is for an empty transfer, ``most`` limits the whole transfer.
+        """
         size = sum(match.payload_bytes for match in matches)
         return self.transport.read(lease_id, matches, min(transfer_timeout(size, timeout), most))

@@ -20,7 +20,7 @@ class SharedMemoryTransport:
     zero_copy = True
 
     def __init__(self, welcome: pb.Welcome, gpu: int | None = None) -> None:
-        """``gpu`` is the CUDA device that accesses the memory directly, if one does.
+        """Map the memory; ``gpu`` is the CUDA device that accesses it directly, if any.
 
         Raises OSError when the daemon refuses, ValueError when this process cannot map the memory.
         """
@@ -76,7 +76,10 @@ class SharedMemoryTransport:
         return self._arena[match.offset : end]
 
     def _staged(self, place: pb.StagingRef) -> memoryview:
-        """Return a reservation's staging memory. Raises ValueError for a reference that is not this session's."""
+        """Return a reservation's staging memory.
+
+        Raises ValueError for a reference outside of this session's memory.
+        """
         end = place.offset + place.size_bytes
         if end > len(self._staging):
             raise ValueError(f"staging {place.offset}+{place.size_bytes} is outside of {len(self._staging)} bytes")

@@ -1,7 +1,7 @@
-"""Streaming transport for a daemon on another host: Fetch reads leased chunks, Fill writes reserved ones.
+"""Streaming transport for a daemon on another host.
 
-Both directions have backpressure: gRPC's flow control bounds what a peer may send, and the reader receives one payload
-while the one before it is used, and hardly further ahead.
+Fetch reads leased chunks, Fill writes reserved ones. Both directions have backpressure: gRPC's flow control bounds what
+a peer may send, and the reader receives one payload while the previous one is used, and hardly further ahead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STALL_SECONDS = 3.0  # a connection without progress for this long counts as br
 class StreamTransport:
     """Streams the payloads of one session.
 
-    The daemon keeps the chunks of a Fetch until that call ends, whatever happens to the lease.
+    The daemon keeps the chunks of a Fetch until that call ends, even if the lease ends.
     """
 
     zero_copy = False
@@ -45,7 +45,10 @@ class StreamTransport:
     def __init__(
         self, welcome: pb.Welcome, stub: CacheServiceStub, channel: grpc.Channel, gpu: int | None = None
     ) -> None:
-        """``channel`` is the stub's; ``gpu`` the CUDA device that reads payloads from the receive buffers, if any."""
+        """Create the transport; ``channel`` is the stub's.
+
+        ``gpu`` is the CUDA device that reads payloads from the receive buffers, if any.
+        """
         self._session_id, self._stub, self._pins = welcome.session_id, stub, gpu is not None
         self._fetch: Any = channel.unary_stream(
             _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decode_message
@@ -82,7 +85,7 @@ class StreamTransport:
 
 
 class _FillStream:
-    """The requests of one Fill; gRPC's thread takes the next one when flow control allows it."""
+    """The requests of one Fill; gRPC's thread takes the next when flow control allows."""
 
     def __init__(self, session_id: bytes, payloads: Sequence[tuple[bytes, memoryview]]) -> None:
         self._session_id, self._payloads = session_id, payloads
@@ -103,18 +106,21 @@ class _FillStream:
             try:
                 call.result(timeout=left)
                 return
-            except grpc.FutureTimeoutError:  # look again: a message may have been taken meanwhile
+            except grpc.FutureTimeoutError:  # check again: gRPC may have taken a message meanwhile
                 continue
         raise ConnectionError(f"the cache daemon took nothing for {_STALL_SECONDS:g} s")
 
 
 class _FetchStream:
-    """The payloads of one Fetch, received and checksummed on a thread while earlier ones are used."""
+    """The payloads of one Fetch.
+
+    A thread receives and checksums them while earlier ones are used.
+    """
 
     def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch], pins: bool) -> None:
-        """Allocate buffers, then call ``fetch``: the daemon keeps all chunks of a call until the call ends.
+        """Allocate buffers, then call ``fetch``, which makes the daemon keep all chunks.
 
-        Raises what allocation, pinning or starting a thread raises, and leaves nothing open.
+        Raises the exceptions of allocation, pinning or starting a thread, and leaves nothing open.
         """
         self._matches = matches
         size = max(match.payload_bytes for match in matches)
@@ -152,7 +158,10 @@ class _FetchStream:
             self._free.put(buffer)
 
     def _next(self) -> tuple[memoryview, int]:
-        """Return the next payload's buffer and size. Raises ConnectionError on a stall, and what receiving raised."""
+        """Return the next payload's buffer and size.
+
+        Raises ConnectionError on a stall, and the exceptions of receiving.
+        """
         asked = time.monotonic()
         while True:
             left = max(self._heard, asked) + _STALL_SECONDS - time.monotonic()
@@ -160,7 +169,7 @@ class _FetchStream:
                 raise ConnectionError(f"the cache daemon sent nothing for {_STALL_SECONDS:g} s")
             try:
                 found = self._ready.get(timeout=left)
-            except queue.Empty:  # look again: a message may have come meanwhile
+            except queue.Empty:  # check again: a message may have arrived meanwhile
                 continue
             if isinstance(found, Exception):
                 raise found
@@ -178,7 +187,7 @@ class _FetchStream:
             self._ready.put(error)
 
     def _receive_one(self, match: pb.ChunkMatch, buffer: memoryview) -> None:
-        """Receive one chunk. Raises grpc.RpcError, and ValueError for anything but the requested chunk."""
+        """Receive one chunk. Raises grpc.RpcError, and ValueError for any other chunk."""
         first, at = self._message(), 0
         header = pb.FetchResponse().header if isinstance(first, memoryview) else first.header
         if header.prefix_hash != match.prefix_hash or header.payload_bytes != match.payload_bytes:

@@ -16,7 +16,7 @@ Fill = Callable[[int, memoryview], None]
 """Writes the payload of the chunk with this index."""
 
 
-# A slower connection is useless: computing is faster.
+# A slower connection is useless, because computing is faster.
 _MIN_LINK_BYTES_PER_SECOND = 8e6
 
 
@@ -29,10 +29,12 @@ class Transport(Protocol):
     """Payload transport of one session. Thread-safe."""
 
     zero_copy: bool
-    """True if payloads are read in place: all of a lease stay valid until it is released. Otherwise a payload is valid
-    until the next one is requested."""
+    """True if payloads are read in place: all payloads of a lease stay valid until it is released.
+
+    Otherwise a payload is valid until the next one is requested.
+    """
     max_reserved_bytes: int
-    """Most bytes that may be reserved at one time."""
+    """Maximal bytes that may be reserved at one time."""
 
     def read(self, lease_id: bytes, matches: Sequence[pb.ChunkMatch], timeout: float) -> Generator[Payload, None, None]:
         """Yield the payloads of leased chunks, in order, complete and as committed.
@@ -45,13 +47,13 @@ class Transport(Protocol):
     def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
         """Fill the payloads of granted reservations, and transfer them to the daemon's staging.
 
-        ``granted`` has each reservation with its index; ``fill`` runs on the calling thread. Raises what ``fill``
-        raises, ValueError, ConnectionError, grpc.RpcError.
+        ``granted`` has each reservation with its index; ``fill`` runs on the calling thread. Raises the exceptions of
+        ``fill``, ValueError, ConnectionError, grpc.RpcError.
         """
         ...
 
     def close(self) -> None:
-        """Release the memory; views in use keep it until they are done. Idempotent."""
+        """Release the memory; views in use keep it mapped. Idempotent."""
         ...
 
 

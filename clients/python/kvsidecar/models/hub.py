@@ -93,7 +93,10 @@ def fetched_before(name: str) -> Path | None:
 
 
 def _failures() -> tuple[type[BaseException], ...]:
-    """Return huggingface_hub's exceptions; the first is that of its HTTP client, which depends on its version."""
+    """Return huggingface_hub's exceptions.
+
+    The first is that of its HTTP client, which depends on its version.
+    """
     from huggingface_hub import errors
 
     client_error = errors.HfHubHTTPError.__bases__[0]

@@ -1,8 +1,8 @@
-"""The user's models on disk: pulled models, and conversions of GGUF files for faster starts.
+"""The user's models on disk: pulled models, and conversions of GGUF files.
 
-``pulled/NAME`` has the downloaded files and ``entry.json``; ``converted/NAME-SHA-DTYPE`` a folder that transformers
-reads, with ``source.json`` about the original file. Folders are created atomically: built beside the target under a
-lock, flushed, and renamed.
+``pulled/NAME`` has the downloaded files and ``entry.json``. ``converted/NAME-SHA-DTYPE`` is a folder that transformers
+reads, for faster starts, with ``source.json`` about the original file. Folders are created atomically: built beside the
+target under a lock, flushed, and renamed.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?(:[
 class ModelEntry:
     """A pulled model's entry, stored beside its files."""
 
-    name: str  # what --model takes
-    source: str  # where it came from, for people
+    name: str  # the value for --model
+    source: str  # its origin, for people
     architecture: str
     licence: str
     file: str = ""  # the GGUF file in the folder; empty for a folder of safetensors
@@ -117,7 +117,7 @@ class ModelLibrary:
         return known[name].size_bytes
 
     def _discard_all(self, folder: Path) -> None:
-        """Remove a folder, after the conversions of it, recursively."""
+        """Remove a folder, after its conversions, recursively."""
         for made in _folders(self.root / "converted"):
             if _made_of(_read_json(made / SOURCE), folder):
                 self._discard_all(made)
@@ -144,8 +144,8 @@ class ModelLibrary:
     def building(self, target: Path) -> Iterator[Path | None]:
         """Yield an empty folder that becomes ``target`` if the block succeeds.
 
-        It is removed if the block fails. Yields None when ``target`` exists. Other processes that build the same target
-        wait. Raises ConfigurationError when the disk is full or read-only.
+        If the block fails, the folder is removed. Yields None when ``target`` exists. Other processes that build the
+        same target wait. Raises ConfigurationError when the disk is full or read-only.
         """
         with self._locked(target):
             if target.is_dir():
@@ -198,7 +198,7 @@ class ModelLibrary:
 
 
 def check_disk_space(what: str, size_bytes: int, folder: Path, otherwise: str = "") -> None:
-    """Raise ConfigurationError when a folder's disk has too little free space for ``size_bytes``."""
+    """Raise ConfigurationError when a folder's disk has less than ``size_bytes`` free."""
     free = shutil.disk_usage(folder).free
     if free < size_bytes + _SPARE_BYTES:
         raise ConfigurationError(
@@ -208,9 +208,9 @@ def check_disk_space(what: str, size_bytes: int, folder: Path, otherwise: str = 
 
 @contextmanager
 def atomic_folder(target: Path, partial: Path) -> Iterator[None]:
-    """Create the folder ``partial``, which becomes ``target`` (flushed) if the block succeeds, else is removed.
+    """Create the folder ``partial``, which becomes ``target`` if the block succeeds.
 
-    Raises ConfigurationError when the disk is full or read-only.
+    It is flushed before, and removed if the block fails. Raises ConfigurationError when the disk is full or read-only.
     """
     try:
         partial.mkdir()

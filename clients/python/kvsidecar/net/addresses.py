@@ -11,7 +11,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TcpAddress:
-    """A TCP server's address. An IPv6 host has no brackets here, and has them in ``str()``."""
+    """A TCP server's address; an IPv6 host has brackets only in ``str()``."""
 
     host: str
     port: int
@@ -21,7 +21,7 @@ class TcpAddress:
 
     @property
     def loopback(self) -> bool:
-        """Return whether only this machine can reach it. Of names, only ``localhost`` counts."""
+        """Return whether only this machine can reach it. The only such name is ``localhost``."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -51,7 +51,7 @@ def socket_path(target: str | Path) -> Path | None:
 
 
 def why_not_bindable(address: TcpAddress) -> str:
-    """Return the system's reason why an address cannot be bound now; empty when it can.
+    """Return the system's reason why an address cannot be bound; empty when it can.
 
     gRPC itself reports only that it failed. Another process may still take the port afterwards.
     """

@@ -1,4 +1,7 @@
-"""gRPC channels to KVSidecar's services: Unix socket, plain TCP, or TLS with certificate or token."""
+"""gRPC channels to KVSidecar's services: Unix socket, plain TCP, or TLS.
+
+TLS uses a certificate or a token.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +76,8 @@ class ServiceAddress:
     ) -> ServiceAddress:
         """Create the address of a daemon at ``host:port``.
 
-        Raises ConfigurationError for an invalid address, for unusable files, and for another host without TLS: anyone
-        who reads a tenant's salt on the way could use it.
+        Raises ConfigurationError for an invalid address, for unusable files, and for another host without TLS, because
+        anyone who reads a tenant's salt on the network could use it.
         """
         try:
             place = parse_tcp(address)
@@ -124,8 +127,8 @@ def explain_unavailable(
 ) -> KVSidecarError:
     """Return the error, or a clearer one for an unavailable target.
 
-    That is ``absent``, if given, when nothing listens at the target; and a hint at TLS when the server speaks TLS and
-    the call did not (gRPC reports "Socket closed"). Opens a connection to find out, for at most 2 s.
+    If no server listens, that is ``absent``, if given. If the server speaks TLS and the call did not (gRPC reports
+    "Socket closed"), it suggests TLS. Opens a connection to find out, for at most 2 s.
     """
     if not isinstance(error, Unavailable):
         return error

@@ -1,4 +1,7 @@
-"""gRPC server setup: Unix sockets and TCP ports with health, reflection and graceful shutdown."""
+"""gRPC server setup: Unix sockets and TCP ports.
+
+It adds health, reflection and graceful shutdown.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ CLIENT_KEEPALIVE: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
     ("grpc.http2.max_pings_without_data", 0),
 )
-"""Options for every channel to a service of ours: with a call open, a dead peer is noticed within 40 s."""
+"""Options for every channel to one of our services: during a call, a dead peer is noticed within 40 s."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +62,11 @@ class ListenerLimits:
     metadata_bytes: int = 16 << 10
     """Maximum metadata of one call."""
     streams: int = 1024
-    """Maximum concurrent calls on one connection. Further ones wait at the client, or fail with UNAVAILABLE just when
-    others end: gRPC's server releases a call slightly later than its client."""
+    """Maximum concurrent calls on one connection.
+
+    Further calls wait at the client, or fail with UNAVAILABLE at the moment when others end, because gRPC's server
+    releases a call slightly later than its client.
+    """
     connections: int = 512
     """Maximum concurrent connections at a listener that is not private; further ones are closed at once."""
     handshake_seconds: float = 10.0
@@ -69,7 +75,10 @@ class ListenerLimits:
 
 @dataclass(frozen=True)
 class Listener:
-    """One listening address and its service. The listeners of a process share health and shutdown."""
+    """One listening address and its service.
+
+    The listeners of a process share health and shutdown.
+    """
 
     at: Path | TcpAddress
     """A Unix socket's path, or a TCP address."""
@@ -98,8 +107,8 @@ class Listener:
 class Endpoint:
     """Addresses of a service with one servicer.
 
-    Its private socket, a plain TCP port unless ``tcp`` is empty, a port for health checks only unless ``health_tcp`` is
-    empty, and the listeners in ``others``.
+    These are its private socket, a plain TCP port unless ``tcp`` is empty, a port for health checks only unless
+    ``health_tcp`` is empty, and the listeners in ``others``.
     """
 
     service: str
@@ -139,13 +148,13 @@ async def serve_listeners(
     limits: ListenerLimits = ListenerLimits(),
     health: health_aio.HealthServicer | None = None,
 ) -> AsyncIterator[list[str]]:
-    """Serve at all listeners while the body runs; yield their gRPC addresses with the actual ports.
+    """Serve at all listeners while the body runs; yield their gRPC addresses.
 
-    Binds every port before it answers the first call. On shutdown, all listeners report NOT_SERVING and wait
-    ``grace_seconds()`` for their calls; then the sockets are removed. A Unix socket has its mode before clients can
-    connect. When its path is deleted, a second server listens there beside the first, whose connections stay.
-    ``health`` may report more than that the service runs. Raises ConfigurationError, and leaves nothing open, for an
-    address that cannot be bound.
+    The addresses have the actual ports. Binds every port before it answers the first call. On shutdown, all listeners
+    report NOT_SERVING and wait ``grace_seconds()`` for their calls; then the sockets are removed. A Unix socket gets
+    its mode before clients can connect. When its path is deleted, a second server listens at a new socket beside the
+    first, whose connections stay. ``health`` may report more than that the service runs. Raises ConfigurationError, and
+    leaves nothing open, for an address that cannot be bound.
     """
     health = health or health_aio.HealthServicer()
     async with contextlib.AsyncExitStack() as stack:
@@ -162,7 +171,8 @@ async def serve_listeners(
             return address
 
         async def bind_again(listener: Listener) -> None:
-            # The earlier server keeps running: its connections live, and gRPC would delete the new server's path.
+            # The earlier server keeps running: it has open connections, and its shutdown would delete the new server's
+            # path.
             bind(listener)
             await servers[-1].start()
 
@@ -185,7 +195,10 @@ async def serve_listeners(
 
 
 def _listener_limits(listener: Listener, limits: ListenerLimits) -> ListenerLimits:
-    """Return a listener's limits; the minimum for one that needs no authentication and serves health checks only."""
+    """Return a listener's limits.
+
+    A listener without authentication that serves only health checks gets the minimum.
+    """
     if listener.add is None:
         return replace(limits, message_bytes=_HEALTH_MESSAGE_BYTES, streams=_HEALTH_STREAMS)
     return replace(
@@ -252,7 +265,10 @@ def _group_number(name: str) -> int:
 
 
 def _refuse_replaceable(path: Path) -> None:
-    """Refuse a folder in which a group member could replace the socket and impersonate the service."""
+    """Refuse a folder in which a group member could replace the socket.
+
+    That member could impersonate the service.
+    """
     try:
         mode = path.parent.stat().st_mode
     except OSError as error:
@@ -294,7 +310,7 @@ def hold_socket_lock(path: Path, what: str = "daemon") -> Iterator[None]:
 
     A lock on ``PATH.lock``, which the kernel releases with the process, decides between two processes that start at the
     same time: only its owner removes a dead process's socket. The lock file stays. Raises ConfigurationError when
-    another process listens there or is about to.
+    another process listens at the socket or is about to.
     """
     socket_target(path)  # refuses a path that is too long for a socket
     taken = ConfigurationError(f"another {what} listens on {path}; stop it, or choose another --socket")
@@ -318,7 +334,10 @@ def hold_socket_lock(path: Path, what: str = "daemon") -> Iterator[None]:
 
 
 def _has_listener(path: Path) -> bool:
-    """Return whether a server listens. Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN."""
+    """Return whether a server listens.
+
+    Only ECONNREFUSED and ENOENT mean no: a full backlog gives EAGAIN.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(str(path)) not in (errno.ECONNREFUSED, errno.ENOENT)

@@ -1,4 +1,4 @@
-"""HTTP health check of a local gateway, with any certificate."""
+"""HTTP health check of a local gateway; accepts any certificate."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class SocketWatcher:
     """Watcher of a bound socket's path.
 
     While the context is open, calls ``bind_again`` within about a second after the path was deleted; for a private
-    socket it first creates the private folder again. Leaves a path alone that another process has bound. Runs on the
-    event loop; logs failures and tries again.
+    socket it first creates the private folder again. Ignores a path that another process has bound. Runs on the event
+    loop; logs failures and tries again.
     """
 
     def __init__(self, path: Path, bind_again: Callable[[], Awaitable[None]], private: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""Faster imports at process start: skips optional dependencies of libraries, pauses the GC.
+"""Faster imports at process start: skips optional dependencies, pauses the GC.
 
-A restarted cache daemon serves when its modules are imported, so unused imports are downtime. This module itself
-imports nothing slow: it runs before all other imports.
+A restarted cache daemon serves only after it has imported its modules, so unused imports are downtime. This module
+itself imports nothing slow, because it runs before all other imports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def skip_optional_imports() -> None:
     before any other import. A program that uses this package as a library decides for itself.
     """
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    if "rich" in sys.modules:  # too late: there is nothing to save
+    if "rich" in sys.modules:  # too late to save time
         return
     sys.modules["rich"] = None  # type: ignore[assignment]  # importing it is an ImportError
     try:
@@ -36,7 +36,7 @@ def skip_optional_imports() -> None:
 def gc_paused() -> Iterator[None]:
     """Pause garbage collection while the body imports.
 
-    Modules' objects stay alive, and repeated scans of them take an eighth of a worker's import time, or more.
+    Module objects stay alive, and repeated scans of them take an eighth of a worker's import time, or more.
     """
     collecting = gc.isenabled()
     gc.disable()

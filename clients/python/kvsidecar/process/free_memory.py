@@ -16,8 +16,8 @@ _STATUS = Path("/proc/self/cgroup")
 def free_bytes(allowed: int = 0) -> int:
     """Return the bytes that this process may still allocate.
 
-    The minimum over the machine, its control groups and, if not 0, ``allowed`` for the whole process. Page cache counts
-    as free.
+    This is the minimum over the machine, its control groups and, if not 0, ``allowed`` for the whole process. Page
+    cache counts as free.
     """
     found = [int(psutil.virtual_memory().available), *_of_groups()]
     if allowed:
@@ -31,7 +31,10 @@ def resident_bytes() -> int:
 
 
 def _of_groups() -> list[int]:
-    """Return the bytes left in each memory control group of this process, of both cgroup versions."""
+    """Return the free bytes of each memory control group of this process.
+
+    Reads both cgroup versions.
+    """
     found = []
     for line in _lines(_STATUS):
         number, controllers, path = line.split(":", 2)
@@ -60,7 +63,7 @@ def _left(folder: Path, limit: str, usage: str) -> int | None:
         return None  # there is no limit ("max"), or no such group
     most, used = map(int, texts)
     cached = {name: int(n) for name, n in (line.split() for line in _lines(folder / "memory.stat"))}
-    # Version 1 counts the groups below under names of their own.
+    # Version 1 counts nested groups under separate names.
     files = sum(cached.get(f"total_{name}", cached.get(name, 0)) for name in ("inactive_file", "active_file"))
     return most - used + files
 

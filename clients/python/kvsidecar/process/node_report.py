@@ -20,7 +20,7 @@ STARTING, SERVING, SILENT = "starting", "serving", "silent"
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A supervised node: the supervisor's process id, the gateway's URL, its workers, and whether it has a daemon."""
+    """A supervised node: supervisor's process id, gateway's URL, workers, and daemon or not."""
 
     pid: int
     url: str
@@ -32,8 +32,8 @@ class NodeReport:
 class ProcessReport:
     """Report on one process of a node.
 
-    ``state`` is ``starting`` until the process first reports that it serves, also after a restart; then ``serving``, or
-    ``silent`` while it does not respond.
+    ``state`` is ``starting`` until the process first reports that it serves, also after a restart; then it is
+    ``serving``, or ``silent`` while the process does not respond.
     """
 
     state: str = STARTING
@@ -54,7 +54,7 @@ def write_node_report(lock: TextIO, node: NodeReport) -> None:
 def find_node(folder: Path) -> NodeReport | None:
     """Return the node that runs in a folder; None without one, or for another user's.
 
-    The file outlives its process. Taking the lock could prevent a starting node from getting it, so this checks which
+    The file outlives its process. Testing the lock could prevent a starting node from getting it, so this checks which
     files the process of that id has open.
     """
     import psutil  # lazy: most commands do not need it

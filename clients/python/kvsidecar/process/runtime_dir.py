@@ -32,7 +32,10 @@ def default_data_dir() -> Path:
 
 
 def ensure_private_dir(path: Path) -> Path:
-    """Create a folder with mode 0700. Raises ConfigurationError when it belongs to another user or is open."""
+    """Create a folder with mode 0700.
+
+    Raises ConfigurationError when it belongs to another user or others can access it.
+    """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -42,9 +45,9 @@ def ensure_private_dir(path: Path) -> Path:
 
 
 def require_private_dir(path: Path) -> None:
-    """Check that only this user can access a folder, and that no link of another user leads to it.
+    """Check that only this user can access a folder.
 
-    A missing folder is fine. Raises ConfigurationError.
+    Also checks that no link of another user leads to it. A missing folder is accepted. Raises ConfigurationError.
     """
     try:
         link, found = path.lstat(), path.stat()
@@ -70,9 +73,10 @@ def own_runtime_dir() -> Path:
 
 
 def listener_pid(path: Path, timeout_seconds: float) -> int | None:
-    """Return the id of the process that listens at a Unix socket; 0 for one in another container, None without one.
+    """Return the id of the process that listens at a Unix socket.
 
-    Raises ConfigurationError for a link, and for a process of another user who is not root (SO_PEERCRED).
+    Returns 0 for a process in another container, None if no process listens. Raises ConfigurationError for a link, and
+    for a process of another user who is not root (SO_PEERCRED).
     """
     if path.is_symlink():
         raise ConfigurationError(f"{path} is a link and no socket; remove it")
@@ -101,9 +105,10 @@ def socket_target(path: Path) -> str:
 
 
 def die_with_parent(parent: int, number: int) -> None:
-    """In a new process: make the kernel send it signal ``number`` when its parent ends (prctl(2)).
+    """Make the kernel signal this new process when its parent ends (prctl(2)).
 
-    Exits at once when the parent has ended already. Does nothing on systems without this call.
+    ``number`` is the signal. Exits at once when the parent has already ended. Does nothing on systems without this
+    call.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)

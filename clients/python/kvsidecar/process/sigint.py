@@ -1,6 +1,6 @@
-"""Quiet Ctrl-C during imports: the process ends at once, without a traceback of the import.
+"""Quiet Ctrl-C during imports: the process ends at once, without a traceback.
 
-Imports nothing slow: it runs before all other imports.
+Imports nothing slow, because it runs before all other imports.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ async def otlp_providers(service: str, endpoint: str) -> AsyncIterator[OtelProvi
 
 @asynccontextmanager
 async def sdk_providers(service: str, processor: Any, reader: Any) -> AsyncIterator[OtelProviders]:
-    """Yield providers over an SDK span processor and a metric reader; shut both down at the end."""
+    """Yield providers over an SDK span processor and a metric reader; shut both down."""
     from opentelemetry.sdk.metrics import MeterProvider
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
@@ -94,12 +94,12 @@ async def sdk_providers(service: str, processor: Any, reader: Any) -> AsyncItera
     try:
         yield OtelProviders(traces, meters)
     finally:
-        # On threads: reading the last metrics may need the loop that this runs on.
+        # On threads: reading the last metrics may need this event loop.
         await asyncio.to_thread(_shut_down, traces, meters)
 
 
 def _shut_down(*providers: Any) -> None:
-    """Flush, but only for a limited time: an absent collector must not delay the process's end."""
+    """Flush, but only for a limited time: an absent collector must not delay the exit."""
     threads = [threading.Thread(target=provider.shutdown, daemon=True) for provider in providers]
     deadline = time.monotonic() + _SHUTDOWN_SECONDS
     for thread in threads:
@@ -176,7 +176,7 @@ class _OtelSpan(Span):
 
         name = error_name(error)
         self._span.set_attribute("error.type", name)
-        if name != Cancelled.reason:  # the caller went away: the work did not fail
+        if name != Cancelled.reason:  # the caller cancelled: the work did not fail
             self._span.set_status(StatusCode.ERROR)
 
     def end(self) -> None:

@@ -31,7 +31,10 @@ def error_name(error: BaseException) -> str:
 
 
 class Span:
-    """A unit of work. As a context manager it ends with its block, with the error that leaves it. Thread-safe."""
+    """A unit of work. Thread-safe.
+
+    As a context manager it ends with its block, and records an exception of the block.
+    """
 
     began = 0.0
 
@@ -57,7 +60,7 @@ class Span:
         """Record a finished child span."""
 
     def part(self, name: str, began: float) -> AbstractContextManager[object]:
-        """Open a child span that is the thread's active span in the block, and ends with it."""
+        """Open a child span that is the thread's active span in the block."""
         return nullcontext()
 
     def event(self, name: str) -> None:
@@ -90,7 +93,8 @@ NOOP_TRACER = Tracer()
 def context_metadata() -> Metadata:
     """Return the active span as metadata for a call.
 
-    Empty in a process that has not loaded OpenTelemetry's SDK: it has no spans, and calls cost no more than before.
+    Empty in a process that has not loaded OpenTelemetry's SDK: that process has no spans, and its calls cost nothing
+    extra.
     """
     if SDK not in sys.modules:
         return ()

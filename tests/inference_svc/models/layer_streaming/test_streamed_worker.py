@@ -17,7 +17,13 @@ from inference_svc.models.layer_streaming.layer_file import WEIGHTS, LayerFile
 from tests.inference_svc.context_reuse.test_approximate import DOC, documents, joined
 from tests.inference_svc.engine.test_exactness import prompt
 
-FLAGS = {"approximate": "always", "chunking": "document", "document_separator": "<|doc|>", "dtype": "float32"}
+FLAGS = {
+    "reuse_anywhere": True,
+    "unverified_reuse": True,
+    "chunking": "document",
+    "document_separator": "<|doc|>",
+    "dtype": "float32",
+}
 STREAM = {"stream": "full_stream", "stream_slots": 2}
 
 

@@ -33,7 +33,7 @@ class _ArenaKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ArenaKind.V
     ARENA_KIND_CUDA: _ArenaKind.ValueType  # 2
     """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
     ARENA_KIND_CUDA_IPC: _ArenaKind.ValueType  # 3
-    """CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
+    """CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; freed with the daemon's process."""
 
 class ArenaKind(_ArenaKind, metaclass=_ArenaKindEnumTypeWrapper):
     """Kind of memory behind an arena."""
@@ -45,8 +45,68 @@ ARENA_KIND_HOST: ArenaKind.ValueType  # 1
 ARENA_KIND_CUDA: ArenaKind.ValueType  # 2
 """CUDA device memory (cuMemCreate), imported from a file descriptor with cuMemImportFromShareableHandle."""
 ARENA_KIND_CUDA_IPC: ArenaKind.ValueType  # 3
-"""CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; it goes with the daemon's process."""
+"""CUDA device memory (cuMemAlloc), imported from a handle with cuIpcOpenMemHandle; freed with the daemon's process."""
 Global___ArenaKind: _TypeAlias = ArenaKind  # noqa: Y015
+
+class _MissKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_KIND_UNSPECIFIED: _MissKind.ValueType  # 0
+    """None known."""
+    MISS_KIND_NEVER_SEEN: _MissKind.ValueType  # 1
+    """No earlier prompt that the daemon remembers had these tokens behind this beginning."""
+    MISS_KIND_DIFFERS: _MissKind.ValueType  # 2
+    """An earlier prompt or answer with the same beginning has another token there."""
+    MISS_KIND_OTHER_TENANT: _MissKind.ValueType  # 3
+    """An earlier prompt with another salt has these tokens. Only for operators, on request."""
+    MISS_KIND_OTHER_NAMESPACE: _MissKind.ValueType  # 4
+    """An earlier prompt with the same salt in another namespace has these tokens."""
+    MISS_KIND_EVICTED: _MissKind.ValueType  # 5
+    """Evicted for capacity."""
+    MISS_KIND_QUOTA: _MissKind.ValueType  # 6
+    """Evicted or refused by the tenant's quota."""
+    MISS_KIND_EXPIRED: _MissKind.ValueType  # 7
+    """The TTL expired."""
+    MISS_KIND_DELETED: _MissKind.ValueType  # 8
+    """Deleted by a caller."""
+    MISS_KIND_NOT_STORED: _MissKind.ValueType  # 9
+    """An earlier prompt has these tokens, and they are not stored, or not yet."""
+    MISS_KIND_CORRUPT: _MissKind.ValueType  # 10
+    """Lost to damage: a wrong checksum, header or length."""
+    MISS_KIND_ARENA_FULL: _MissKind.ValueType  # 11
+    """Stored on disk, but the arena has no space for it now."""
+
+class MissKind(_MissKind, metaclass=_MissKindEnumTypeWrapper):
+    """Kind of reason why tokens of a prompt are not cached."""
+
+MISS_KIND_UNSPECIFIED: MissKind.ValueType  # 0
+"""None known."""
+MISS_KIND_NEVER_SEEN: MissKind.ValueType  # 1
+"""No earlier prompt that the daemon remembers had these tokens behind this beginning."""
+MISS_KIND_DIFFERS: MissKind.ValueType  # 2
+"""An earlier prompt or answer with the same beginning has another token there."""
+MISS_KIND_OTHER_TENANT: MissKind.ValueType  # 3
+"""An earlier prompt with another salt has these tokens. Only for operators, on request."""
+MISS_KIND_OTHER_NAMESPACE: MissKind.ValueType  # 4
+"""An earlier prompt with the same salt in another namespace has these tokens."""
+MISS_KIND_EVICTED: MissKind.ValueType  # 5
+"""Evicted for capacity."""
+MISS_KIND_QUOTA: MissKind.ValueType  # 6
+"""Evicted or refused by the tenant's quota."""
+MISS_KIND_EXPIRED: MissKind.ValueType  # 7
+"""The TTL expired."""
+MISS_KIND_DELETED: MissKind.ValueType  # 8
+"""Deleted by a caller."""
+MISS_KIND_NOT_STORED: MissKind.ValueType  # 9
+"""An earlier prompt has these tokens, and they are not stored, or not yet."""
+MISS_KIND_CORRUPT: MissKind.ValueType  # 10
+"""Lost to damage: a wrong checksum, header or length."""
+MISS_KIND_ARENA_FULL: MissKind.ValueType  # 11
+"""Stored on disk, but the arena has no space for it now."""
+Global___MissKind: _TypeAlias = MissKind  # noqa: Y015
 
 class _ReserveOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -57,7 +117,7 @@ class _ReserveOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reserv
     RESERVE_OUTCOME_UNSPECIFIED: _ReserveOutcome.ValueType  # 0
     """Never sent."""
     RESERVE_OUTCOME_GRANTED: _ReserveOutcome.ValueType  # 1
-    """The client owns this staging memory until Commit or Abort."""
+    """The client may write to this staging memory until Commit or Abort."""
     RESERVE_OUTCOME_ALREADY_STORED: _ReserveOutcome.ValueType  # 2
     """The chunk is stored already; nothing to do."""
     RESERVE_OUTCOME_IN_PROGRESS: _ReserveOutcome.ValueType  # 3
@@ -75,7 +135,7 @@ class ReserveOutcome(_ReserveOutcome, metaclass=_ReserveOutcomeEnumTypeWrapper):
 RESERVE_OUTCOME_UNSPECIFIED: ReserveOutcome.ValueType  # 0
 """Never sent."""
 RESERVE_OUTCOME_GRANTED: ReserveOutcome.ValueType  # 1
-"""The client owns this staging memory until Commit or Abort."""
+"""The client may write to this staging memory until Commit or Abort."""
 RESERVE_OUTCOME_ALREADY_STORED: ReserveOutcome.ValueType  # 2
 """The chunk is stored already; nothing to do."""
 RESERVE_OUTCOME_IN_PROGRESS: ReserveOutcome.ValueType  # 3
@@ -99,9 +159,9 @@ class _CommitOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CommitO
     COMMIT_OUTCOME_COMMITTED: _CommitOutcome.ValueType  # 1
     """The chunk is visible."""
     COMMIT_OUTCOME_CHECKSUM_MISMATCH: _CommitOutcome.ValueType  # 2
-    """The daemon's copy has another checksum than the request says; the chunk was discarded."""
+    """The daemon's copy has another checksum than the request; the chunk was discarded."""
     COMMIT_OUTCOME_ARENA_FULL: _CommitOutcome.ValueType  # 3
-    """The arena is full: everything in it is leased, pinned or being written; try again later."""
+    """The arena is full: all of its chunks are leased, pinned or being written; try again later."""
     COMMIT_OUTCOME_PARENT_MISSING: _CommitOutcome.ValueType  # 4
     """The parent is not stored any more, or was not committed."""
     COMMIT_OUTCOME_QUOTA_EXCEEDED: _CommitOutcome.ValueType  # 5
@@ -115,9 +175,9 @@ COMMIT_OUTCOME_UNSPECIFIED: CommitOutcome.ValueType  # 0
 COMMIT_OUTCOME_COMMITTED: CommitOutcome.ValueType  # 1
 """The chunk is visible."""
 COMMIT_OUTCOME_CHECKSUM_MISMATCH: CommitOutcome.ValueType  # 2
-"""The daemon's copy has another checksum than the request says; the chunk was discarded."""
+"""The daemon's copy has another checksum than the request; the chunk was discarded."""
 COMMIT_OUTCOME_ARENA_FULL: CommitOutcome.ValueType  # 3
-"""The arena is full: everything in it is leased, pinned or being written; try again later."""
+"""The arena is full: all of its chunks are leased, pinned or being written; try again later."""
 COMMIT_OUTCOME_PARENT_MISSING: CommitOutcome.ValueType  # 4
 """The parent is not stored any more, or was not committed."""
 COMMIT_OUTCOME_QUOTA_EXCEEDED: CommitOutcome.ValueType  # 5
@@ -340,7 +400,7 @@ Global___AttachResponse: _TypeAlias = AttachResponse  # noqa: Y015
 
 @_typing.final
 class Welcome(_message.Message):
-    """What a worker needs to use the daemon's memory."""
+    """How a worker maps and uses the daemon's memory."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -454,6 +514,8 @@ class ReuseVerdict(_message.Message):
     TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
     PROMPTS_FIELD_NUMBER: _builtins.int
     MEASURED_AT_FIELD_NUMBER: _builtins.int
+    COST_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     strategy: _builtins.str
     """The measured selector of tokens to recompute, such as "guided"."""
     ratio: _builtins.float
@@ -468,6 +530,10 @@ class ReuseVerdict(_message.Message):
     """Prompts that were measured."""
     measured_at: _builtins.int
     """Time of the measurement in seconds since 1970."""
+    cost: _builtins.float
+    """Computed rows times layers as a share of a prefill, 0 to 1; 0 where nobody measured it."""
+    reason: _builtins.str
+    """Why it did not pass; empty if it passed."""
     def __init__(
         self,
         *,
@@ -478,10 +544,12 @@ class ReuseVerdict(_message.Message):
         top1_agreement: _builtins.float = ...,
         prompts: _builtins.int = ...,
         measured_at: _builtins.int = ...,
+        cost: _builtins.float = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kl_mean", b"kl_mean", "measured_at", b"measured_at", "passed", b"passed", "prompts", b"prompts", "ratio", b"ratio", "strategy", b"strategy", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost", b"cost", "kl_mean", b"kl_mean", "measured_at", b"measured_at", "passed", b"passed", "prompts", b"prompts", "ratio", b"ratio", "reason", b"reason", "strategy", b"strategy", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -652,32 +720,50 @@ class MatchRequest(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    LOW_PRIORITY_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
+    KNOWN_TOKENS_FIELD_NUMBER: _builtins.int
+    ACROSS_TENANTS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome. Without it (a probe), nothing is leased and no offsets are returned."""
     tenant_salt: _builtins.bytes
     """Salt of the tenant; empty for the common one. At most 256 bytes."""
     namespace: _builtins.bytes
-    """The namespace to search, for probes without a session; ignored with one."""
+    """The namespace to search, for probes without a session; ignored in a session."""
     seconds_per_token: _builtins.float
     """Prefill seconds per token; 0 when unknown. Chunks that would take longer to fetch are not fetched."""
     window: _builtins.int
     """Number of tokens wanted at the end of the match, for a model whose layers all have a sliding window; 0: all.
     Earlier chunks count as found and as used, but are neither promoted nor leased. Ignored in probes without a
-    session, and where the remote tier is asked.
+    session, and where the remote tier is used.
     """
     ttl_seconds: _builtins.int
     """TTL of the matched chunks in seconds; a longer one of another request wins; at most 2,592,000 (30 days). 0: no
     expiry. Ignored in probes without a session.
     """
     lease_id: _builtins.bytes
-    """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. Empty, or in
-    use: the daemon names it.
+    """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. If it is
+    empty or in use, the daemon chooses a name.
     """
     group: _builtins.str
     """Name of the group that the request belongs to, such as an agent's session; at most 128 bytes. Chunks of another
     group that the request uses leave that group. Empty: none. Ignored in probes without a session.
+    """
+    low_priority: _builtins.bool
+    """Chunks that only requests with low priority use are evicted before others of the tenant. Ignored in probes without a
+    session.
+    """
+    explain: _builtins.bool
+    """Report what stopped the match, and remember a fingerprint of the prompt (keyed hashes of its tokens, in memory only)
+    for later reports.
+    """
+    known_tokens: _builtins.int
+    """With explain: leading tokens that the caller has already; the report is about the tokens behind them."""
+    across_tenants: _builtins.bool
+    """With explain: let the report name a match under another salt. For operators; ignored for other callers, who must
+    not learn about other tenants.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -685,21 +771,21 @@ class MatchRequest(_message.Message):
 
     @_builtins.property
     def contents(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContentProbe]:
-        """Ranges of token_ids to match by content, behind any prefix. Ranges within the matched prefix are ignored, and all
-        are in probes without a session. At most 4096, with no more tokens in all than the prompt has.
+        """Ranges of token_ids to match by content, behind any prefix. Ranges within the matched prefix are ignored, and so
+        are all ranges in probes without a session. At most 4096, with no more tokens in all than the prompt has.
         """
 
     @_builtins.property
     def cuts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Chunk boundaries of token_ids: ascending ends, above 0 and at most their number; at most 8192. The remote tier is
-        asked for the hashes of these chunks. It is not asked without cuts, and in probes without a session.
+        """Chunk boundaries of token_ids: ascending ends, above 0 and at most their number; at most 8192. The daemon looks
+        up the hashes of these chunks in the remote tier. Without cuts, and in probes without a session, it does not use
+        the remote tier.
         """
 
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartTtl]:
-        """TTLs of parts of the prompt, which replace ttl_seconds for chunks that begin before the end of the last part; at
-        most 64, with rising ends. A chunk's TTL is that of the first part that it begins in, or a longer one of a chunk
-        that continues it. Ignored in probes without a session.
+    def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedPrefix]:
+        """Beginnings of the prompt that eviction spares for a time, as far as the tenant's quota for pins allows; at most 64.
+        Retained chunks do not expire before. Ignored in probes without a session.
         """
 
     def __init__(
@@ -715,42 +801,48 @@ class MatchRequest(_message.Message):
         window: _builtins.int = ...,
         ttl_seconds: _builtins.int = ...,
         lease_id: _builtins.bytes = ...,
-        parts: _abc.Iterable[Global___PartTtl] | None = ...,
+        retained: _abc.Iterable[Global___RetainedPrefix] | None = ...,
         group: _builtins.str = ...,
+        low_priority: _builtins.bool = ...,
+        explain: _builtins.bool = ...,
+        known_tokens: _builtins.int = ...,
+        across_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "cuts", b"cuts", "group", b"group", "lease_id", b"lease_id", "namespace", b"namespace", "parts", b"parts", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["across_tenants", b"across_tenants", "contents", b"contents", "cuts", b"cuts", "explain", b"explain", "group", b"group", "known_tokens", b"known_tokens", "lease_id", b"lease_id", "low_priority", b"low_priority", "namespace", b"namespace", "retained", b"retained", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
 
 @_typing.final
-class PartTtl(_message.Message):
-    """TTL of a part of a prompt, which begins where the part before it ends."""
+class RetainedPrefix(_message.Message):
+    """A beginning of a prompt that eviction spares for a time."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     END_FIELD_NUMBER: _builtins.int
-    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
     end: _builtins.int
-    """End of the part, in tokens from the prompt's start; at least 1."""
-    ttl_seconds: _builtins.int
-    """TTL in seconds; at most 2,592,000 (30 days). 0: no expiry."""
+    """Its end in tokens: chunks that begin before it are retained. 4,294,967,295 includes what follows the prompt."""
+    retain_seconds: _builtins.int
+    """Shortest time from now for which the chunks stay, in seconds; a longer one of another request wins; at most 2,592,000
+    (30 days).
+    """
     def __init__(
         self,
         *,
         end: _builtins.int = ...,
-        ttl_seconds: _builtins.int = ...,
+        retain_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "retain_seconds", b"retain_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___PartTtl: _TypeAlias = PartTtl  # noqa: Y015
+Global___RetainedPrefix: _TypeAlias = RetainedPrefix  # noqa: Y015
 
 @_typing.final
 class ContentProbe(_message.Message):
@@ -780,8 +872,8 @@ Global___ContentProbe: _TypeAlias = ContentProbe  # noqa: Y015
 
 @_typing.final
 class ChunkMatch(_message.Message):
-    """A chunk that matches wholly or partly, without the header fields that the client knows. Geometry, dtype and bits are
-    those of the namespace.
+    """A chunk that matches wholly or partly, without the header fields that the client knows. Geometry, dtype and bits
+    are those of the namespace.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -848,6 +940,7 @@ class MatchResponse(_message.Message):
     REMOTE_TOKENS_FIELD_NUMBER: _builtins.int
     REMOTE_MS_FIELD_NUMBER: _builtins.int
     PASSED_TOKENS_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
     matched_tokens: _builtins.int
     """Sum of matched_tokens, including chunks outside the window."""
     promoted_tokens: _builtins.int
@@ -874,6 +967,10 @@ class MatchResponse(_message.Message):
         computed behind another prefix.
         """
 
+    @_builtins.property
+    def miss(self) -> Global___MissReason:
+        """The reason why the match ended before the prompt's last token, if `explain` was set; absent when it did not."""
+
     def __init__(
         self,
         *,
@@ -887,14 +984,60 @@ class MatchResponse(_message.Message):
         remote_tokens: _builtins.int = ...,
         remote_ms: _builtins.float = ...,
         passed_tokens: _builtins.int = ...,
+        miss: Global___MissReason | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "epoch", b"epoch", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "passed_tokens", b"passed_tokens", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens", "remote_ms", b"remote_ms", "remote_tokens", b"remote_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["contents", b"contents", "epoch", b"epoch", "lease_id", b"lease_id", "matched_tokens", b"matched_tokens", "matches", b"matches", "miss", b"miss", "passed_tokens", b"passed_tokens", "promote_ms", b"promote_ms", "promoted_tokens", b"promoted_tokens", "remote_ms", b"remote_ms", "remote_tokens", b"remote_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchResponse: _TypeAlias = MatchResponse  # noqa: Y015
+
+@_typing.final
+class MissReason(_message.Message):
+    """The reason why a match ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REMEMBERED_SECONDS_FIELD_NUMBER: _builtins.int
+    kind: Global___MissKind.ValueType
+    """Kind of the reason."""
+    position: _builtins.int
+    """Index of the first token that the reason is about: as many tokens were found in the store, known to the caller, or,
+    for DIFFERS and NEVER_SEEN, the same in an earlier prompt.
+    """
+    seconds_ago: _builtins.float
+    """Seconds since the loss, or since the earlier prompt; 0 when unknown."""
+    by: _builtins.str
+    """For EVICTED and QUOTA: "arena", "disk" or "entries". For OTHER_NAMESPACE: fields that differ, such as
+    "storage_bits: 8, not 16", separated by "; ". For NOT_STORED: "writing" while a session writes the chunk. For DELETED:
+    "session" if the end of the chunk's group removed it.
+    """
+    remembered_seconds: _builtins.float
+    """How far the daemon's memory of this tenant's prompts and losses reaches back, in seconds: since its start, or since
+    the newest entry that it has dropped.
+    """
+    def __init__(
+        self,
+        *,
+        kind: Global___MissKind.ValueType = ...,
+        position: _builtins.int = ...,
+        seconds_ago: _builtins.float = ...,
+        by: _builtins.str = ...,
+        remembered_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "kind", b"kind", "position", b"position", "remembered_seconds", b"remembered_seconds", "seconds_ago", b"seconds_ago"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
 class ContentMatch(_message.Message):
@@ -1041,8 +1184,9 @@ class ReserveRequest(_message.Message):
     HEADERS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     RESERVATION_IDS_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
+    LOW_PRIORITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
     tenant_salt: _builtins.bytes
@@ -1051,6 +1195,8 @@ class ReserveRequest(_message.Message):
     """As in MatchRequest; applies to these chunks and their ancestors."""
     group: _builtins.str
     """As in MatchRequest. The new chunks belong to this group until a request of another one, or of none, uses them."""
+    low_priority: _builtins.bool
+    """As in MatchRequest."""
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkHeader]:
         """The chunks to write, parents before children. parent_prefix_hash (empty for the first chunk),
@@ -1061,12 +1207,12 @@ class ReserveRequest(_message.Message):
     @_builtins.property
     def reservation_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Names of the reservations, one per header: 16 random bytes each, so that the client can abort them even when the
-        response is lost. Empty, or in use: the daemon names them.
+        response is lost. If a name is empty or in use, the daemon chooses one.
         """
 
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PartTtl]:
-        """As in MatchRequest, by the start_position of a header."""
+    def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedPrefix]:
+        """As in MatchRequest; the start_position of a header counts."""
 
     def __init__(
         self,
@@ -1076,12 +1222,13 @@ class ReserveRequest(_message.Message):
         headers: _abc.Iterable[_chunk_pb2.ChunkHeader] | None = ...,
         ttl_seconds: _builtins.int = ...,
         reservation_ids: _abc.Iterable[_builtins.bytes] | None = ...,
-        parts: _abc.Iterable[Global___PartTtl] | None = ...,
+        retained: _abc.Iterable[Global___RetainedPrefix] | None = ...,
         group: _builtins.str = ...,
+        low_priority: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "headers", b"headers", "parts", b"parts", "reservation_ids", b"reservation_ids", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "headers", b"headers", "low_priority", b"low_priority", "reservation_ids", b"reservation_ids", "retained", b"retained", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1463,7 +1610,7 @@ class FillRequest(_message.Message):
     session_id: _builtins.bytes
     """First message: from Welcome."""
     reservation_id: _builtins.bytes
-    """Begins a payload: from Reservation. The payload before is complete."""
+    """Begins a payload: from Reservation. The previous payload is complete."""
     data: _builtins.bytes
     """The payload in order, at most 1 MiB each."""
     def __init__(
@@ -2052,6 +2199,7 @@ class StatsResponse(_message.Message):
     REMOTE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     REMOTE_WITHHELD_FIELD_NUMBER: _builtins.int
     REMOTE_RESTORED_DELETIONS_FIELD_NUMBER: _builtins.int
+    RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -2146,7 +2294,7 @@ class StatsResponse(_message.Message):
     remote_pending: _builtins.int
     """Chunks waiting to be written to it now."""
     remote_dropped: _builtins.int
-    """Chunks not written to it: the queue was full, or they were gone before their turn."""
+    """Chunks not written to it: the queue was full, or they had left the arena before."""
     remote_deletions: _builtins.int
     """Deletions not yet applied to it."""
     remote_failures: _builtins.int
@@ -2165,6 +2313,8 @@ class StatsResponse(_message.Message):
     """Chunks withheld from it because it had just lost its data, and possibly deletions."""
     remote_restored_deletions: _builtins.int
     """Deletions repeated because it had lost them: a failover, a restored backup, a restart."""
+    retained_bytes: _builtins.int
+    """Bytes of retained chunks; see RetainedPrefix."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2233,10 +2383,11 @@ class StatsResponse(_message.Message):
         remote_bytes_per_second: _builtins.float = ...,
         remote_withheld: _builtins.int = ...,
         remote_restored_deletions: _builtins.int = ...,
+        retained_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "retained_bytes", b"retained_bytes", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

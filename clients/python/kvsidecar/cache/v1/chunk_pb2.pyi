@@ -131,7 +131,7 @@ class NamespaceDescriptor(_message.Message):
     """Number of tensor-parallel ranks; 1 when not sharded."""
     producer: _builtins.str
     """The engine that computes the chunks and the version of its numerics, such as "kvsidecar/1"; engines whose bits
-    differ share nothing.
+    differ share no chunks.
     """
     def __init__(
         self,
@@ -213,7 +213,7 @@ class ChunkHeader(_message.Message):
     checksum: _builtins.int
     """XXH3-64 of the payload; 0 until it is committed."""
     prefill_seconds: _builtins.float
-    """Seconds of prefill that the writer spent on these tokens; what eviction weighs. 0 when unknown."""
+    """Seconds of prefill that the writer spent on these tokens, which the eviction policy weighs. 0 when unknown."""
     format_version: _builtins.int
     """Version of this format; 2."""
     token_count: _builtins.int

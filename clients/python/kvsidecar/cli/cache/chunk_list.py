@@ -104,7 +104,7 @@ def show(
 ) -> None:
     """Show one chunk: its tiers, its use and, with --worker, its text.
 
-    The text needs the chunk's namespace and salt: those of an attached worker's common tenant are found by themselves.
+    The text needs the chunk's namespace and salt. For the common tenant of an attached worker the command finds both.
     """
     found = find(daemon, chunk, namespace, salt if namespace else "")
     details = as_dict(found)

@@ -40,9 +40,9 @@ Salt = Annotated[
 
 
 def at_daemon(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
-    """Add the daemon's address options to a command whose first argument is the daemon's stub.
+    """Add the daemon's address options to a command.
 
-    The daemon's failures become KVSidecarErrors.
+    The command's first argument is the daemon's stub. The daemon's failures become KVSidecarErrors.
     """
 
     def once(reach: Any, /, *given: P.args, **named: P.kwargs) -> None:
@@ -54,7 +54,7 @@ def at_daemon(command: Callable[Concatenate[Any, P], None]) -> Callable[..., Non
 
 
 def reaching(command: Callable[Concatenate[Any, P], None]) -> Callable[..., None]:
-    """Do the same for a command whose first argument opens a connection: ``with reach() as stub``."""
+    """Add the same options to a command that connects itself: ``with reach() as stub``."""
     own = inspect.signature(command, eval_str=True)
 
     def run(**given: Any) -> None:
@@ -83,7 +83,7 @@ def connected(
 ) -> Iterator[Any]:
     """Yield the daemon's stub; its failures become KVSidecarErrors.
 
-    An absent daemon raises Unavailable with one sentence of advice.
+    If no daemon listens, raises Unavailable with one sentence of advice.
     """
     token = read_token(token_file) if token_file is not None else None
     target = socket or own_runtime_dir() / "cache.sock"
@@ -119,7 +119,10 @@ def salt_bytes(text: str) -> bytes:
 
 
 def scope(namespace: str, salt: str) -> dict[str, Any]:
-    """Return the request fields that select a tenant. Raises InvalidRequest for a salt without a namespace."""
+    """Return the request fields that select a tenant.
+
+    Raises InvalidRequest for a salt without a namespace.
+    """
     if salt and not namespace:
         raise InvalidRequest("--salt names a tenant of a namespace; give --namespace, too")
     found = namespace_bytes(namespace)

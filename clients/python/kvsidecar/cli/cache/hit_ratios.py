@@ -10,11 +10,11 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 
 @dataclass(frozen=True)
 class HitRatios:
-    """Hit ratios: shares of the tokens of all prompts that may use the cache; None before the
-    first.
+    """Hit ratios: shares of the tokens of all prompts that may use the cache.
 
-    ``total`` is what the answers' usage counts as cached, so it agrees with the gateway's numbers. The others split it:
-    in a worker's own ``pool``, in the daemon's ``arena``, in the durable tier (``disk``) and in the ``remote`` one.
+    None before the first such prompt. ``total`` is the share that the usage of answers counts as cached, so it agrees
+    with the gateway's numbers. The others split it: tokens from a worker's own ``pool``, from the daemon's ``arena``,
+    from the durable tier (``disk``) and from the ``remote`` tier.
     """
 
     total: float | None = None
@@ -25,14 +25,17 @@ class HitRatios:
 
     @staticmethod
     def of(stats: Any, before: Any = None) -> HitRatios:
-        """Compute ratios since the daemon's start, or since an earlier StatsResponse of the same epoch."""
+        """Compute ratios since the daemon's start, or since an earlier StatsResponse.
+
+        The earlier one must have the same epoch.
+        """
         before = before if before is not None else pb.StatsResponse()
         prompt = stats.prompt_tokens - before.prompt_tokens
         if prompt <= 0:
             return HitRatios()
         cached = stats.cached_tokens - before.cached_tokens
         pool = min(cached, stats.pool_tokens - before.pool_tokens)
-        # Workers report with heartbeats, the daemon counts immediately: cap by the workers' total.
+        # Workers report with heartbeats but the daemon counts at once, so the workers' total is the limit.
         disk = min(cached - pool, stats.promoted_tokens - before.promoted_tokens)
         remote = min(cached - pool - disk, stats.remote_tokens - before.remote_tokens)
         arena = cached - pool - disk - remote

@@ -1,6 +1,6 @@
-"""``kvsidecar cache verify``, ``export`` and ``import``: offline operations on a store without a running daemon.
+"""``kvsidecar cache verify``, ``export`` and ``import``: offline operations on a store.
 
-They run as a program of the daemon's package.
+They need no running daemon, and run as a program of the daemon's package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``kvsidecar cache push`` and ``pull``: transfer a tenant's chunks to or from another daemon or the remote tier."""
+"""``kvsidecar cache push`` and ``pull``: transfer a tenant's chunks.
+
+The other end is another daemon or the remote tier.
+"""
 
 from __future__ import annotations
 

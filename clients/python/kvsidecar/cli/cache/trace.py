@@ -1,4 +1,4 @@
-"""``kvsidecar cache trace``: analyzes traffic traces that a daemon recorded with ``--trace FILE``."""
+"""``kvsidecar cache trace``: analyzes traffic traces that ``--trace FILE`` recorded."""
 
 from __future__ import annotations
 
@@ -28,9 +28,12 @@ File = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSON li
 
 @dataclass(frozen=True)
 class Summary:
-    """``most_hit_ratio`` is what a cache without limit would have: the share of tokens whose whole block came before,
-    and all blocks in front of it. The daemon finds prefixes to the token, so its own ratio is higher where prompts are
-    short."""
+    """Summary of a trace.
+
+    ``most_hit_ratio`` is the ratio of an unlimited cache: the share of tokens whose whole block, and all blocks before
+    it, occurred in an earlier prompt. The daemon matches single tokens, so its own ratio is higher where prompts are
+    short.
+    """
 
     prompts: int
     seconds: float

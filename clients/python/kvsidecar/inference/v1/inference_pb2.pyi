@@ -52,9 +52,9 @@ class _ToolModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ToolMode.Val
     TOOL_MODE_UNSPECIFIED: _ToolMode.ValueType  # 0
     """The model decides."""
     TOOL_MODE_NONE: _ToolMode.ValueType  # 1
-    """No calls: what looks like a call is text."""
+    """No calls: text that looks like a call stays text."""
     TOOL_MODE_REQUIRED: _ToolMode.ValueType  # 2
-    """At least one call: a grammar enforces it, whatever the model."""
+    """At least one call: a grammar enforces it for every model."""
 
 class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
     """Choice of calling tools."""
@@ -62,9 +62,9 @@ class ToolMode(_ToolMode, metaclass=_ToolModeEnumTypeWrapper):
 TOOL_MODE_UNSPECIFIED: ToolMode.ValueType  # 0
 """The model decides."""
 TOOL_MODE_NONE: ToolMode.ValueType  # 1
-"""No calls: what looks like a call is text."""
+"""No calls: text that looks like a call stays text."""
 TOOL_MODE_REQUIRED: ToolMode.ValueType  # 2
-"""At least one call: a grammar enforces it, whatever the model."""
+"""At least one call: a grammar enforces it for every model."""
 Global___ToolMode: _TypeAlias = ToolMode  # noqa: Y015
 
 class _Speculation:
@@ -126,6 +126,26 @@ TRUNCATION_LEFT: Truncation.ValueType  # 1
 TRUNCATION_MIDDLE: Truncation.ValueType  # 2
 """In the middle: as many first as last tokens are kept."""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
+
+class _CachePriority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CachePriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CachePriority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_PRIORITY_UNSPECIFIED: _CachePriority.ValueType  # 0
+    """The tenant's priority."""
+    CACHE_PRIORITY_LOW: _CachePriority.ValueType  # 1
+    """Evicted before the tenant's other chunks."""
+
+class CachePriority(_CachePriority, metaclass=_CachePriorityEnumTypeWrapper):
+    """Eviction priority of chunks."""
+
+CACHE_PRIORITY_UNSPECIFIED: CachePriority.ValueType  # 0
+"""The tenant's priority."""
+CACHE_PRIORITY_LOW: CachePriority.ValueType  # 1
+"""Evicted before the tenant's other chunks."""
+Global___CachePriority: _TypeAlias = CachePriority  # noqa: Y015
 
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -369,10 +389,13 @@ class Prompt(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     WITHOUT_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    WITH_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Text, tokenized verbatim, with the tokenizer's beginning-of-sequence token."""
     without_special_tokens: _builtins.bool
     """Tokenize text without the tokenizer's beginning-of-sequence token."""
+    with_special_tokens: _builtins.bool
+    """Tokenize a rendered chat with the tokenizer's beginning-of-sequence token, too: templates have their own."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -388,10 +411,11 @@ class Prompt(_message.Message):
         token_ids: Global___TokenIds | None = ...,
         chat: Global___Chat | None = ...,
         without_special_tokens: _builtins.bool = ...,
+        with_special_tokens: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids", "without_special_tokens", b"without_special_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "kind", b"kind", "text", b"text", "token_ids", b"token_ids", "with_special_tokens", b"with_special_tokens", "without_special_tokens", b"without_special_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["text", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
@@ -600,22 +624,28 @@ class ToolUse(_message.Message):
     MODE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     SINGLE_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
     mode: Global___ToolMode.ValueType
     """Choice of calling tools."""
     name: _builtins.str
     """With TOOL_MODE_REQUIRED: the tool to call. Empty for any."""
     single: _builtins.bool
     """At most one call."""
+    @_builtins.property
+    def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tools that may be called, some of the chat's; the prompt still has them all. Empty: all."""
+
     def __init__(
         self,
         *,
         mode: Global___ToolMode.ValueType = ...,
         name: _builtins.str = ...,
         single: _builtins.bool = ...,
+        allowed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "mode", b"mode", "name", b"name", "single", b"single"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -649,12 +679,14 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     TRUNCATION_FIELD_NUMBER: _builtins.int
     SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
+    RETURN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Maximal number of tokens to generate; at least 1, and limited by the remaining context, which 4,294,967,295 asks
-    for. Default: 256.
+    """Maximal number of tokens to generate, at least 1. The remaining context limits it; 4,294,967,295 requests all of
+    that. Default: 256.
     """
     ignore_eos: _builtins.bool
-    """Go on after the model's end-of-sequence token. Default false."""
+    """Continue after the model's end-of-sequence token. Default false."""
     logprobs: _builtins.int
     """Number of most likely alternatives to report with every token, 0 to 20. Absent: no logprobs."""
     request_id: _builtins.str
@@ -672,12 +704,12 @@ class GenerateRequest(_message.Message):
     show_special_tokens: _builtins.bool
     """Include the text of special tokens, which is omitted otherwise."""
     truncate_prompt_tokens: _builtins.int
-    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text; 0 for as many as
+    """Keep at most this many of the prompt's last tokens, and the beginning-of-sequence token of text. 0: as many as
     leave capacity for max_tokens, or for one token; for 256 where max_tokens is 4,294,967,295. Absent: a prompt that
     is too long is refused.
     """
     prompt_logprobs: _builtins.int
-    """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is computed then,
+    """Number of most likely alternatives to report with every prompt token, 0 to 20. The whole prompt is then computed,
     bypassing the cache. Absent: no prompt logprobs.
     """
     echo: _builtins.bool
@@ -692,6 +724,10 @@ class GenerateRequest(_message.Message):
     """Maximal branches of a draft that are verified at once, 1 (a chain) to 4. Default and upper limit: the worker's
     setting.
     """
+    return_prompt_tokens: _builtins.bool
+    """Return the prompt's tokens."""
+    continuous_usage: _builtins.bool
+    """Set `usage` in every message of a stream."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt."""
@@ -745,10 +781,12 @@ class GenerateRequest(_message.Message):
         model: _builtins.str = ...,
         truncation: Global___Truncation.ValueType = ...,
         speculation_branches: _builtins.int = ...,
+        return_prompt_tokens: _builtins.bool = ...,
+        continuous_usage: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "continuous_usage", b"continuous_usage", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "return_prompt_tokens", b"return_prompt_tokens", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -806,8 +844,13 @@ class CacheOptions(_message.Message):
     DOCUMENT_SEPARATOR_FIELD_NUMBER: _builtins.int
     SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
-    PARTS_FIELD_NUMBER: _builtins.int
+    BREAKPOINTS_FIELD_NUMBER: _builtins.int
     SESSION_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     skip_read: _builtins.bool
     """Do not look the prompt up."""
     skip_write: _builtins.bool
@@ -815,11 +858,11 @@ class CacheOptions(_message.Message):
     tenant_salt: _builtins.bytes
     """Salt of the tenant; empty for the common one. At most 256 bytes."""
     exact_only: _builtins.bool
-    """Do not use approximate reuse, whatever the worker's setting."""
+    """Do not use approximate reuse, regardless of the worker's setting."""
     document_separator: _builtins.str
-    """Separator in front of documents in the prompt, and of the question after them: chunks are cut before it where the
-    worker cuts by document. Text is then tokenized piece by piece, so that a document always has the same tokens.
-    Absent: the worker's setting. At most 64 characters.
+    """Separator before documents in the prompt, and before the question after them. Workers that cut by document cut
+    chunks before it. Text is then tokenized piece by piece, so that a document always has the same tokens. Absent:
+    the worker's setting. At most 64 characters.
     """
     ttl_seconds: _builtins.int
     """TTL of the chunks that the request uses and stores, in seconds; a longer one of another request wins, the tenant's
@@ -830,15 +873,28 @@ class CacheOptions(_message.Message):
     that it stores belong to the session until a request of another one, or of none, uses them; ReleaseSession removes
     them.
     """
+    retain_seconds: _builtins.int
+    """The same for the whole prompt and its answer, in seconds: 1 to 2,592,000 (30 days). It limits nothing: unlike
+    ttl_seconds, its end removes no chunk. Absent: only the breakpoints apply.
+    """
+    priority: Global___CachePriority.ValueType
+    """Eviction priority of the chunks that the request stores. A use by a request of higher priority raises it."""
+    fetch: _builtins.bool
+    """Fetch stored chunks of the prompt from the remote tier even if computing them seems quicker."""
+    prompt_cache_key: _builtins.str
+    """Key of requests that are likely to share a prefix: gateways prefer one worker and node for them. Workers ignore it."""
+    reuse_anywhere: _builtins.bool
+    """Approximate reuse of text behind another prefix, which may change the answer; only if the model's verification has
+    passed. Absent: the worker's --reuse-anywhere. INVALID_ARGUMENT if true beside exact_only.
+    """
     @_builtins.property
     def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ends of documents in token_ids, as ascending token counts from the prompt's start. For such prompts only."""
 
     @_builtins.property
-    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CachePart]:
-        """TTLs of parts of the prompt, in order; at most 16. Behind the last part ttl_seconds applies, or without it the last
-        part's TTL. A longer TTL of a later part applies to the earlier ones, too: a chunk is kept as long as its
-        continuations. Every use renews the TTLs of the parts that it names.
+    def breakpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheBreakpoint]:
+        """Beginnings of the prompt that eviction spares for a time; at most 16. Every use renews them. Retained chunks count
+        against the tenant's quota for pins; beyond it they are kept like any others.
         """
 
     def __init__(
@@ -851,55 +907,68 @@ class CacheOptions(_message.Message):
         document_separator: _builtins.str | None = ...,
         segment_ends: _abc.Iterable[_builtins.int] | None = ...,
         ttl_seconds: _builtins.int | None = ...,
-        parts: _abc.Iterable[Global___CachePart] | None = ...,
+        breakpoints: _abc.Iterable[Global___CacheBreakpoint] | None = ...,
         session: _builtins.str = ...,
+        retain_seconds: _builtins.int | None = ...,
+        priority: Global___CachePriority.ValueType = ...,
+        fetch: _builtins.bool = ...,
+        prompt_cache_key: _builtins.str = ...,
+        reuse_anywhere: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_retain_seconds", b"_retain_seconds", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "retain_seconds", b"retain_seconds", "reuse_anywhere", b"reuse_anywhere", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "parts", b"parts", "segment_ends", b"segment_ends", "session", b"session", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_retain_seconds", b"_retain_seconds", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "breakpoints", b"breakpoints", "document_separator", b"document_separator", "exact_only", b"exact_only", "fetch", b"fetch", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "retain_seconds", b"retain_seconds", "reuse_anywhere", b"reuse_anywhere", "segment_ends", b"segment_ends", "session", b"session", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document_separator: _TypeAlias = _typing.Literal["document_separator"]  # noqa: Y015
     _WhichOneofArgType__document_separator: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator"]  # noqa: Y015
+    _WhichOneofReturnType__retain_seconds: _TypeAlias = _typing.Literal["retain_seconds"]  # noqa: Y015
+    _WhichOneofArgType__retain_seconds: _TypeAlias = _typing.Literal["_retain_seconds", b"_retain_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__reuse_anywhere: _TypeAlias = _typing.Literal["reuse_anywhere"]  # noqa: Y015
+    _WhichOneofArgType__reuse_anywhere: _TypeAlias = _typing.Literal["_reuse_anywhere", b"_reuse_anywhere"]  # noqa: Y015
     _WhichOneofReturnType__ttl_seconds: _TypeAlias = _typing.Literal["ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__ttl_seconds: _TypeAlias = _typing.Literal["_ttl_seconds", b"_ttl_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__document_separator) -> _WhichOneofReturnType__document_separator | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retain_seconds) -> _WhichOneofReturnType__retain_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reuse_anywhere) -> _WhichOneofReturnType__reuse_anywhere | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_seconds) -> _WhichOneofReturnType__ttl_seconds | None: ...
 
 Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
 
 @_typing.final
-class CachePart(_message.Message):
-    """A part of the prompt, from the end of the part before it."""
+class CacheBreakpoint(_message.Message):
+    """A beginning of the prompt to retain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
     messages: _builtins.int
-    """Number of the chat's leading messages. Tools count as part of the first message."""
+    """Number of the chat's leading messages; tools count as part of the first one."""
     tokens: _builtins.int
-    """Number of leading tokens; for prompts of token ids."""
-    ttl_seconds: _builtins.int
-    """TTL in seconds, as in CacheOptions."""
+    """Number of leading tokens."""
+    retain_seconds: _builtins.int
+    """Shortest time for which eviction spares its chunks, in seconds, as in CacheOptions."""
     def __init__(
         self,
         *,
         messages: _builtins.int = ...,
         tokens: _builtins.int = ...,
-        ttl_seconds: _builtins.int = ...,
+        retain_seconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "tokens", b"tokens", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "retain_seconds", b"retain_seconds", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["messages", "tokens"]  # noqa: Y015
     _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
 
-Global___CachePart: _TypeAlias = CachePart  # noqa: Y015
+Global___CacheBreakpoint: _TypeAlias = CacheBreakpoint  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -914,12 +983,13 @@ class Usage(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHE_WRITE_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
     """Prompt tokens whose KV came from the cache."""
     generated_tokens: _builtins.int
-    """Tokens generated, the one that ended it included."""
+    """Tokens generated, including the last one, such as a stop token."""
     approximate_tokens: _builtins.int
     """Cached tokens of approximate reuse (computed behind another prefix)."""
     recomputed_tokens: _builtins.int
@@ -928,6 +998,8 @@ class Usage(_message.Message):
     """Verified draft tokens."""
     accepted_tokens: _builtins.int
     """Accepted draft tokens, part of the answer."""
+    cache_write_tokens: _builtins.int
+    """Prompt tokens that were computed and go to the cache; 0 with skip_write."""
     def __init__(
         self,
         *,
@@ -938,10 +1010,11 @@ class Usage(_message.Message):
         recomputed_tokens: _builtins.int = ...,
         draft_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        cache_write_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "cache_write_tokens", b"cache_write_tokens", "cached_tokens", b"cached_tokens", "draft_tokens", b"draft_tokens", "generated_tokens", b"generated_tokens", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -968,11 +1041,11 @@ class Timings(_message.Message):
     lookup_ms: _builtins.float
     """Match call to the daemon."""
     transfer_ms: _builtins.float
-    """Of the lookup, time that bytes moved from the durable tier into the arena."""
+    """Part of the lookup in which payloads were read from the durable tier into the arena."""
     restore_ms: _builtins.float
     """From the arena into the pool: copy, dequantization."""
     prefill_ms: _builtins.float
-    """Computing what was not cached, up to the first token."""
+    """Computing the tokens that were not cached, up to the first generated token."""
     decode_ms: _builtins.float
     """From the first token to the last."""
     ttft_ms: _builtins.float
@@ -1011,8 +1084,8 @@ class PromptPart(_message.Message):
     tokens: _builtins.int
     """Its tokens; at least 1."""
     text: _builtins.str
-    """Its text, special tokens included. The texts of all parts, joined, are what Detokenize makes of the prompt's tokens; a
-    character whose tokens are in two parts stands in the later one, so a text may be empty.
+    """Its text, special tokens included. The texts of all parts, joined, equal the text that Detokenize returns for the
+    prompt's tokens. A character whose tokens are in two parts belongs to the later one, so a text may be empty.
     """
     def __init__(
         self,
@@ -1089,23 +1162,26 @@ class GenerateResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """The text, without the stop string."""
     finish_reason: Global___FinishReason.ValueType
     """Why it ended."""
     request_id: _builtins.str
-    """The seed of the request, or the random one."""
+    """The request_id of the request, or the random one."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
     """One of `stop_token_ids`."""
     prompt_text: _builtins.str
-    """The prompt as it was read, if `echo` was set: the text that was sent, or what Detokenize makes of its tokens where
-    something else was sent or it was truncated.
+    """The prompt as the model received it, if `echo` was set: the text of the request; if the request had no text, or
+    it was truncated, the text that Detokenize returns for the tokens.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The tokens, the one that ended it included."""
+        """The tokens, including the last one, such as a stop token."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
@@ -1117,11 +1193,11 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per token, when asked for."""
+        """One per token, if requested."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
-        """Tool calls; the text is what was written beside them."""
+        """Tool calls; `text` is the text beside them."""
 
     @_builtins.property
     def prompt_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptPart]:
@@ -1129,12 +1205,24 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per token of the prompt, if `prompt_logprobs` was set. Before the first there is nothing that it could follow: it
-        has no rank, and its logprob means nothing.
+        """One per token of the prompt, if `prompt_logprobs` was set. The first token follows no other: it has no rank, and
+        its logprob means nothing.
         """
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
+        """Numerics of the worker that answered, if `explain` was set."""
+
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of the prompt as it was computed, if `return_prompt_tokens` was set."""
+
+    @_builtins.property
+    def miss(self) -> Global___MissReason:
+        """The reason why tokens of the prompt were computed; absent when all but the last one were cached."""
+
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
         """Of the worker that answered, if `explain` was set."""
 
     def __init__(
@@ -1154,16 +1242,71 @@ class GenerateResponse(_message.Message):
         stop_token_id: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        miss: Global___MissReason | None = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_stopped_by) -> _WhichOneofReturnType_stopped_by | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class MissReason(_message.Message):
+    """The reason why tokens of a prompt were computed and not cached."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    SECONDS_AGO_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    REMEMBERED_SECONDS_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    ADVICE_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """Kind: "never_seen", "differs", "other_tenant", "other_namespace", "evicted", "quota", "expired", "deleted",
+    "not_stored", "corrupt", "arena_full", "load_slower", "reuse_off", "skipped", "unavailable" or "unknown".
+    """
+    position: _builtins.int
+    """Index of the first token of the prompt that the reason is about."""
+    computed_tokens: _builtins.int
+    """Prompt tokens that were computed."""
+    seconds_ago: _builtins.float
+    """Seconds since the loss, or since the earlier prompt; 0 when unknown."""
+    by: _builtins.str
+    """Detail, such as the tier that evicted, or the fields in which namespaces differ; may be empty."""
+    remembered_seconds: _builtins.float
+    """How far the daemon's memory of prompts and losses reaches back, in seconds; 0 when unknown."""
+    sentence: _builtins.str
+    """The reason as a sentence."""
+    advice: _builtins.str
+    """A sentence about a remedy; empty when there is none."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        position: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        seconds_ago: _builtins.float = ...,
+        by: _builtins.str = ...,
+        remembered_seconds: _builtins.float = ...,
+        sentence: _builtins.str = ...,
+        advice: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "by", b"by", "computed_tokens", b"computed_tokens", "kind", b"kind", "position", b"position", "remembered_seconds", b"remembered_seconds", "seconds_ago", b"seconds_ago", "sentence", b"sentence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
@@ -1176,7 +1319,7 @@ class ToolCallDelta(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     ARGUMENTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Which of the answer's calls, from 0."""
+    """Index among the answer's calls, from 0."""
     id: _builtins.str
     """Set in the call's first piece."""
     name: _builtins.str
@@ -1219,12 +1362,15 @@ class GenerateStreamResponse(_message.Message):
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TEXT_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    MISS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; may be empty while a character or a possible stop string is incomplete."""
     finish_reason: Global___FinishReason.ValueType
     """Set in the last message."""
     request_id: _builtins.str
-    """The seed of the request, or the random one. Set in the first message."""
+    """The request_id of the request, or the random one. Set in the first message."""
     stop_string: _builtins.str
     """One of `stop`."""
     stop_token_id: _builtins.int
@@ -1237,7 +1383,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Set in the last message."""
+        """Set in the last message, and with `continuous_usage` in all."""
 
     @_builtins.property
     def timings(self) -> Global___Timings:
@@ -1245,7 +1391,7 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """One per new token, when asked for."""
+        """One per new token, if requested."""
 
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]:
@@ -1261,6 +1407,18 @@ class GenerateStreamResponse(_message.Message):
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
+        """As in GenerateResponse. Set in the first message."""
+
+    @_builtins.property
+    def miss(self) -> Global___MissReason:
+        """As in GenerateResponse. Set in the last message."""
+
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """As in GenerateResponse. Set in the first message."""
+
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
         """As in GenerateResponse. Set in the first message."""
 
     def __init__(
@@ -1280,10 +1438,13 @@ class GenerateStreamResponse(_message.Message):
         stop_token_id: _builtins.int = ...,
         prompt_text: _builtins.str = ...,
         numerics: Global___Numerics | None = ...,
+        miss: Global___MissReason | None = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "request_id", b"request_id", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "logprobs", b"logprobs", "miss", b"miss", "numerics", b"numerics", "prompt_logprobs", b"prompt_logprobs", "prompt_parts", b"prompt_parts", "prompt_text", b"prompt_text", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "reuse_anywhere", b"reuse_anywhere", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id", "stopped_by", b"stopped_by", "text", b"text", "timings", b"timings", "token_ids", b"token_ids", "tool_calls", b"tool_calls", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_stopped_by: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_stopped_by: _TypeAlias = _typing.Literal["stopped_by", b"stopped_by"]  # noqa: Y015
@@ -1302,14 +1463,14 @@ class WarmRequest(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     PREFETCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
-    """As in GenerateRequest: what an adapter has read is of use to that adapter alone."""
+    """As in GenerateRequest: only requests of the same adapter reuse chunks that an adapter computed."""
     prefetch: _builtins.bool
     """Prefetch only: load stored chunks of the prompt from the disk and the remote tier into the daemon's memory, and
     compute nothing.
     """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """What to read. A chat is rendered without generation prompt, so that any next message continues it."""
+        """The text to prefill. A chat is rendered without generation prompt, so that any next message continues it."""
 
     @_builtins.property
     def cache(self) -> Global___CacheOptions:
@@ -1420,18 +1581,26 @@ class TokenizeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_FIELD_NUMBER: _builtins.int
+    RETURN_TOKEN_NAMES_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    return_token_names: _builtins.bool
+    """Return the tokens' names, too."""
+    tenant_salt: _builtins.bytes
+    """As in CacheOptions: tool calls that are sent back have the tokens that the model wrote under this salt."""
     @_builtins.property
     def prompt(self) -> Global___Prompt:
-        """What to turn into tokens."""
+        """The text or chat to tokenize."""
 
     def __init__(
         self,
         *,
         prompt: Global___Prompt | None = ...,
+        return_token_names: _builtins.bool = ...,
+        tenant_salt: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "return_token_names", b"return_token_names", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1444,22 +1613,69 @@ class TokenizeResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_NAMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The ids."""
+
+    @_builtins.property
+    def token_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the tokens in the vocabulary, if `return_token_names` was set."""
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_names: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "token_names", b"token_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenizeResponse: _TypeAlias = TokenizeResponse  # noqa: Y015
+
+@_typing.final
+class GetTokenizerRequest(_message.Message):
+    """Reads the configuration of the tokenizer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerRequest: _TypeAlias = GetTokenizerRequest  # noqa: Y015
+
+@_typing.final
+class GetTokenizerResponse(_message.Message):
+    """The tokenizer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CONFIG_JSON_FIELD_NUMBER: _builtins.int
+    config_json: _builtins.str
+    """JSON object like tokenizer_config.json, without paths of this machine: tokenizer_class, chat_template, special
+    tokens.
+    """
+    def __init__(
+        self,
+        *,
+        config_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config_json", b"config_json"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetTokenizerResponse: _TypeAlias = GetTokenizerResponse  # noqa: Y015
 
 @_typing.final
 class DetokenizeRequest(_message.Message):
@@ -1541,12 +1757,13 @@ class GetModelResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     model_id: _builtins.str
-    """Name it is served under."""
+    """Name of the model in requests."""
     architecture: _builtins.str
     """Its architecture's class name."""
     context_length: _builtins.int
-    """Most tokens of prompt and answer together."""
+    """Maximal tokens of prompt and answer together."""
     namespace: _builtins.bytes
     """Namespace of its chunks, 32 bytes."""
     dtype: _builtins.str
@@ -1561,11 +1778,15 @@ class GetModelResponse(_message.Message):
     """The model has a chat template."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Adapter]:
-        """LoRA adapters of the model, each of which can be asked for by name."""
+        """LoRA adapters of the model; a request can name each of them."""
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Numerics id; not set by workers that do not know."""
+        """Numerics id; not set by workers that do not compute one."""
+
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
+        """Whether text is reused behind another prefix, and why or why not."""
 
     def __init__(
         self,
@@ -1581,14 +1802,45 @@ class GetModelResponse(_message.Message):
         has_chat_template: _builtins.bool = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
         numerics: Global___Numerics | None = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "numerics", b"numerics", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "architecture", b"architecture", "context_length", b"context_length", "device", b"device", "dtype", b"dtype", "has_chat_template", b"has_chat_template", "model_id", b"model_id", "namespace", b"namespace", "numerics", b"numerics", "reuse_anywhere", b"reuse_anywhere", "storage_bits", b"storage_bits", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelResponse: _TypeAlias = GetModelResponse  # noqa: Y015
+
+@_typing.final
+class ReuseAnywhere(_message.Message):
+    """Approximate reuse of a worker: text that was computed behind another prefix."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ON_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    SENTENCE_FIELD_NUMBER: _builtins.int
+    on: _builtins.bool
+    """The worker's setting, for requests that do not set reuse_anywhere."""
+    verified: _builtins.bool
+    """Verification has passed: requests for which it is on reuse text anywhere."""
+    sentence: _builtins.str
+    """The state, its reason, what reuse gains and changes by the verification, and the flag: one sentence for people."""
+    def __init__(
+        self,
+        *,
+        on: _builtins.bool = ...,
+        verified: _builtins.bool = ...,
+        sentence: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["on", b"on", "sentence", b"sentence", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReuseAnywhere: _TypeAlias = ReuseAnywhere  # noqa: Y015
 
 @_typing.final
 class Numerics(_message.Message):
@@ -1599,9 +1851,9 @@ class Numerics(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     SHARED_ACROSS_MACHINES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Hexadecimal; equal for workers that compute the same bits, wherever they run."""
+    """Hexadecimal; equal for workers that compute the same bits, on any machine."""
     shared_across_machines: _builtins.bool
-    """The worker shares with those of other ids that do so, too: a hit may change an answer there."""
+    """The worker shares chunks with workers of other ids that also set this; a hit may then change an answer."""
     def __init__(
         self,
         *,
@@ -1626,11 +1878,11 @@ class Adapter(_message.Message):
     NAMESPACE_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name it is asked for by."""
+    """Name of the adapter in requests."""
     namespace: _builtins.bytes
-    """Namespace of its chunks, 32 bytes: what it has read, neither the model nor another adapter reuses."""
+    """Namespace of its chunks, 32 bytes: neither the model nor another adapter reuses them."""
     size_bytes: _builtins.int
-    """Memory that its weights take."""
+    """Memory of its weights in bytes."""
     def __init__(
         self,
         *,
@@ -1656,13 +1908,15 @@ class LoadAdapterRequest(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name to ask for it by: at most 96 letters, digits and . _ : / -, the first of them a letter or a digit. One that has
-    this name already is left as it is if it is the same, and refused otherwise.
+    """Name in requests: at most 96 letters, digits and . _ : / -, the first of them a letter or a digit. If an adapter
+    of this name is loaded, the call changes nothing if it is the same adapter, and is refused otherwise.
     """
     path: _builtins.str
-    """Its folder, below --lora-root: an absolute path, or one from there."""
+    """Its folder below --lora-root: an absolute path, or one relative to --lora-root."""
     namespace: _builtins.bytes
-    """Refused unless this is the namespace of its chunks, so that it is the adapter that another worker has. Empty: any."""
+    """Refused unless this is the namespace of its chunks, which ensures that another worker has the same adapter.
+    Empty: any.
+    """
     def __init__(
         self,
         *,
@@ -1680,14 +1934,14 @@ Global___LoadAdapterRequest: _TypeAlias = LoadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class LoadAdapterResponse(_message.Message):
-    """The adapter is there."""
+    """The adapter is loaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def adapter(self) -> Global___Adapter:
-        """As GetModel has it."""
+        """The entry of GetModel."""
 
     def __init__(
         self,
@@ -1726,7 +1980,7 @@ Global___UnloadAdapterRequest: _TypeAlias = UnloadAdapterRequest  # noqa: Y015
 
 @_typing.final
 class UnloadAdapterResponse(_message.Message):
-    """The adapter is gone."""
+    """The adapter is unloaded."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1743,7 +1997,7 @@ Global___UnloadAdapterResponse: _TypeAlias = UnloadAdapterResponse  # noqa: Y015
 
 @_typing.final
 class GetStatsRequest(_message.Message):
-    """Asks for statistics."""
+    """Requests statistics."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1760,7 +2014,7 @@ Global___GetStatsRequest: _TypeAlias = GetStatsRequest  # noqa: Y015
 
 @_typing.final
 class GetStatsResponse(_message.Message):
-    """A worker's state, since its start unless said otherwise."""
+    """A worker's state, since its start unless stated otherwise."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1799,6 +2053,7 @@ class GetStatsResponse(_message.Message):
     SKIPPING_REQUESTS_FIELD_NUMBER: _builtins.int
     SKIPPING_TOKENS_FIELD_NUMBER: _builtins.int
     BYPASSED_REQUESTS_FIELD_NUMBER: _builtins.int
+    REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -1818,7 +2073,7 @@ class GetStatsResponse(_message.Message):
     cancelled: _builtins.int
     """Requests cancelled or past their deadline."""
     prompt_tokens: _builtins.int
-    """Prompt tokens read."""
+    """Prompt tokens processed."""
     cached_tokens: _builtins.int
     """Of these, tokens from the cache."""
     generated_tokens: _builtins.int
@@ -1867,13 +2122,17 @@ class GetStatsResponse(_message.Message):
     """Requests computed although their prompt may be stored, because loading had been slower than computing."""
     @_builtins.property
     def accepted_at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Accepted drafts by position, the first position first; so also the number of drafts with more accepted tokens than
-        that.
+        """Accepted drafts by position, the first position first. So entry i is the number of drafts with more than i
+        accepted tokens, counted from 0.
         """
 
     @_builtins.property
     def streaming(self) -> Global___StreamingStats:
         """Layer streaming."""
+
+    @_builtins.property
+    def reuse_anywhere(self) -> Global___ReuseAnywhere:
+        """As in GetModelResponse."""
 
     def __init__(
         self,
@@ -1913,10 +2172,11 @@ class GetStatsResponse(_message.Message):
         skipping_requests: _builtins.int = ...,
         skipping_tokens: _builtins.int = ...,
         bypassed_requests: _builtins.int = ...,
+        reuse_anywhere: Global___ReuseAnywhere | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["streaming", b"streaming"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["reuse_anywhere", b"reuse_anywhere", "streaming", b"streaming"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "bypassed_requests", b"bypassed_requests", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "bypassed_requests", b"bypassed_requests", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "reuse_anywhere", b"reuse_anywhere", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1938,7 +2198,7 @@ class StreamingStats(_message.Message):
     READ_SECONDS_FIELD_NUMBER: _builtins.int
     WAIT_SECONDS_FIELD_NUMBER: _builtins.int
     mode: _builtins.str
-    """"full_resident" when none does, "partial_resident", "ffn_only_stream" or "full_stream"."""
+    """"full_resident" when no layer is streamed, "partial_resident", "ffn_only_stream" or "full_stream"."""
     resident_bytes: _builtins.int
     """Memory of the weights: resident ones, and the slots for streamed ones."""
     pass_bytes: _builtins.int
@@ -1946,9 +2206,9 @@ class StreamingStats(_message.Message):
     hits: _builtins.int
     """Layers that were ready when needed."""
     waits: _builtins.int
-    """Layers that were still being read."""
+    """Layers that were still being read when needed."""
     misses: _builtins.int
-    """Layers whose reading had not begun."""
+    """Layers whose read had not begun when needed."""
     read_bytes: _builtins.int
     """Bytes read."""
     read_seconds: _builtins.float

@@ -26,11 +26,11 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     def __init__(self, channel):
@@ -69,6 +69,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
+        self.GetTokenizer = channel.unary_unary(
+                '/kvsidecar.inference.v1.InferenceService/GetTokenizer',
+                request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/kvsidecar.inference.v1.InferenceService/GetModel',
                 request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.SerializeToString,
@@ -92,11 +97,11 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     def Generate(self, request, context):
@@ -107,7 +112,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """Generates and streams text as it appears; the last message carries usage and the reason it ended.
+        """Generates and streams text as it appears; the last message carries usage and the reason why generation ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -136,6 +141,13 @@ class InferenceServiceServicer(object):
 
     def Detokenize(self, request, context):
         """Turns token ids into text.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetTokenizer(self, request, context):
+        """Describes the tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,6 +216,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
             ),
+            'GetTokenizer': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTokenizer,
+                    request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.FromString,
+                    response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.SerializeToString,
+            ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
                     request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetModelRequest.FromString,
@@ -233,11 +250,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     @staticmethod
@@ -392,6 +409,33 @@ class InferenceService(object):
             '/kvsidecar.inference.v1.InferenceService/Detokenize',
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetTokenizer(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.inference.v1.InferenceService/GetTokenizer',
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerRequest.SerializeToString,
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.GetTokenizerResponse.FromString,
             options,
             channel_credentials,
             insecure,

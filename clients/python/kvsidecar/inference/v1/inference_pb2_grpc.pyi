@@ -27,11 +27,11 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class InferenceServiceStub:
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     @_typing.overload
@@ -41,7 +41,7 @@ class InferenceServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates an answer in one response."""
     GenerateStream: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateStreamRequest, _inference_pb2.GenerateStreamResponse]
-    """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
+    """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
     Warm: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
     """Prefills a prompt into the cache without generating."""
     ReleaseSession: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseSessionRequest, _inference_pb2.ReleaseSessionResponse]
@@ -50,6 +50,8 @@ class InferenceServiceStub:
     """Turns text or messages into token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     """Turns token ids into text."""
+    GetTokenizer: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetTokenizerRequest, _inference_pb2.GetTokenizerResponse]
+    """Describes the tokenizer."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
     """Describes the model."""
     GetStats: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]
@@ -65,18 +67,18 @@ class InferenceServiceStub:
 
 @_typing.type_check_only
 class InferenceServiceAsyncStub(InferenceServiceStub):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryUnaryMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates an answer in one response."""
     GenerateStream: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateStreamRequest, _inference_pb2.GenerateStreamResponse]  # type: ignore[assignment]
-    """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
+    """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
     Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]  # type: ignore[assignment]
     """Prefills a prompt into the cache without generating."""
     ReleaseSession: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseSessionRequest, _inference_pb2.ReleaseSessionResponse]  # type: ignore[assignment]
@@ -85,6 +87,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Turns text or messages into token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Turns token ids into text."""
+    GetTokenizer: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetTokenizerRequest, _inference_pb2.GetTokenizerResponse]  # type: ignore[assignment]
+    """Describes the tokenizer."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
     """Describes the model."""
     GetStats: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetStatsRequest, _inference_pb2.GetStatsResponse]  # type: ignore[assignment]
@@ -99,11 +103,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """
 
 class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """An inference worker: one model, continuous batching, and the node's cache behind it.
+    """An inference worker: one model, continuous batching, and the node's cache.
 
-    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors
-    are google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the field
-    that they are about, where there is one.
+    A request ends early when its call is cancelled or its deadline passes; its memory is freed at once. Errors are
+    google.rpc.Status with ErrorInfo{domain: "kvsidecar.inference", reason}, whose metadata has in "param" the invalid
+    field, if any.
     """
 
     @_abc_1.abstractmethod
@@ -120,7 +124,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateStreamRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateStreamResponse], _abc.AsyncIterator[_inference_pb2.GenerateStreamResponse]]:
-        """Generates and streams text as it appears; the last message carries usage and the reason it ended."""
+        """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
 
     @_abc_1.abstractmethod
     def Warm(
@@ -153,6 +157,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
         """Turns token ids into text."""
+
+    @_abc_1.abstractmethod
+    def GetTokenizer(
+        self,
+        request: _inference_pb2.GetTokenizerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.GetTokenizerResponse, _abc.Awaitable[_inference_pb2.GetTokenizerResponse]]:
+        """Describes the tokenizer."""
 
     @_abc_1.abstractmethod
     def GetModel(

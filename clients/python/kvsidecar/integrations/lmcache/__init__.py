@@ -10,7 +10,7 @@ __all__ = ["KVSidecarL2Adapter"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the adapter lazily: it imports LMCache, and other modules of this package do not."""
+    """Import the adapter lazily: only the adapter imports LMCache."""
     if name == "KVSidecarL2Adapter":
         from kvsidecar.integrations.lmcache.adapter import KVSidecarL2Adapter
 

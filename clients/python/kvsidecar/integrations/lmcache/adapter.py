@@ -35,8 +35,8 @@ _THREADS = 4
 class AdapterSettings(engine_options.DaemonOptions):
     """Settings beside the daemon's address.
 
-    ``timeout_ms`` is for a call that transfers no payload. ``weights`` is any text that identifies the weights behind
-    the model's name: LMCache knows only the name.
+    ``timeout_ms`` is for a call that transfers no payload. ``weights`` is any text that identifies the model's weights,
+    because LMCache knows only the model's name.
     """
 
     timeout_ms: int = 500
@@ -128,8 +128,8 @@ class KVSidecarL2Adapter(L2AdapterInterface):
     def _look_up(self, keys: list[ObjectKey], layouts: dict[int, MemoryLayoutDesc]) -> Bitmap:
         """Look up and lock objects.
 
-        An object's size is that of the last one of its kind or, before there was one, LMCache's own estimate:
-        compressed objects are found once one was stored.
+        The size of an object is that of the last stored object of its kind or, before the first, LMCache's own
+        estimate. So compressed objects are found only after one was stored.
         """
         sized = []
         for i, key in enumerate(keys):
@@ -195,7 +195,7 @@ def descriptor(settings: AdapterSettings) -> NamespaceDescriptor:
 
 
 def _kind(key: ObjectKey) -> tuple[str, int, int]:
-    """Return the kind of an object: all of a kind have one size."""
+    """Return the kind of an object; all objects of a kind have one size."""
     return key.model_name, key.kv_rank, key.object_group_id
 
 

@@ -1,7 +1,7 @@
 """LMCache's L2 objects in the daemon: opaque bytes, locked by leases.
 
-LMCache chooses an object's layout, compression and encryption, so the daemon stores opaque bytes: a chunk of one layer
-and one head with ``TOKEN_BYTES`` per token, and as many tokens as the object needs.
+LMCache chooses an object's layout, compression and encryption, so the daemon stores opaque bytes. An object is a chunk
+of one layer and one head with ``TOKEN_BYTES`` per token, and as many tokens as the object needs.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class _ObjectLease:
 
 
 class L2ObjectStore:
-    """Stores, locks and loads objects. Thread-safe. Never raises for a daemon that is gone, hangs or misbehaves."""
+    """Stores, locks and loads objects. Thread-safe.
+
+    Never raises for a daemon that is unavailable, hangs or misbehaves.
+    """
 
     def __init__(self, connection: DaemonConnection, timeout: float) -> None:
         self._connection, self._pages = connection, NamedPages.of(connection.namespace, GEOMETRY, timeout)
@@ -88,7 +91,10 @@ class L2ObjectStore:
         return WriteResult(tuple(there), tuple(fresh))
 
     def lock(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Lock stored objects of these sizes (bytes), until they are unlocked as often; return which were found."""
+        """Lock stored objects of these sizes (bytes); return which were found.
+
+        They stay locked until they are unlocked as many times.
+        """
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -123,7 +129,10 @@ class L2ObjectStore:
                 self._pages.release(lease.held)
 
     def load(self, names: Sequence[ObjectName], targets: Sequence[memoryview]) -> list[bool]:
-        """Copy objects into buffers of their sizes; return which were filled. The others' contents are undefined."""
+        """Copy objects into buffers of their sizes; return which were filled.
+
+        The contents of the other buffers are undefined.
+        """
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -149,7 +158,10 @@ class L2ObjectStore:
         return done
 
     def delete(self, names: Sequence[ObjectName], sizes: Sequence[int]) -> list[bool]:
-        """Delete objects of these sizes; return which existed. The daemon frees locked ones after their locks."""
+        """Delete objects of these sizes; return which existed.
+
+        The daemon frees locked objects after their locks end.
+        """
         done = [False] * len(names)
 
         def of_tenant(session: Session, salt: bytes, these: list[int]) -> None:
@@ -167,7 +179,7 @@ class L2ObjectStore:
                     failed = from_rpc(error)
                     if isinstance(failed, ChunkNotFound):
                         continue  # another client deleted it first
-                    if not isinstance(failed, StoreUnavailable):  # then it is no longer found, and the disk follows
+                    if not isinstance(failed, StoreUnavailable):  # no longer found; the disk removes it later
                         raise
                 done[these[at]] = True
 
@@ -175,7 +187,7 @@ class L2ObjectStore:
         return done
 
     def _copied(self, held: LeasedPages, matches: dict[int, pb.ChunkMatch], targets: Sequence[memoryview]) -> list[int]:
-        """Copy the objects that have their target's size; return which these are."""
+        """Copy the objects that have their target's size; return their indices."""
         good = []
         for i, match in matches.items():
             header_of(match, GEOMETRY)
@@ -219,7 +231,7 @@ class L2ObjectStore:
 
 
 def tokens_of(size_bytes: int) -> int:
-    """Return the number of tokens that an object takes; its name needs some."""
+    """Return the number of tokens of an object, including those of its name."""
     return max(NAME_TOKENS, -(-size_bytes // TOKEN_BYTES))
 
 

@@ -11,7 +11,7 @@ __all__ = ["KVSidecarStorage"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the storage lazily: it imports SGLang, and other modules of this package do not."""
+    """Import the storage lazily: only the storage imports SGLang."""
     if name == "KVSidecarStorage":
         from kvsidecar.integrations.sglang.storage import KVSidecarStorage
 

@@ -1,4 +1,7 @@
-"""KV layouts of SGLang's host pools, by name; each follows SGLang's code, none is guessed."""
+"""KV layouts of SGLang's host pools, by name.
+
+Each layout follows SGLang's code; an unknown one is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from kvsidecar.kv_transfer.named_pages import NAME_TOKENS
 
 log = logging.getLogger(__name__)
 
-# The pool with keys and values of all layers; others hold latents, states, or quantized pages with scales.
+# The pool with keys and values of all layers. Other pools hold latents, states, or quantized pages with scales.
 _POOL = "MHATokenToKVPoolHost"
 
-# Keys or values of one layer as [pages, tokens, heads, channels], from those of all (``init_kv_buffer`` of
+# Keys or values of one layer as [pages, tokens, heads, channels], from the tensor of all layers (``init_kv_buffer`` of
 # ``sglang/srt/mem_cache/pool_host/mha.py``) and the tokens of a page.
 LAYOUTS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "layer_first": lambda half, layer, tokens: half[layer].view(-1, tokens, *half.shape[2:]),

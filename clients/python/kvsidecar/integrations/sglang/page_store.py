@@ -22,10 +22,11 @@ log = logging.getLogger(__name__)
 
 
 class PageStore:
-    """Stores pages under SGLang's names, which are hashes of all tokens up to the page's end.
+    """Stores pages under SGLang's names.
 
-    SGLang loads on one thread and stores on another; each has a copier of its own. Never raises for a daemon that is
-    gone, hangs or misbehaves: missing pages are computed.
+    A name is a hash of all tokens up to the page's end. SGLang loads on one thread and stores on another; each thread
+    has its own copier. Never raises for a daemon that is unavailable, hangs or misbehaves: SGLang computes missing
+    pages.
     """
 
     def __init__(self, cache: PagedKVCache, connection: DaemonConnection, timeout: float) -> None:
@@ -47,7 +48,10 @@ class PageStore:
         return next((i for i in range(len(names)) if i not in held.pages), len(names))
 
     def load(self, names: Sequence[str], slots: Integers) -> list[bool]:
-        """Copy pages to ``slots [names * page tokens]``; return which were filled. The others are undefined."""
+        """Copy pages to ``slots [names * page tokens]``; return which were filled.
+
+        The contents of the other slots are undefined.
+        """
         done = [False] * len(names)
         held = self._find(names)
         if held is None:
@@ -89,7 +93,7 @@ class PageStore:
             return [False] * len(names)
 
     def clear(self) -> None:
-        """Delete all pages of this model and rank, also those that other engines stored.
+        """Delete all pages of this model and rank, including those of other engines.
 
         Raises ConnectionError when the daemon is unavailable.
         """

@@ -118,7 +118,10 @@ class KVSidecarStorage(HiCacheStorage):
         return self._store
 
     def _slots(self, keys: list[str], host_indices: torch.Tensor) -> Integers:
-        """Return the tokens' slots in the host pool. Raises ValueError unless there is one per token of each page."""
+        """Return the tokens' slots in the host pool.
+
+        Raises ValueError unless there is one slot per token of each page.
+        """
         expected = len(keys) * self.mem_pool_host.page_size
         if len(host_indices) != expected:
             raise ValueError(f"{len(host_indices)} indices for {len(keys)} pages; expected are {expected}")
@@ -132,9 +135,9 @@ _V1 = 'KVSidecar copies pages in place; set "interface_v1": 1 in --hicache-stora
 def descriptor(
     config: Any, settings: StorageSettings, folder: Path, geometry: Geometry, numerics: str
 ) -> NamespaceDescriptor:
-    """Return the namespace of one tensor-parallel rank on a machine with these ``torch_numerics``.
+    """Return the namespace of one tensor-parallel rank.
 
-    ``config.json`` is part of the fingerprint.
+    ``numerics`` are the machine's ``torch_numerics``; ``config.json`` is part of the fingerprint.
     """
     versions = f"sglang/{importlib.metadata.version('sglang')} torch/{torch.__version__}"
     return NamespaceDescriptor(

@@ -1,9 +1,9 @@
 """KV cache layouts of vLLM's attention backends, by name.
 
-Each layout follows the backend's own code; none is guessed. vLLM's per-layer tensor has the shape ``[blocks, kv_heads,
-block_tokens, 2 * head_dim]`` with strides of its own (``vllm.v1.kv_cache_layout``), and a backend may use that memory
-in any way. The CPU backend stores a head's part of a block as a matrix of keys followed by one of values, in an element
-order that depends on the instruction set.
+Each layout follows the backend's own code; an unknown backend is refused. vLLM's per-layer tensor has the shape
+``[blocks, kv_heads, block_tokens, 2 * head_dim]`` with strides of its own (``vllm.v1.kv_cache_layout``), and a backend
+may use that memory in any way. The CPU backend stores a head's part of a block as a matrix of keys followed by one of
+values, in an element order that depends on the instruction set.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _cpu_vec(tensor: Tensor) -> LayerKVLayout:
 
 
 def _cpu_amx(tensor: Tensor) -> LayerKVLayout:
-    """``cpu_attn_amx.hpp``: tiles of pairs, keys' of channels and values' of tokens."""
+    """``cpu_attn_amx.hpp``: tiles of pairs, of channels for keys and of tokens for values."""
     blocks, heads, tokens, both = tensor.shape
     dim, (block, head) = both // 2, _dense(tensor)
     line = 2 * _LINE_WORDS

@@ -26,7 +26,7 @@ class UnknownAdapter(Exception):
 class AdapterDigests:
     """Digests of the LoRA adapters of one engine.
 
-    vLLM loads an adapter once for each ``lora_int_id`` and keeps the weights, whatever happens to the files.
+    vLLM loads an adapter once for each ``lora_int_id`` and keeps these weights, even if the files change.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,15 @@ class AdapterDigests:
             if self._loaded.setdefault(lora.lora_int_id, stamps) != stamps:
                 raise UnknownAdapter(f"the files of the LoRA adapter {lora.lora_name} changed after it was loaded")
             return _contents(stamps)
-        except (OSError, RuntimeError) as error:  # expanduser raises the latter where there is no home
+        except (OSError, RuntimeError) as error:  # expanduser raises RuntimeError without a home directory
             raise UnknownAdapter(f"the LoRA adapter {lora.lora_name} cannot be read: {error}") from error
 
 
 def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
-    """Return the salt of a vLLM ``Request``, from its ``cache_salt`` and its LoRA adapter. Raises UnknownAdapter."""
+    """Return the salt of a vLLM ``Request``. Raises UnknownAdapter.
+
+    It depends on the request's ``cache_salt`` and LoRA adapter.
+    """
     salt = (request.cache_salt or "").encode("utf-8", "surrogatepass")
     if request.lora_request is not None:
         adapter = adapters.digest_of(request.lora_request)
@@ -57,15 +60,16 @@ def request_salt(request: Any, adapters: AdapterDigests) -> bytes:
 def generation_salt(generation: bytes, salt: bytes) -> bytes:
     """Return the salt for chunks computed in a weights generation.
 
-    The empty generation, which began with the engine, leaves the salt unchanged.
+    The empty generation, in which the engine starts, leaves the salt unchanged.
     """
     return _SINCE + hashlib.sha256(generation + salt).digest() if generation else salt
 
 
 def cacheable_tokens(request: Any) -> int:
-    """Return the number of leading tokens whose keys and values depend on token ids alone.
+    """Return the number of leading tokens that may be cached.
 
-    These are the tokens before the first image or sound, and none of a prompt that is given as embeddings.
+    Their keys and values depend on token ids alone: the tokens before the first image or sound, and no tokens of a
+    prompt that consists of embeddings.
     """
     if request.prompt_embeds is not None:
         return 0

@@ -8,12 +8,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvsidecar.errors import ConfigurationError
 
-# These propose draft tokens from the text itself; other methods have a draft model with a KV cache of its own.
+# These propose draft tokens from the text itself; other methods have a draft model with its own KV cache.
 _PROPOSERS_WITHOUT_CACHE = ("ngram", "ngram_gpu", "suffix")
 
 
 def check_config(config: Any, caches: Any) -> None:
-    """Raise ConfigurationError for a ``VllmConfig`` or ``KVCacheConfig`` whose chunks would be incomplete."""
+    """Refuse a vLLM configuration whose chunks would be incomplete.
+
+    ``config`` is a ``VllmConfig``, ``caches`` a ``KVCacheConfig``. Raises ConfigurationError.
+    """
     groups = caches.kv_cache_groups
     kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
     if len(groups) != 1 or kinds != [FullAttentionSpec.__name__]:

@@ -1,7 +1,8 @@
-"""The KV connector class that vLLM loads: dispatches to the scheduler or worker connector.
+"""The KV connector class that vLLM loads.
 
-Imports these two lazily. vLLM imports this module during configuration, and vLLM 0.32 cannot start its CPU kernels in a
-process that has imported llvmlite by then, which our kernels do.
+It dispatches to the scheduler or worker connector, and imports these two lazily: vLLM imports this module during
+configuration, and vLLM 0.32 cannot start its CPU kernels in a process that has already imported llvmlite, which our
+kernels do.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class KVSidecarConnector(KVConnectorBase_V1):
         self._settings = read_settings(self._kv_transfer_config.kv_connector_extra_config or {})
         check_config(vllm_config, kv_cache_config)
         self._block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        # A failed load must not fail a request. The scheduler reads this setting after it has made the connector.
+        # A failed load must not fail a request. The scheduler reads this setting after it has created the connector.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         self._scheduler: SchedulerConnector | None = None
         self._worker: WorkerConnector | None = None
@@ -100,10 +101,10 @@ class KVSidecarConnector(KVConnectorBase_V1):
             self._worker.start_load_kv(self._bound)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, and vLLM schedules a request only after its load."""
+        """Do nothing: vLLM schedules a request only after its asynchronous load."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: complete blocks are stored after a step has computed them in all layers."""
+        """Do nothing: complete blocks are stored after a step has computed all layers."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -118,7 +119,8 @@ class KVSidecarConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> Any:
         from kvsidecar.integrations.vllm.vllm_metrics import ConnectorStats
 
-        counted = {} if self._worker is None else self._worker.stats.take()
+        sides = [side for side in (self._scheduler, self._worker) if side is not None]
+        counted = {name: value for side in sides for name, value in side.take_stats().items()}
         return ConnectorStats(counted) if counted else None
 
     @property

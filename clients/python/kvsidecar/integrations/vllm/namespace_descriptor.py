@@ -1,4 +1,4 @@
-"""Namespace of a vLLM engine: everything that decides the bytes of its chunks."""
+"""Namespace of a vLLM engine: everything that determines the bytes of its chunks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvsidecar.integrations.vllm.rope_parameters import rope_parameters
 from kvsidecar.integrations.weights_dir import weights_dir_of
 from kvsidecar.models import weights_fingerprint
 
-# The configuration's origin and writer, which do not affect the computed values.
+# The configuration's origin and the version that wrote it, which do not affect the computed values.
 _IGNORED = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 
 
 def descriptor(config: Any, geometry: Geometry, backend: str, rank: int, numerics: str) -> NamespaceDescriptor:
-    """Return the namespace of one tensor-parallel rank, on a machine with these ``torch_numerics``.
+    """Return the namespace of one tensor-parallel rank.
 
-    ``config`` is the ``VllmConfig``. Raises ConfigurationError.
+    ``config`` is the ``VllmConfig``, ``numerics`` the machine's ``torch_numerics``. Raises ConfigurationError.
     """
     model = config.model_config
     return NamespaceDescriptor(
@@ -45,7 +45,7 @@ def descriptor(config: Any, geometry: Geometry, backend: str, rank: int, numeric
 
 
 def _producer(backend: str, weights: str, numerics: str) -> str:
-    if numerics == SHARED:  # versions and kernels do not matter then, only the model
+    if numerics == SHARED:  # versions and kernels then do not matter, only the model
         return f"vllm {weights} {SHARED}"
     return f"vllm/{vllm.__version__} torch/{torch.__version__} {backend} {weights} {numerics}"
 

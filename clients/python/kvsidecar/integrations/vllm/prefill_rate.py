@@ -6,7 +6,7 @@ Measured by the scheduler, so it includes the other work of each batch.
 from __future__ import annotations
 
 _WEIGHT = 0.1
-# The time of fewer tokens is the fixed cost of a step, and tells nothing about a token.
+# The time of fewer tokens is mostly the fixed cost of a step, not the cost per token.
 _MIN_TOKENS = 32
 _MAX_SECONDS = 60.0
 

@@ -1,13 +1,12 @@
-"""Scheduler side of the vLLM connector: prefix lookups, load and store jobs, block lifetime."""
+"""Scheduler side of the vLLM connector: lookups, jobs, block lifetime."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,10 @@ from kvsidecar.integrations.vllm.cache_salt import (
     request_salt,
 )
 from kvsidecar.integrations.vllm.connector_settings import ConnectorSettings
+from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
 from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
+from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
@@ -32,8 +33,8 @@ from kvsidecar.kv_transfer.session import Session
 
 log = logging.getLogger("vllm.kvsidecar")
 
-# All lookups of a step together may block the scheduler for this long. Chunks in the arena are found in less; a lookup
-# that has to read from disk is asked again in a later step.
+# All lookups of a step together may block the scheduler for this long. Lookups of chunks in the arena need less; a
+# lookup that has to read from disk continues in a later step.
 _MAX_LOOKUP_SECONDS = 0.003
 # A request that gets no blocks releases its leases after this time, and looks up again later.
 _MAX_LEASE_SECONDS, _SWEEP_SECONDS = 5.0, 1.0
@@ -53,36 +54,15 @@ class _RankLookup:
 
 
 @dataclass
-class _PendingLookup:
-    """An asynchronous lookup of one prompt for all ranks."""
-
-    answer: Future[tuple[PrefixMatch, ...] | None]
-    answered_at: float = math.inf  # by the monotonic clock
-
-    def __post_init__(self) -> None:
-        self.answer.add_done_callback(self._on_answer)
-
-    @property
-    def found(self) -> tuple[PrefixMatch, ...] | None:
-        """Result of a completed lookup; None when it failed or was cancelled."""
-        return None if self.answer.cancelled() or self.answer.exception() else self.answer.result()
-
-    def _on_answer(self, answer: Future[tuple[PrefixMatch, ...] | None]) -> None:
-        self.answered_at = time.monotonic()
-        if not answer.cancelled() and (error := answer.exception()) is not None:
-            log.warning("looking a prompt up failed, computing instead: %s", error)
-
-
-@dataclass
 class _TrackedRequest:
     """A request's state. ``salt`` is None when the request is not cached."""
 
     request: Any
     salt: bytes | None
-    lookup: _PendingLookup | None = None
+    lookup: PendingLookup | None = None
     local_tokens: int = 0  # computed tokens that vLLM had at the lookup
     num_loading_tokens: int = 0  # tokens in the blocks after the running load; 0 without one
-    loaded: bool = False  # or failed; not tried again before a preemption
+    loaded: bool = False  # a load ended or failed; no new try before a preemption
     known: tuple[tuple[int, bytes], ...] = ()  # stored prefix by rank
     prompt_queued: bool = False
     num_queued_tokens: int = 0  # tokens in store jobs
@@ -92,7 +72,7 @@ class _TrackedRequest:
 
 
 class SchedulerConnector:
-    """Scheduler-side connector; never blocks the scheduler's loop for more than a few milliseconds."""
+    """Scheduler-side connector; blocks the scheduler's loop for a few milliseconds at most."""
 
     def __init__(
         self,
@@ -104,7 +84,7 @@ class SchedulerConnector:
         stores: bool = True,
         shares: bool = True,
     ) -> None:
-        """``blocks`` is the number of the engine's blocks, each of ``block_tokens``.
+        """Create the connector for an engine with ``blocks`` blocks of ``block_tokens``.
 
         A pure producer does not load (``loads=False``), a pure consumer does not store (``stores=False``). ``shares``
         says that the engine has prefix caching: a request gets the blocks that were loaded for another one.
@@ -120,6 +100,16 @@ class SchedulerConnector:
         self._adapters, self._warned_adapters = AdapterDigests(), set[str]()
         self._lookup_seconds_left, self._swept_at = _MAX_LOOKUP_SECONDS, time.monotonic()
         self._threads = ThreadPoolExecutor(_THREADS, "kvsidecar-lookup")
+        self.stats = TransferStats()
+        self._reported_attached: bool | None = None
+
+    def take_stats(self) -> dict[str, float]:
+        """Return and reset the lookups since the last call, and whether all ranks have a session if that changed."""
+        stats, attached = self.stats.take(), all(session is not None for session in self._sessions())
+        if self._ranks and attached is not self._reported_attached:
+            self._reported_attached = attached
+            stats[ATTACHED] = float(attached)
+        return stats
 
     def set_worker_handshakes(self, workers: Mapping[int, WorkerHandshake]) -> None:
         """Connect to the daemon for each rank, with the namespace from the worker's handshake."""
@@ -135,7 +125,7 @@ class SchedulerConnector:
     def reset_cache(self) -> None:
         """Stop using stored chunks: vLLM calls this after its weights were changed in place.
 
-        From here on the process stores under a random salt of its own, since the new weights have no known identity.
+        From then on this process stores under a random salt, since the new weights have no known identity.
         """
         self._generation = os.urandom(16)
         for tracked in self._requests.values():
@@ -180,7 +170,7 @@ class SchedulerConnector:
         if not lookup.answer.done():
             if all(session is not None and session.leases_valid for session in self._sessions()):
                 return None, False
-            self._release_lookup(tracked)  # the daemon hangs or is gone: do not wait for its answer
+            self._release_lookup(tracked)  # the daemon hangs or is unavailable: do not wait for its answer
             tracked.loaded = True
             return 0, False
         found = lookup.found
@@ -193,9 +183,10 @@ class SchedulerConnector:
         return (None, False) if self._is_being_loaded(tracked, tokens) else (tokens, True)
 
     def _is_being_loaded(self, tracked: _TrackedRequest, tokens: int) -> bool:
-        """Return whether another request already loads at least half of the tokens that this one would load.
+        """Return whether another request already loads most of these tokens.
 
-        The request waits then: vLLM gets these blocks once instead of twice, and asks again.
+        If it loads at least half of them, this request waits: vLLM loads the blocks once instead of twice, and calls
+        again.
         """
         ids, half = tracked.request.all_token_ids, tracked.local_tokens + (tokens + 1) // 2
         return self._shares and any(
@@ -205,8 +196,8 @@ class SchedulerConnector:
             for other in self._requests.values()
         )
 
-    def _look_up(self, tracked: _TrackedRequest) -> _PendingLookup | None:
-        """Start a lookup for all ranks on a thread. Returns None when nothing can be stored."""
+    def _look_up(self, tracked: _TrackedRequest) -> PendingLookup | None:
+        """Start a lookup for all ranks on a thread; None when nothing can be stored."""
         request, salt = tracked.request, tracked.salt
         most = 0 if salt is None else min(request.num_tokens, cacheable_tokens(request))
         if salt is None or most < self._block or not self._ranks or not self._loads:
@@ -214,14 +205,16 @@ class SchedulerConnector:
         tokens = list(request.all_token_ids[:most])
         for rank, session in zip(self._ranks, self._sessions(), strict=True):
             if session is None:
+                self.stats.count_lookup("detached")
                 return None
             # The index summary does not cover the remote tier, where other nodes store.
             if not session.remote and not session.may_contain(
                 keys.tenant_root(rank.connection.namespace, salt), tokens
             ):
                 session.count_skipped_lookup(len(tokens))
+                self.stats.count_lookup("skipped")
                 return None
-        return _PendingLookup(self._threads.submit(self._match, tokens, salt))
+        return PendingLookup(self._threads.submit(self._match, tokens, salt))
 
     def _sessions(self) -> list[Session | None]:
         return [rank.connection.session for rank in self._ranks]
@@ -243,7 +236,9 @@ class SchedulerConnector:
                     )
             for other, one in zip(self._ranks, found, strict=False):
                 other.lookup.release(one)
+            self.stats.count_lookup("failed")
             return None
+        self.stats.count_lookup("hit" if all(one.tokens for one in found) else "miss")
         return tuple(found)
 
     def _release_lookup(self, tracked: _TrackedRequest) -> None:
@@ -257,7 +252,7 @@ class SchedulerConnector:
             rank.lookup.release(one)
 
     def _sweep(self) -> None:
-        """Release leases that were not used for long; looks once per ``_SWEEP_SECONDS``."""
+        """Release leases that were unused for long; runs once per ``_SWEEP_SECONDS``."""
         now = time.monotonic()
         if now - self._swept_at < _SWEEP_SECONDS:
             return
@@ -270,7 +265,10 @@ class SchedulerConnector:
     # ---- load and store jobs --------------------------------------------------------------------------------
 
     def update_state_after_alloc(self, request: Any, blocks: Any, external_tokens: int) -> None:
-        """Queue the load for allocated blocks. vLLM calls again, without external tokens, after the load."""
+        """Queue the load for allocated blocks.
+
+        vLLM calls again, without external tokens, after the load.
+        """
         tracked = self.tracked_request(request)
         if not external_tokens:
             if not tracked.num_loading_tokens:
@@ -320,7 +318,7 @@ class SchedulerConnector:
         return step
 
     def request_finished(self, request: Any, blocks: list[int]) -> bool:
-        """Queue the final store; return whether the blocks must stay until the workers have read them."""
+        """Queue the final store; return whether the workers still need the blocks."""
         tracked = self._requests.pop(request.request_id, None)
         if tracked is None:
             return False
@@ -334,7 +332,7 @@ class SchedulerConnector:
             self._queue_store(tracked, computed, blocks)
         if not tracked.num_queued_tokens:
             return False
-        # A single request may exceed the share: a long prompt is the most valuable.
+        # A single request may exceed the share: a long prompt saves most.
         if self._retained_blocks and sum(self._retained_blocks.values()) + len(blocks) > self._max_retained_blocks:
             self._drop_stores(request.request_id)
             return False
@@ -348,12 +346,15 @@ class SchedulerConnector:
             self._retained_blocks.pop(name, None)
 
     def _drop_stores(self, name: str) -> None:
-        """Drop a finished request's pending stores: stores lag behind computation, and the blocks are needed."""
+        """Drop a finished request's pending stores.
+
+        Stores lag behind computation, and vLLM needs the blocks.
+        """
         self._step.stores[:] = [store for store in self._step.stores if store.request != name]
         self._step.dropped.add(name)
 
     def _queue_store(self, tracked: _TrackedRequest, tokens: int, blocks: list[int]) -> None:
-        """Queue a store of the complete blocks of ``tokens``, unless they are stored or queued already."""
+        """Queue a store of the complete blocks of ``tokens`` that are neither stored nor queued."""
         request = tracked.request
         tokens = min(tokens, cacheable_tokens(request)) // self._block * self._block
         known = tracked.known or ((0, b""),) * len(self._ranks)

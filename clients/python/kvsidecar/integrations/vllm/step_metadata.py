@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class LoadJob:
-    """A load: copy the chunks of ``tokens[first:]`` into vLLM's ``blocks``, which are in token order."""
+    """A load of the chunks of ``tokens[first:]`` into vLLM's ``blocks``, in token order."""
 
     request: str
     tokens: list[int]
@@ -18,9 +18,10 @@ class LoadJob:
 
 @dataclass(frozen=True)
 class StoreJob:
-    """A store of ``tokens``. ``known`` is the stored prefix per rank: its tokens and the last chunk's prefix hash.
+    """A store of ``tokens``.
 
-    ``computed`` of the tokens were computed since ``began``, a time of the monotonic clock.
+    ``known`` is the stored prefix per rank: its tokens and the last chunk's prefix hash. ``computed`` of the tokens
+    were computed since ``began``, a time of the monotonic clock.
     """
 
     request: str
@@ -36,9 +37,9 @@ class StoreJob:
 class StepJobs:
     """One step's jobs for the workers.
 
-    ``ending`` are finished requests whose blocks the workers may still read; each worker reports when it is done.
-    ``preempted`` requests lose their blocks with this step; so do the ``dropped`` ones, which finished while too many
-    blocks waited to be stored.
+    ``ending`` are finished requests whose blocks the workers may still read; each worker reports when it has finished.
+    ``preempted`` requests lose their blocks with this step, and so do the ``dropped`` ones, which finished while too
+    many blocks waited to be stored.
     """
 
     loads: list[LoadJob] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Transfer statistics of a worker: tokens loaded, chunks stored, failures."""
+"""Statistics of the connector: tokens loaded, chunks stored, failures, lookups by outcome."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from collections import Counter
 
 COUNTERS = {
     "loaded_tokens": "Tokens whose keys and values were copied from the daemon; each rank counts its own.",
-    "failed_loads": "Loads that broke off; what they were to bring was computed.",
-    "load_seconds": "Seconds that loading took, on a thread of its own.",
+    "failed_loads": "Loads that failed before their end; the engine computed the missing tokens.",
+    "load_seconds": "Seconds that loads took, on a thread of their own.",
     "stored_chunks": "Chunks that were stored.",
-    "refused_chunks": "Chunks that the daemon did not take: no room, or over quota.",
-    "failed_stores": "Stores that broke off.",
-    "dropped_stores": "Requests that were not stored to the end, because too many blocks waited to be.",
+    "refused_chunks": "Chunks that the daemon refused: no space, or over quota.",
+    "failed_stores": "Stores that failed.",
+    "dropped_stores": "Requests that were not stored completely, because too many blocks were queued.",
 }
+LOOKUPS = {
+    "hit": "a stored prefix",
+    "miss": "no stored prefix",
+    "skipped": "the daemon's Bloom filter excludes the prompt, so no call was made",
+    "detached": "no session with the daemon",
+    "failed": "the call failed or took too long",
+}
+ATTACHED = "attached"
 
 
 class TransferStats:
-    """Sums by the names of ``COUNTERS``. Thread-safe."""
+    """Sums by the names of ``COUNTERS``, and ``lookups.OUTCOME`` by ``LOOKUPS``. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._sums = threading.Lock(), Counter[str]()
@@ -25,6 +33,11 @@ class TransferStats:
     def add(self, **counts: float) -> None:
         with self._lock:
             self._sums.update(counts)
+
+    def count_lookup(self, outcome: str) -> None:
+        """Count a lookup by its outcome, a key of ``LOOKUPS``."""
+        with self._lock:
+            self._sums[f"lookups.{outcome}"] += 1
 
     def take(self) -> dict[str, float]:
         """Return and reset the sums; zeros are left out."""

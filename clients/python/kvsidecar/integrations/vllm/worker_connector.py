@@ -1,4 +1,4 @@
-"""Worker side of the vLLM connector: copies blocks to and from the daemon on two threads."""
+"""Worker side of the vLLM connector: copies blocks on two threads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ class _ActiveStore:
 
 
 class WorkerConnector:
-    """Loads and stores for one rank; ``block_tokens`` is the block length that the scheduler counts in."""
+    """Loads and stores for one rank.
+
+    ``block_tokens`` is the block length in which the scheduler counts.
+    """
 
     def __init__(
         self,
@@ -87,6 +90,10 @@ class WorkerConnector:
         self.stats = TransferStats()
         self._failed: set[int] = set()
 
+    def take_stats(self) -> dict[str, float]:
+        """Return and reset the statistics since the last call."""
+        return self.stats.take()
+
     def handshake(self) -> WorkerHandshake:
         return WorkerHandshake(self._connection.descriptor.SerializeToString())
 
@@ -105,7 +112,7 @@ class WorkerConnector:
     # ---- vLLM's calls in a step -----------------------------------------------------------------------------
 
     def handle_preemptions(self, step: StepJobs) -> None:
-        """Stop reading the blocks of preempted and dropped requests; chunks that were stored stay."""
+        """Stop reading the blocks of preempted and dropped requests; stored chunks stay."""
         self.stats.add(dropped_stores=len(step.dropped))
         for name in step.preempted | step.dropped:
             for job, _ in self._storing.pop(name, ()):
@@ -116,7 +123,10 @@ class WorkerConnector:
             self._loading[job.request] = self._loads.submit(self._load, job)
 
     def start_store_kv(self, step: StepJobs) -> None:
-        """Queue the step's stores. On CUDA they wait for an event behind the step's enqueued work."""
+        """Queue the step's stores.
+
+        On CUDA they wait for an event that is recorded after the step's enqueued work.
+        """
         self._finished_requests |= step.ending
         if not step.stores:
             return
@@ -130,7 +140,10 @@ class WorkerConnector:
             self._storing[order.request].append((job, self._stores.submit(self._store, job)))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose blocks are no longer read, and those whose loads ended, successful or not."""
+        """Return the requests whose blocks are no longer read, and those whose loads ended.
+
+        A load ends with success or failure.
+        """
         received = {name for name, future in self._loading.items() if future.done()}
         for name in received:
             self._failed |= self._loading.pop(name).result()
@@ -185,7 +198,7 @@ class WorkerConnector:
 
     @contextlib.contextmanager
     def _guard(self, what: str) -> Iterator[Session | None]:
-        """Yield the session, if there is one; a failure with it is logged and counts as a miss."""
+        """Yield the session, if any; log a failure with it, which counts as a miss."""
         session = self._connection.session
         try:
             yield session

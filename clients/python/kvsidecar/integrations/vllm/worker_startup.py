@@ -68,7 +68,10 @@ def _backend(layers: dict[str, Any], names: list[str]) -> str:
 
 
 def _write(layer: Any, cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-    """Write ``keys`` and ``values [tokens, kv_heads, head_dim]`` to a layer's slots, through the engine's own code."""
+    """Write keys and values to a layer's slots, through the engine's own code.
+
+    ``keys`` and ``values`` are ``[tokens, kv_heads, head_dim]``.
+    """
     update = getattr(layer.impl, "do_kv_cache_update", None)
     if update is None:
         raise ConfigurationError(

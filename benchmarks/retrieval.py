@@ -1,0 +1,100 @@
+"""Retrieval with one flag: documents of real text in many orders, on a node with --reuse-anywhere.
+
+``kept_ratio`` is the share of cached tokens among those that repair does not compute again. ``ttft_ratio`` compares the
+fastest TTFT over all orders with the fastest one without the cache; every order has the same work, so the fastest one
+is the least disturbed. ``cost`` is the repair's formula: uncached tokens, and the share of a prefill that the selector
+needs for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from typing import Any
+
+from kvsidecar.models.catalogue import DEFAULT
+
+from benchmarks import report
+from benchmarks.node import Node
+from benchmarks.real_prompts import SAMPLE
+from inference_svc.context_reuse.selectors import SELECTORS
+from inference_svc.context_reuse.selectors.selector import recompute_cost
+from inference_svc.context_reuse.shipped_verdicts import shipped_verdict
+from inference_svc.models.loader import load
+
+DOCUMENTS = 10
+
+
+def retrieved(tokenizer: Any, tokens: int, rng: random.Random) -> list[str]:
+    """Return texts of ``tokens`` tokens from the sample."""
+    lines = [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
+    ids = tokenizer(" ".join(part for line in lines if line["kind"] == "documents" for part in line["parts"]))
+    starts = rng.sample(range(0, len(ids["input_ids"]) - tokens, tokens), DOCUMENTS)
+    return [tokenizer.decode(ids["input_ids"][at : at + tokens]).strip() for at in starts]
+
+
+def messages(texts: list[str], order: int) -> list[dict[str, str]]:
+    """Return a question, new in each order, behind the documents."""
+    question = f"Using the texts, say in one sentence what matters most about point {order}."
+    return [{"role": "user", "content": "\n\n".join([*texts, question])}]
+
+
+def measure(node: Node, tokenizer: Any, tokens: int, orders: int, cost_share: float) -> dict[str, Any]:
+    """Measure one length of documents."""
+    rng, client = random.Random(tokens), node.client()
+    texts = retrieved(tokenizer, tokens, rng)
+    client.generate(messages(texts, 0), max_tokens=1)
+    warm, cold, same = [], [], 0
+    for order in range(1, orders):
+        node.settle()
+        rng.shuffle(texts)
+        asked = messages(texts, order)
+        cold.append(client.generate(asked, max_tokens=1, temperature=0, skip_cache=True))
+        warm.append(client.generate(asked, max_tokens=1, temperature=0))
+        same += warm[-1].token_ids == cold[-1].token_ids
+    prompt, cached, again, moved = (
+        sum(getattr(one, name) for one in warm)
+        for name in ("prompt_tokens", "cached_tokens", "recomputed_tokens", "approximate_tokens")
+    )
+    ratio = min(one.ttft_ms for one in warm) / min(one.ttft_ms for one in cold)
+    cost = (prompt - cached + cost_share * moved) / prompt
+    return {
+        "document_tokens": tokens,
+        "orders": len(warm),
+        "prompt_tokens": prompt // len(warm),
+        "kept_ratio": round((cached - again) / (prompt - again), 4),
+        "ttft_ms": round(min(one.ttft_ms for one in warm), 1),
+        "ttft_ratio": round(ratio, 3),
+        "cost": round(cost, 3),
+        "ttft_over_cost": round(ratio / cost, 3),
+        "equal_first_tokens": round(same / len(warm), 3),
+    }
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    parser: argparse.ArgumentParser = report.parser("retrieval", (__doc__ or "").split("\n")[0])
+    parser.add_argument("--model", default=DEFAULT, help="a model with a shipped verdict")
+    parser.add_argument("--document-tokens", type=int, nargs="+", default=[60, 130, 400])
+    parser.add_argument("--orders", type=int, default=10)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.document_tokens, options.orders = [60], 4
+    loaded = load(options.model)
+    verdict = shipped_verdict(loaded.descriptor(16))
+    if verdict is None:
+        raise SystemExit(f"{options.model} has no shipped verdict for {loaded.dtype}")
+    share = recompute_cost(SELECTORS[verdict.strategy], verdict.ratio, loaded.layers, loaded.projection_share)
+    tokenizer = loaded.tokenizer
+    del loaded
+    with Node(options.model, worker_flags={"reuse_anywhere": True}) as node:
+        rows = [measure(node, tokenizer, tokens, options.orders, share) for tokens in options.document_tokens]
+    summary = {
+        "least_kept_ratio": min(row["kept_ratio"] for row in rows),
+        "most_ttft_over_cost": max(row["ttft_over_cost"] for row in rows),
+    }
+    return report.write(options, "retrieval", rows, summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Pending lookup of a prompt: a thread runs it while the scheduler continues."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from kvsidecar.kv_transfer.prefix_lookup import PrefixMatch
+
+log = logging.getLogger("vllm.kvsidecar")
+
+
+@dataclass
+class PendingLookup:
+    """An asynchronous lookup of one prompt for all ranks."""
+
+    answer: Future[tuple[PrefixMatch, ...] | None]
+    answered_at: float = math.inf  # by the monotonic clock
+
+    def __post_init__(self) -> None:
+        self.answer.add_done_callback(self._on_answer)
+
+    @property
+    def found(self) -> tuple[PrefixMatch, ...] | None:
+        """Result of a completed lookup; None when it failed or was cancelled."""
+        return None if self.answer.cancelled() or self.answer.exception() else self.answer.result()
+
+    def _on_answer(self, answer: Future[tuple[PrefixMatch, ...] | None]) -> None:
+        self.answered_at = time.monotonic()
+        if not answer.cancelled() and (error := answer.exception()) is not None:
+            log.warning("looking a prompt up failed, computing instead: %s", error)

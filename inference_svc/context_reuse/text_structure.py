@@ -1,0 +1,64 @@
+"""Paragraph and message ends in token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_BLANK_LINE, _ENDS_LINE, _STARTS_LINE, _SPECIAL = 1, 2, 4, 8
+# Line feed in a vocabulary: plain, in byte-level BPE, as a byte token of SentencePiece.
+_LINE_FEEDS = ("\n", "Ċ", "<0x0A>")
+# Maximum tokens between a special token and the end of its line that belong to the markup, such as a role's name.
+_HEADER_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class TextStructure:
+    """Kinds of token ids: tokens with line feeds, and special tokens.
+
+    ``kinds [vocabulary]`` are bit masks; None for no structure.
+    """
+
+    kinds: NDArray[np.uint8] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> TextStructure:
+        """Read a tokenizer's vocabulary."""
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        kinds = np.zeros(max(vocabulary.values(), default=0) + 1, np.uint8)
+        for written, token in vocabulary.items():
+            if any(feed in written for feed in _LINE_FEEDS):
+                text = str(tokenizer.decode([token])).replace("\r", "")
+                kinds[token] = (
+                    _BLANK_LINE * ("\n\n" in text)
+                    | _ENDS_LINE * text.endswith("\n")
+                    | _STARTS_LINE * text.startswith("\n")
+                )
+        added = (token for token, text in tokenizer.added_tokens_decoder.items() if text.special)
+        kinds[[*tokenizer.all_special_ids, *added]] |= _SPECIAL
+        return cls(kinds)
+
+    def ends(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Ascending indices after blank lines, and on both sides of a chat template's markup.
+
+        A blank line is one token, a part of one (".\\n\\n"), or two line feeds. An index depends only on a few tokens
+        around it.
+        """
+        if self.kinds is None or not len(tokens):
+            return np.empty(0, np.int64)
+        kinds = np.where(tokens < len(self.kinds), self.kinds[np.minimum(tokens, len(self.kinds) - 1)], 0)
+        blank = (kinds & _BLANK_LINE) > 0
+        blank[1:] |= ((kinds[:-1] & _ENDS_LINE) > 0) & ((kinds[1:] & _STARTS_LINE) > 0)
+        blank[:-1] &= (kinds[1:] & _STARTS_LINE) == 0  # consecutive blank lines have one end
+        special, closing = (kinds & _SPECIAL) > 0, (kinds & (_SPECIAL | _ENDS_LINE)) > 0
+        markup, opening = special.copy(), special.copy()
+        for distance in range(1, min(_HEADER_TOKENS, len(kinds) - 1) + 1):
+            headers = np.flatnonzero(opening[:-distance] & closing[distance:])
+            opening[headers] = False
+            for inside in range(1, distance + 1):
+                markup[headers + inside] = True
+        edges = np.flatnonzero(np.diff(markup)) + 1
+        return np.union1d(np.flatnonzero(blank) + 1, edges)

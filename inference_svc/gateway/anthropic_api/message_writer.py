@@ -1,0 +1,152 @@
+"""Writes answers of ``/v1/messages``: content blocks and events, in the order of the chunks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvsidecar.errors import KVSidecarError
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.gateway.anthropic_api.error_envelope import event, messages_error_event
+from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
+from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.request_runner import ChoiceChunk, prepend
+
+_ONE_HOUR_SECONDS = 3600
+
+
+class MessageWriter:
+    """Writes one message. Call ``whole`` or ``stream`` once."""
+
+    def __init__(self, request: MessagesRequest, request_id: str) -> None:
+        self._request, self._request_id = request, request_id
+        self._ttl = request.retain_seconds
+        self._content: list[dict[str, Any]] = []
+        self._open, self._call, self._arguments = "", -1, list[str]()
+        self._body: dict[str, Any] = {
+            "id": f"msg_{request_id.removeprefix('req_')}",
+            "type": "message",
+            "role": "assistant",
+            "model": request.model,
+            "content": self._content,
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+
+    async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> dict[str, Any]:
+        async for piece in pieces:
+            self._add(piece.part)
+        return self._body
+
+    async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
+        """Yield the events. ``first`` tells the prompt's usage."""
+        start = {**self._body, "content": [], "usage": self._usage(first.part.usage)}
+        yield event("message_start", {"type": "message_start", "message": start})
+        yield event("ping", {"type": "ping"})
+        try:
+            async for piece in prepend(first, pieces):
+                for sent in self._add(piece.part):
+                    yield sent
+        except KVSidecarError as error:
+            log_line().abort(error.reason)
+            yield messages_error_event(error, self._request_id)
+
+    # ---- pieces ---------------------------------------------------------------------------------------------
+
+    def _add(self, part: pb.GenerateStreamResponse) -> list[bytes]:
+        """Add a message of the worker; return its events."""
+        events: list[bytes] = []
+        if self._request.max_tokens:  # else the one token that the worker had to generate is no part of the answer
+            if part.text:
+                events += self._say(part.text)
+            for delta in part.tool_calls:
+                events += self._write_call(delta)
+        if part.finish_reason:
+            events += [*self._close(), *self._end(part)]
+        return events
+
+    def _say(self, text: str) -> list[bytes]:
+        events = []
+        if self._open != "text":
+            events += [*self._close(), *self._begin({"type": "text", "text": ""})]
+        self._content[-1]["text"] += text
+        return [*events, self._delta({"type": "text_delta", "text": text})]
+
+    def _write_call(self, delta: pb.ToolCallDelta) -> list[bytes]:
+        events = []
+        if self._open != "tool_use" or delta.index != self._call:
+            self._call = delta.index
+            block = {"type": "tool_use", "id": delta.id, "name": delta.name, "input": {}}
+            events += [*self._close(), *self._begin(block), self._write_arguments("")]
+        if delta.arguments:
+            events.append(self._write_arguments(delta.arguments))
+        return events
+
+    def _write_arguments(self, text: str) -> bytes:
+        self._arguments.append(text)
+        return self._delta({"type": "input_json_delta", "partial_json": text})
+
+    def _begin(self, block: dict[str, Any]) -> list[bytes]:
+        self._open = block["type"]
+        self._content.append(block)
+        return [self._of_block("content_block_start", content_block=block)]
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return self._of_block("content_block_delta", delta=delta)
+
+    def _close(self) -> list[bytes]:
+        if not self._open:
+            return []
+        if self._open == "tool_use":
+            self._content[-1]["input"] = _parsed("".join(self._arguments))
+            self._arguments = []
+        self._open = ""
+        return [self._of_block("content_block_stop")]
+
+    def _end(self, part: pb.GenerateStreamResponse) -> list[bytes]:
+        usage = self._usage(part.usage)
+        stop = part.stop_string if part.WhichOneof("stopped_by") == "stop_string" else None
+        ended = {"stop_reason": self._stop_reason(part), "stop_sequence": stop if self._request.max_tokens else None}
+        self._body |= {**ended, "usage": usage}
+        # The totals: clients replace the counts of message_start by these.
+        return [
+            event("message_delta", {"type": "message_delta", "delta": ended, "usage": usage}),
+            event("message_stop", {"type": "message_stop"}),
+        ]
+
+    def _stop_reason(self, part: pb.GenerateStreamResponse) -> str:
+        if not self._request.max_tokens:
+            return "max_tokens"
+        if part.finish_reason == pb.FINISH_REASON_LENGTH:
+            full = part.usage.generated_tokens < self._request.max_tokens
+            return "model_context_window_exceeded" if full else "max_tokens"
+        if part.finish_reason == pb.FINISH_REASON_TOOL_CALLS:
+            return "tool_use"
+        return "stop_sequence" if part.WhichOneof("stopped_by") == "stop_string" else "end_turn"
+
+    def _usage(self, counted: pb.Usage) -> dict[str, Any]:
+        """Return the usage. All computed tokens are stored: they count as such where the request marks any."""
+        computed = counted.prompt_tokens - counted.cached_tokens
+        written = 0 if self._ttl is None else computed
+        hour = written if self._ttl == _ONE_HOUR_SECONDS else 0
+        return {
+            "input_tokens": computed - written,
+            "cache_creation_input_tokens": written,
+            "cache_read_input_tokens": counted.cached_tokens,
+            "cache_creation": {"ephemeral_5m_input_tokens": written - hour, "ephemeral_1h_input_tokens": hour},
+            "output_tokens": counted.generated_tokens if self._request.max_tokens else 0,
+        }
+
+    def _of_block(self, kind: str, **body: Any) -> bytes:
+        return event(kind, {"type": kind, "index": len(self._content) - 1, **body})
+
+
+def _parsed(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments; nothing where max_tokens cut them off."""
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

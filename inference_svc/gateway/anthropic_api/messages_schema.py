@@ -1,0 +1,213 @@
+"""Schemas of ``/v1/messages`` and ``/v1/messages/count_tokens``, and their chat requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from inference_svc.gateway.anthropic_api.cache_control import CacheControl
+from inference_svc.gateway.anthropic_api.content_blocks import (
+    InputMessages,
+    TextBlocks,
+    system_text,
+)
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.cache_fields import MAX_BREAKPOINTS, CacheSession
+from inference_svc.gateway.request_schema import ChatRequest
+from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
+
+_MAX_STOPS = 8
+_TYPE_NAME = re.compile(r"[a-z0-9_]{1,40}")
+_MAX_NOTED = 8
+
+
+class FunctionTool(BodyModel):
+    """A function. The last four options have no effect: all tools are always in the prompt."""
+
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    eager_input_streaming: Any = None
+    input_examples: Any = None
+
+    def to_chat(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {**function, "strict": self.strict}}
+
+
+def _not_a_function(kind: str) -> str:
+    if kind == "custom":
+        raise ValueError("is for functions")
+    return kind
+
+
+class ServerTool(BaseModel):
+    """A tool of Anthropic's own, such as ``web_search_20250305``: it is skipped, with a note in the log."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, AfterValidator(_not_a_function)]
+
+
+class ToolChoice(BodyModel):
+    """``tool_choice``."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    def to_chat(self) -> str | dict[str, Any]:
+        """Raises InvalidRequest for a tool without a name."""
+        if self.type != "tool":
+            return "required" if self.type == "any" else self.type
+        if not self.name:
+            raise InvalidRequest("tool_choice.name is missing; it names the tool to call", param="tool_choice.name")
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class Thinking(BodyModel):
+    """``thinking``: the template's ``enable_thinking``; budget and display have no effect."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: Any = None
+    display: Any = None
+
+
+class OutputFormat(BodyModel):
+    """``output_config.format``."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BodyModel):
+    """``output_config``: ``effort`` and ``task_budget`` have no effect."""
+
+    format: OutputFormat | None = None
+    effort: Any = None
+    task_budget: Any = None
+
+
+class CountTokensRequest(BodyModel):
+    """Body of ``/v1/messages/count_tokens``."""
+
+    neutral_options: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL_OF_MESSAGES
+    ignored_options: ClassVar[Collection[str]] = IGNORED_OF_MESSAGES
+
+    model: str
+    messages: InputMessages = Field(min_length=1)
+    system: str | TextBlocks | None = None
+    tools: Annotated[list[FunctionTool | ServerTool], FIRST_ERROR] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
+    """The older name of ``output_config.format``."""
+    cache_salt: str = ""
+    """Ours: requests with different salts never share cached text."""
+
+    def prompt(self) -> pb.Prompt:
+        return self._chat({}).prompts()[0]
+
+    def skipped_tools(self) -> str:
+        """Return the types of the tools that are not functions, for the log."""
+        kinds = dict.fromkeys(tool.type for tool in self.tools or () if isinstance(tool, ServerTool))
+        return ",".join([kind if _TYPE_NAME.fullmatch(kind) else "other" for kind in kinds][:_MAX_NOTED])
+
+    def _chat(self, options: dict[str, Any]) -> ChatRequest:
+        """Return the chat request with further ``options``. Raises InvalidRequest, UnsupportedOption."""
+        system = [] if self.system is None else [{"role": "system", "content": system_text(self.system)}]
+        said = [found for i, message in enumerate(self.messages) for found in message.chat_messages(i)]
+        last = self.messages[-1]
+        goes_on = last.role == "assistant" and not last.calls
+        kept = [] if self.thinking is None else [("enable_thinking", self.thinking.type != "disabled")]
+        return ChatRequest.model_validate(
+            {
+                "model": self.model,
+                "messages": [*system, *said],
+                "tools": [tool.to_chat() for tool in self.tools or () if isinstance(tool, FunctionTool)],
+                "chat_template_kwargs": dict(kept) or None,
+                "add_generation_prompt": not goes_on,
+                "continue_final_message": goes_on,
+                **options,
+            }
+        )
+
+
+class MessagesRequest(CountTokensRequest):
+    """Body of ``/v1/messages``."""
+
+    max_tokens: int = Field(ge=0, lt=2**31)
+    """0 prefills the prompt into the cache and answers nothing."""
+    stream: bool = False
+    stop_sequences: Annotated[list[str], FIRST_ERROR] | None = Field(default=None, max_length=_MAX_STOPS)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    cache_session: CacheSession = ""
+    """Ours, as in chats."""
+    kv_hints: Any = None
+
+    def chat(self) -> ChatRequest:
+        """Return the chat request. Raises InvalidRequest, UnsupportedOption."""
+        choice = self.tool_choice
+        return self._chat(
+            {
+                "stream": self.stream,
+                "max_tokens": self.max_tokens or 1,  # the worker must generate one token, which the answer omits
+                "stop": self.stop_sequences,
+                "temperature": self.temperature,
+                "top_p": self.top_p,
+                "top_k": self.top_k,
+                "tool_choice": None if choice is None or not self.max_tokens else choice.to_chat(),
+                "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
+                "response_format": self._format(),
+                "cache_salt": self.cache_salt,
+                "cache_retain_seconds": None if self.cache_control is None else self.cache_control.seconds,
+                "cache_breakpoints": self._breakpoints(),
+                "cache_session": self.cache_session,
+                "kv_hints": self.kv_hints,
+            }
+        )
+
+    @property
+    def retain_seconds(self) -> int | None:
+        """The longest retention that the request asks for; None without a breakpoint."""
+        top = [] if self.cache_control is None else [self.cache_control.seconds]
+        return max(top + [seconds for _, seconds in self._marks()], default=None)
+
+    def _breakpoints(self) -> list[dict[str, int]]:
+        """Return the breakpoints in terms of chat messages. Of more than the maximum, the last ones count."""
+        by_end: dict[int, int] = {}
+        for end, seconds in self._marks():
+            by_end[end] = max(by_end.get(end, 0), seconds)
+        return [{"messages": end, "retain_seconds": by_end[end]} for end in sorted(by_end)[-MAX_BREAKPOINTS:]]
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return ``(chat messages, seconds)`` of the breakpoints in tools, system prompt and messages."""
+        system = [block.cache_control for block in self.system or () if not isinstance(block, str)]
+        tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        # Templates write tools beside the first message.
+        found = [(1, mark.seconds) for mark in (*system, *tools) if mark is not None]
+        end = int(self.system is not None)
+        for i, message in enumerate(self.messages):
+            end += len(message.chat_messages(i))
+            found += [(end, mark.seconds) for mark in message.marks() if mark is not None]
+        return found
+
+    def _format(self) -> dict[str, Any] | None:
+        wanted = self.output_format or (self.output_config.format if self.output_config is not None else None)
+        if wanted is None or not self.max_tokens:
+            return None
+        return {"type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.schema_}}

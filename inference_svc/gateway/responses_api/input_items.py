@@ -1,0 +1,156 @@
+"""Items of ``/v1/responses`` and ``/v1/conversations``, and their conversion to chat messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from secrets import token_hex
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, TypeAdapter
+
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+
+_ID_PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs",
+    "custom_tool_call": "ctc", "custom_tool_call_output": "cto",
+}  # fmt: skip
+
+
+class Part(BodyModel):
+    """A text part of a message; answers that are sent back have ``annotations`` and ``logprobs``."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: Annotated[list[Any], FIRST_ERROR] | None = None
+    logprobs: Annotated[list[Any], FIRST_ERROR] | None = None
+    prompt_cache_breakpoint: Any = None
+
+
+Parts = Annotated[list[Part], FIRST_ERROR]
+
+
+class _Item(BodyModel):
+    id: str | None = None
+    status: str | None = None
+
+
+class MessageItem(_Item):
+    """A message of any role."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | Parts
+    phase: str | None = None
+
+
+class CallItem(_Item):
+    """A function call of the model; ``namespace`` is that of its tool."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    parsed_arguments: Any = None
+    namespace: str | None = None
+
+
+class CustomCallItem(_Item):
+    """A call of a ``custom`` tool, in a history of another server; its input is text."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class ResultItem(_Item):
+    """The result of a call."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    call_id: str
+    name: str | None = None
+    output: str | Parts
+
+
+class ReasoningItem(_Item):
+    """Reasoning of an answer; not part of the prompt."""
+
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], FIRST_ERROR] | None = None
+    content: Annotated[list[Any], FIRST_ERROR] | None = None
+    encrypted_content: str | None = None
+
+
+class ItemReference(BodyModel):
+    """Stands for an item of a response that is kept."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+class HostedItem(BaseModel):
+    """A step of a tool on another server; not part of the prompt."""
+
+    type: Literal[
+        "web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools",
+        "mcp_call", "local_shell_call", "local_shell_call_output", "tool_search_call", "tool_search_output",
+    ]  # fmt: skip
+    id: str | None = None
+
+
+Item = MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem | HostedItem
+InputItem = Item | ItemReference
+ITEM: TypeAdapter[Item] = TypeAdapter(Item)
+
+
+def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return items as chat messages."""
+    found: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, MessageItem):
+            found.append({"role": item.role, "content": _content(item.content)})
+        elif isinstance(item, ResultItem):
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
+        elif isinstance(item, CallItem):
+            add_call(found, item.call_id, item.name, item.arguments)
+        elif isinstance(item, CustomCallItem):
+            add_call(found, item.call_id, item.name, json.dumps({"input": item.input}))
+    return found
+
+
+def add_call(messages: list[dict[str, Any]], call_id: str, name: str, arguments: str) -> None:
+    """Add a call to the assistant's last message, or as a new message."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return items as lists of them show items: with an id, a status, and content in parts."""
+    found = []
+    for item in items:
+        body = item.model_dump(exclude_none=True)
+        body.setdefault("id", f"{_ID_PREFIXES.get(item.type, 'item')}_{token_hex(12)}")
+        body.setdefault("status", "completed")
+        if isinstance(item, MessageItem) and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            more: dict[str, Any] = {"annotations": []} if item.role == "assistant" else {}
+            body["content"] = [{"type": kind, "text": item.content, **more}]
+        found.append(body)
+    return found
+
+
+def _content(content: str | Parts) -> str | list[dict[str, Any]]:
+    """Return the content of a chat message; in parts if a part ends with a cache breakpoint."""
+    if isinstance(content, str) or not any(isinstance(part.prompt_cache_breakpoint, dict) for part in content):
+        return _text(content)
+    return [
+        {"type": "text", "text": part.text, "prompt_cache_breakpoint": part.prompt_cache_breakpoint} for part in content
+    ]
+
+
+def _text(content: str | Parts) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,170 @@
+"""Handlers of kept responses, their items, and ``/v1/conversations``."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Hashable
+from functools import partial
+from secrets import token_hex
+from typing import Annotated, Any
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from kvsidecar.errors import InvalidRequest, UnknownResponse
+from pydantic import Field, TypeAdapter
+
+from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.chat_messages import TextAlone
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore, StoredResponse
+from inference_svc.gateway.responses_api.input_items import Item, listed, to_messages
+from inference_svc.gateway.unsupported_options import parse
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+_MAX_LISTED = 100
+_DEFAULT_LISTED = 20
+
+
+class ConversationBody(BodyModel):
+    """Body of ``/v1/conversations``, to create or change a conversation."""
+
+    items: Annotated[list[Item], FIRST_ERROR, TextAlone] = Field(default_factory=list)
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(BodyModel):
+    """Body of ``/v1/conversations/ID/items``."""
+
+    items: Annotated[list[Item], FIRST_ERROR, TextAlone] = Field(min_length=1)
+
+
+class ResponsesRoutes:
+    """Handlers of what the gateway keeps for each tenant."""
+
+    def __init__(self, store: ConversationStore, keys: ApiKeys, bodies: BodyReader) -> None:
+        self._store, self._keys, self._bodies = store, keys, bodies
+
+    # ---- responses ------------------------------------------------------------------------------------------
+
+    async def response(self, request: Request) -> Response:
+        return Response(self._find(request, "resp_").response, media_type="application/json")
+
+    async def input_items(self, request: Request) -> Response:
+        return _page(request, self._find(request, "resp_").items)
+
+    async def cancel(self, request: Request) -> Response:
+        found = self._find(request, "resp_")
+        raise InvalidRequest(
+            f"the response {found.id!r} was not made with background, so it has ended; to cancel a response that "
+            "runs, close its connection"
+        )
+
+    async def forget(self, request: Request) -> Response:
+        return self._drop(request, "resp_", "response")
+
+    # ---- conversations --------------------------------------------------------------------------------------
+
+    async def create(self, request: Request) -> Response:
+        parsed = await self._bodies.read(request, partial(parse, ConversationBody))
+        body = {"id": f"conv_{token_hex(24)}", "object": "conversation", "created_at": int(time.time())}
+        body["metadata"] = parsed.metadata or {}
+        self._keep(self._tenant(request), body, listed(parsed.items))
+        return JSONResponse(body)
+
+    async def conversation(self, request: Request) -> Response:
+        return Response(self._find(request, "conv_").response, media_type="application/json")
+
+    async def update(self, request: Request) -> Response:
+        parsed = await self._bodies.read(request, partial(parse, ConversationBody))
+        if parsed.items:
+            raise InvalidRequest("items are added at the conversation's /items", param="items")
+        found = self._find(request, "conv_")
+        body = json.loads(found.response) | {"metadata": parsed.metadata or {}}
+        self._keep(self._tenant(request), body, json.loads(found.items))
+        return JSONResponse(body)
+
+    async def delete(self, request: Request) -> Response:
+        return self._drop(request, "conv_", "conversation.deleted")
+
+    async def items(self, request: Request) -> Response:
+        return _page(request, self._find(request, "conv_").items)
+
+    async def add_items(self, request: Request) -> Response:
+        parsed = await self._bodies.read(request, partial(parse, ItemsBody))
+        found, added = self._find(request, "conv_"), listed(parsed.items)
+        self._store.messages(self._tenant(request), found.id, "items")  # refuses one that is too large
+        self.append(self._tenant(request), found.id, added)
+        return JSONResponse(_listing(added, has_more=False))
+
+    async def item(self, request: Request) -> Response:
+        found, item_id = self._find_item(request)
+        return JSONResponse(found.item(item_id))
+
+    async def delete_item(self, request: Request) -> Response:
+        found, item_id = self._find_item(request)
+        kept = [item for item in json.loads(found.items) if item["id"] != item_id]
+        self._keep(self._tenant(request), json.loads(found.response), kept)
+        return Response(found.response, media_type="application/json")
+
+    def append(self, tenant: Hashable, conversation_id: str, items: list[dict[str, Any]]) -> None:
+        """Add items to a conversation, if it is still kept."""
+        try:
+            found = self._store.find(tenant, conversation_id)
+        except UnknownResponse:  # deleted while it was answered
+            return
+        self._keep(tenant, json.loads(found.response), [*json.loads(found.items), *items])
+
+    # ---- shared ---------------------------------------------------------------------------------------------
+
+    def _tenant(self, request: Request) -> Hashable:
+        return self._keys.tenant(request.scope)
+
+    def _find(self, request: Request, prefix: str) -> StoredResponse:
+        """Return what the path names. Raises UnknownResponse."""
+        name = request.path_params["name"]
+        if not name.startswith(prefix):
+            kind = {"conv_": "conversation", "resp_": "response"}[prefix]
+            raise UnknownResponse(f"the {kind} {name[:80]!r} is not kept: its id begins with {prefix}")
+        return self._store.find(self._tenant(request), name)
+
+    def _find_item(self, request: Request) -> tuple[StoredResponse, str]:
+        """Return the conversation that a path names, and the id of its item. Raises UnknownResponse."""
+        found, item_id = self._find(request, "conv_"), request.path_params["item"]
+        if item_id not in found.item_ids:
+            raise UnknownResponse(f"the conversation has no item {item_id[:80]!r}")
+        return found, item_id
+
+    def _keep(self, tenant: Hashable, body: dict[str, Any], items: list[dict[str, Any]]) -> None:
+        messages = to_messages(_ITEMS.validate_python(items))
+        self._store.keep(tenant, StoredResponse.of(body, messages, items))
+
+    def _drop(self, request: Request, prefix: str, kind: str) -> Response:
+        found = self._find(request, prefix)
+        self._store.drop(self._tenant(request), found.id)
+        return JSONResponse({"id": found.id, "object": kind, "deleted": True})
+
+
+def _page(request: Request, items: bytes) -> Response:
+    """Return a page of a list of items, as ``limit``, ``order`` and ``after`` ask. Raises InvalidRequest."""
+    asked = request.query_params
+    limit, order, after = asked.get("limit", str(_DEFAULT_LISTED)), asked.get("order", "desc"), asked.get("after")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= _MAX_LISTED):
+        raise InvalidRequest(f"limit is {limit[:40]!r}; allowed are 1 to {_MAX_LISTED}", param="limit")
+    if order not in ("asc", "desc"):
+        raise InvalidRequest(f"order is {order[:40]!r}; allowed are asc and desc", param="order")
+    found: list[dict[str, Any]] = json.loads(items)
+    if order == "desc":
+        found.reverse()
+    if after is not None:
+        places = [i for i, item in enumerate(found) if item["id"] == after]
+        if not places:
+            raise InvalidRequest(f"after is {after[:80]!r}, which is no item of this list", param="after")
+        found = found[places[0] + 1 :]
+    return JSONResponse(_listing(found[: int(limit)], len(found) > int(limit)))
+
+
+def _listing(items: list[dict[str, Any]], has_more: bool) -> dict[str, Any]:
+    ends = {"first_id": items[0]["id"], "last_id": items[-1]["id"]} if items else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": items, **ends, "has_more": has_more}

@@ -1,0 +1,133 @@
+"""Tool calls over /v1/messages: deltas, results, and calls that are sent back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.inference_svc.gateway.conftest import Gateway
+from tests.inference_svc.gateway.messages_client import (
+    GREEDY,
+    HELLO,
+    NOTHING,
+    TOOL,
+    client_of,
+    only_block,
+    prompt_tokens,
+    raw_events,
+    said,
+)
+
+
+@pytest.fixture(scope="module")
+def client(gateway: Gateway) -> Iterator[anthropic.Anthropic]:
+    with client_of(gateway) as found:
+        yield found
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_function_is_called_and_its_result_read(client: anthropic.Anthropic, streamed: bool) -> None:
+    options: Any = {"model": "demo", "tools": [TOOL, {"type": "web_search_20250305", "name": "web_search"}]}
+    talk = said("weather?")
+    asked: Any = {
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+        "max_tokens": 90,
+        "messages": talk,
+        **GREEDY,
+        **options,
+    }
+    if streamed:
+        with client.messages.stream(**asked) as stream:
+            kinds = [event.type for event in stream]
+            first: Any = stream.get_final_message()
+        assert kinds.count("content_block_start") == 1
+    else:
+        first = client.messages.create(**asked)
+    assert first.stop_reason == "tool_use"
+    block = only_block(first)
+    assert (block.type, block.name) == ("tool_use", "get_weather")
+    assert block.input["city"] in ("Oslo", "Rome")
+    talk += [
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "dry"}]},
+    ]
+    second = client.messages.create(max_tokens=3, messages=talk, tool_choice={"type": "none"}, **options)
+    assert second.stop_reason in ("max_tokens", "end_turn")
+    assert prompt_tokens(second.usage) > prompt_tokens(first.usage)
+
+
+def test_arguments_that_are_empty_or_come_at_once_are_deltas(gateway: Gateway) -> None:
+    body = {"model": "demo", "max_tokens": 90, "temperature": 0, "messages": HELLO, "tools": [NOTHING]}
+    found = raw_events(gateway, body | {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}})
+    start = next(data for kind, data in found if kind == "content_block_start")
+    assert start["content_block"]["input"] == {}
+    deltas = [data["delta"] for kind, data in found if kind == "content_block_delta"]
+    assert {delta["type"] for delta in deltas} == {"input_json_delta"}
+    assert json.loads("".join(delta["partial_json"] for delta in deltas)) == {}
+    assert found[-2][1]["delta"]["stop_reason"] == "tool_use"
+    assert len([kind for kind, _ in found if kind == "content_block_start"]) == 1
+
+
+@pytest.mark.parametrize("protocol", ["messages", "chat", "responses"])
+def test_a_call_that_is_sent_back_has_the_tokens_that_the_model_wrote(gateway: Gateway, protocol: str) -> None:
+    """The model writes JSON with other spaces, and in other tokens, than the template would."""
+    text = {"type": "string", "minLength": 20, "maxLength": 40}
+    schema = {"type": "object", "properties": {"note": text}, "required": ["note"], "additionalProperties": False}
+    first, second = {"messages": _messages, "chat": _chat, "responses": _responses}[protocol](gateway, schema)
+    (prompt, _, answer), (_, cached, _) = first, second
+    assert answer > 20
+    assert cached >= prompt + answer - 2
+
+
+Counted = tuple[int, int, int]
+"""Prompt tokens, cached ones, and those of the answer."""
+
+
+def _messages(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
+    asked: Any = {"model": "demo", "max_tokens": 600, "tools": [{"name": "keep", "input_schema": schema}]}
+    with client_of(gateway) as client:
+        forced: Any = {"type": "tool", "name": "keep"}
+        first: Any = client.messages.create(messages=said("Keep a note."), tool_choice=forced, **asked)
+        result = {"type": "tool_result", "tool_use_id": only_block(first).id, "content": "ok"}
+        talk: Any = [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        second: Any = client.messages.create(messages=[*said("Keep a note."), *talk], **(asked | {"max_tokens": 1}))
+    one, two = (
+        (prompt_tokens(a.usage), a.usage.cache_read_input_tokens, a.usage.output_tokens) for a in (first, second)
+    )
+    return one, two
+
+
+def _chat(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
+    tool: Any = {"type": "function", "function": {"name": "keep", "parameters": schema}}
+    asked: Any = {"model": "demo", "tools": [tool]}
+    create = gateway.client.chat.completions.create
+    first = create(messages=said("Keep one."), tool_choice="required", parallel_tool_calls=False, **asked)
+    message = first.choices[0].message
+    answer: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "ok"}
+    second = create(messages=[*said("Keep one."), message, answer], max_tokens=1, **asked)
+    one, two = (
+        (a.usage.prompt_tokens, a.usage.prompt_tokens_details.cached_tokens, a.usage.completion_tokens)
+        for a in (first, second)
+    )
+    return one, two
+
+
+def _responses(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
+    tool: Any = {"type": "function", "name": "keep", "parameters": schema, "strict": True}
+    asked: Any = {"model": "demo", "tools": [tool]}
+    create = gateway.client.responses.create
+    first = create(input="Keep this.", tool_choice={"type": "function", "name": "keep"}, **asked)
+    result: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "ok"}
+    second = create(input=[*said("Keep this."), *first.output, result], max_output_tokens=1, **asked)
+    one, two = (
+        (a.usage.input_tokens, a.usage.input_tokens_details.cached_tokens, a.usage.output_tokens)
+        for a in (first, second)
+    )
+    return one, two
+
+
+# ---- prefills ---------------------------------------------------------------------------------------------------

@@ -1,0 +1,109 @@
+"""Blocks of a worker's pool, stored in a real daemon and loaded from it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+import torch
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2
+from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
+from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
+from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
+from kvsidecar.net.channel import ServiceAddress
+
+from benchmarks.node import Node
+from inference_svc.context_reuse.chunking import FixedChunker
+from inference_svc.context_reuse.reuse_policy import ReusePolicy
+from inference_svc.kv_client.connector import DaemonConnector
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import StoredPrefix
+from inference_svc.sequence.kv_connector import LoadResult
+from inference_svc.sequence.sequence import Sequence
+from tests.cache_daemon.conftest import descriptor
+from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.server.test_load import Request
+from tests.kvsidecar.kv_transfer.caches import DIM, HEADS, LAYERS, geometry
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    with Node(workers=0, arena_bytes="32MiB", daemon_flags={"heartbeat_ms": 300}) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def connected(node: Node, name: str, chunk_tokens: int) -> Iterator[tuple[DaemonConnector, DaemonConnection]]:
+    shape = geometry(torch.float32)
+    link = DaemonConnection(ServiceAddress(node.cache_socket), name, descriptor(name, shape))
+    connector = DaemonConnector({b"": link}, shape, ReusePolicy(FixedChunker(chunk_tokens), None, None, None), 0.1, 5.0)
+    assert link.wait(10)
+    try:
+        yield connector, link
+    finally:
+        connector.close()
+
+
+def random_pool(tokens: int) -> KVPool:
+    pool = KVPool(LAYERS, HEADS, DIM, tokens, torch.float32, torch.device("cpu"))
+    pool.keys.normal_()
+    pool.values.normal_()
+    return pool
+
+
+def computed(pool: KVPool, ids: list[int], tokens: int) -> Sequence:
+    """A sequence whose first ``tokens`` tokens are in the pool."""
+    sequence, table = Request(ids, 5).sequence, pool.allocate(len(ids))
+    assert table is not None
+    sequence.kv.load(tokens, table, None)
+    return sequence
+
+
+def slots_of(sequence: Sequence) -> torch.Tensor:
+    """Slots of all tokens but the last, which no load brings."""
+    assert sequence.kv.table is not None
+    return torch.from_numpy(sequence.kv.table.slots(0, len(sequence.tokens) - 1))
+
+
+def store(connector: DaemonConnector, sequence: Sequence, pool: KVPool) -> StoredPrefix | None:
+    done: Future[StoredPrefix | None] = Future()
+    assert connector.save(sequence, pool, lambda _, stored: done.set_result(stored))
+    return done.result(30)
+
+
+def test_a_chunk_longer_than_the_daemon_takes_is_stored_in_pieces(node: Node) -> None:
+    ids, pool = prompt(1, MAX_CHUNK_TOKENS + 100), random_pool(MAX_CHUNK_TOKENS + 256)
+    with connected(node, "long", 2 * MAX_CHUNK_TOKENS) as (connector, link):
+        stored = store(connector, computed(pool, ids, len(ids)), pool)
+        assert stored is not None
+        assert stored.tokens == len(ids)
+        chunks = CacheServiceStub(node.cache_channel()).List(cache_pb2.ListRequest(page_size=1000)).chunks
+        root = keys.tenant_root(link.namespace, b"")
+        assert sorted(chunk.tokens for chunk in chunks if chunk.root == root) == [100, MAX_CHUNK_TOKENS]
+
+
+def test_loading_leaves_what_is_in_the_pool(node: Node) -> None:
+    """The first chunk begins with tokens that the sequence shares with others."""
+    ids, there, shared = prompt(2, 200), random_pool(256), 20
+    with connected(node, "shared", 64) as (connector, link):
+        first = computed(there, ids, len(ids))
+        assert store(connector, first, there) is not None
+        session, deadline = link.session, time.monotonic() + 10
+        assert session is not None
+        while not session.may_contain(keys.tenant_root(link.namespace, b""), ids):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        here = random_pool(256)
+        second = computed(here, ids, shared)
+        source, target = slots_of(first), slots_of(second)
+        before = here.keys[:, :, target]
+        done: Future[LoadResult] = Future()
+        assert connector.load(second, here, lambda _, result: done.set_result(result))
+        assert done.result(30).tokens == 199
+        after = here.keys[:, :, target]
+        assert torch.equal(after[:, :, :shared], before[:, :, :shared])
+        assert torch.equal(after[:, :, shared:], there.keys[:, :, source][:, :, shared:])

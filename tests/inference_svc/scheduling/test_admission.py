@@ -1,0 +1,56 @@
+"""Sharing of a running prefix with a waiting prompt."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+
+from inference_svc.kv_pool.kv_pool import KVPool
+from inference_svc.kv_pool.prefix_cache import PrefixCache
+from inference_svc.model_runner.layerwise_load import LayerReadyEvent
+from inference_svc.scheduling.admission import Admission
+from inference_svc.scheduling.prefill_budget import PrefillBudget
+from inference_svc.sequence.generation_request import CacheParams
+from inference_svc.sequence.kv_connector import NullKVConnector
+from inference_svc.sequence.sequence import Sequence, SequenceState
+from tests.inference_svc.engine.test_exactness import prompt
+from tests.inference_svc.server.test_load import Request
+
+LAYERS, IDS = 2, prompt(1, 200)
+
+
+def sequence_of(salt: bytes) -> Sequence:
+    sequence = Request(IDS, 5).sequence
+    sequence.request = replace(sequence.request, cache=CacheParams(tenant_salt=salt))
+    return sequence
+
+
+def prefix_beside(salt: bytes, layers: LayerReadyEvent | None = None) -> int | None:
+    """Length of the prefix that a prompt of tenant ``a`` shares; None if it is held back.
+
+    A running sequence of tenant ``salt`` has the same prompt, and all but its last token in the pool.
+    """
+    pool = KVPool(LAYERS, 1, 2, 1024, torch.float32, torch.device("cpu"))
+    admission = Admission(pool, PrefixCache(pool, 8), 64, 1024, PrefillBudget(0.0), NullKVConnector())
+    running, waiting = sequence_of(salt), sequence_of(b"a")
+    table = pool.allocate(len(IDS))
+    assert table is not None
+    running.kv.load(len(IDS) - 1, table, None)
+    running.kv.layers, running.state = layers, SequenceState.RUNNING
+    chosen = admission.next(deque([waiting]), [running])
+    return None if chosen is None else chosen[1].tokens
+
+
+@pytest.mark.parametrize(("salt", "shared"), [(b"a", len(IDS) - 1), (b"b", 0)])
+def test_only_the_own_tenants_running_prefix_is_shared(salt: bytes, shared: int) -> None:
+    assert prefix_beside(salt) == shared
+
+
+@pytest.mark.parametrize(("loaded", "shared"), [(1, None), (LAYERS, len(IDS) - 1)])
+def test_a_running_prefix_is_shared_once_all_its_layers_are_loaded(loaded: int, shared: int | None) -> None:
+    layers = LayerReadyEvent(LAYERS)
+    layers.open(loaded)
+    assert prefix_beside(b"a", layers) == shared
