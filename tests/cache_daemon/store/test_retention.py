@@ -183,10 +183,13 @@ def test_hints_over_the_wire(start: Callable[..., Node]) -> None:
     assert peer.stub.Stats(pb.StatsRequest()).retained_bytes == kept.payload_bytes
     for prefixes, named in (
         ([pb.RetainedPrefix(end=1, retain_seconds=2_592_001)], "retain_seconds is 2592001; at most 2592000"),
-        ([pb.RetainedPrefix(end=1)] * 65, "retained.* 65.*at most 64"),
+        ([pb.RetainedPrefix(end=1)] * 65, "retained.*65.*64"),
     ):
         match = pb.MatchRequest(session_id=peer.session, token_ids=[1], retained=prefixes)
-        for call, message in ((peer.stub.Match, match), (peer.stub.Reserve, pb.ReserveRequest(retained=prefixes))):
+        for call, message in (
+            (peer.stub.Match, match),
+            (peer.stub.Reserve, pb.ReserveRequest(session_id=peer.session, retained=prefixes)),
+        ):
             with pytest.raises(grpc.RpcError, match=named) as refused:
                 call(message)
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
