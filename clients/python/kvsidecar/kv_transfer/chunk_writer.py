@@ -69,6 +69,7 @@ class ChunkWriter:
         token_seconds: float = 0.0,
         after: Any = None,
         read_guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        hints: CacheHints = NO_HINTS,
     ) -> StoreResult:
         """Store the tokens after ``prefix`` from ``slots [len(tokens)]``.
 
@@ -77,7 +78,7 @@ class ChunkWriter:
         StoreCancelled to stop the store. Raises StoreCancelled, grpc.RpcError and ValueError, after it has aborted the
         open reservations (if the daemon can be reached).
         """
-        target = StoreTarget(session, root, salt, self._timeout)
+        target = StoreTarget(session, root, salt, self._timeout, hints)
         source = _BlockSource(
             self, session.max_chunk_tokens, _StoreJob(tokens, slots, token_seconds, after, read_guard)
         )
