@@ -78,30 +78,6 @@ def test_a_prompt_that_one_engine_computed_another_loads(node: Node, engines: Ex
     assert not two.scheduler.request_finished(again, [4, 2, 0, 3, 1])
 
 
-def test_the_hints_of_a_request_reach_its_chunks(node: Node, engines: ExitStack) -> None:
-    """The first block is retained, at the store and again at the next lookup; actions are counted."""
-    one = start(engines, node, "hinted")
-    directives = [{"end": BLOCK_TOKENS, "priority": 50, "duration": 600}]
-    actions = [
-        SimpleNamespace(action_type="kv.retain", action_version="1.0", payload={"directives": directives}),
-        SimpleNamespace(action_type="kv.fetch", action_version="1.0", payload={}),
-        SimpleNamespace(action_type="kv.share", action_version="1.0", payload={}),
-    ]
-    before = node.cache_stats().retained_bytes
-    first = Request("a", PROMPT, kv_hints=SimpleNamespace(actions=actions))
-    assert one.matched(first) == (0, False)
-    one.compute(first, [0, 1, 2, 3, 4])
-    stats = one.scheduler.take_stats()
-    assert (stats["applied_hints"], stats["ignored_hints"]) == (2, 1)
-    retained = node.cache_stats().retained_bytes - before
-    assert 0 < retained < len(one.payload(0, [0, 1, 2, 3])) / 3
-    whole = [{"priority": 50, "duration": 600}]
-    actions[0] = SimpleNamespace(action_type="kv.retain", action_version="1.0", payload={"directives": whole})
-    again = Request("b", PROMPT, kv_hints=SimpleNamespace(actions=actions))
-    assert one.matched(again) == (WHOLE, True)
-    assert node.cache_stats().retained_bytes - before == 4 * retained
-
-
 def test_what_vllm_has_of_its_own_is_not_loaded(node: Node, engines: ExitStack) -> None:
     one = start(engines, node, "own")
     one.compute(Request("a", PROMPT), [0, 1, 2, 3, 4])
