@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from kvsidecar.process.restart_backoff import RestartBackoff
 from kvsidecar.process.runtime_dir import die_with_parent
 
 _STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT})
@@ -54,7 +55,9 @@ def run_supervised(run: Callable[[], int]) -> int:
     gc.freeze()  # keeps pages that parent and children share from being copied
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED_SIGNALS)
     try:
-        failed_starts, backoff = 0, 0.0
+        # The first restart is immediate; a daemon that keeps dying must not keep the machine busy with restarts.
+        failed_starts = 0
+        backoff = RestartBackoff(_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS, immediate=True)
         while True:
             began, _served[0] = time.monotonic(), 0
             end = _wait_for_child(_fork_child(run, before))
@@ -68,17 +71,15 @@ def run_supervised(run: Callable[[], int]) -> int:
             if failed_starts == _MAX_FAILED_STARTS:
                 log.error("daemon died too often before it served, giving up", signal=name, deaths=failed_starts)
                 return 128 - end.code
-            # The first restart is immediate; a daemon that keeps dying must not keep the machine busy with restarts.
-            backoff = 0.0 if seconds > _STABLE_SECONDS else backoff
+            pause = backoff.pause(seconds)
             log.warning(
                 "daemon died, restarting it",
                 signal=name,
                 after_seconds=round(seconds, 3),
-                backoff_seconds=backoff,
+                backoff_seconds=pause,
             )
-            if _stop_requested(backoff):
+            if _stop_requested(pause):
                 return 0
-            backoff = min(_MAX_BACKOFF_SECONDS, max(_MIN_BACKOFF_SECONDS, backoff * 2))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

@@ -133,7 +133,14 @@ async def _store(
 
 
 def _tier(config: DaemonConfig, folder: Path) -> LmdbTier:
-    return LmdbTier(folder, config.store_bytes, config.durability == "strict", config.compression, _key(config))
+    return LmdbTier(
+        folder,
+        config.store_bytes,
+        config.durability == "strict",
+        config.compression,
+        _key(config),
+        replace_other_formats=True,
+    )
 
 
 def _key(config: DaemonConfig) -> bytes | None:

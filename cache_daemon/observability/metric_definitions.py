@@ -44,6 +44,7 @@ COUNTERS = {
     "expired_chunks": "Chunks removed because their TTL expired",
     "corrupt_chunks": "Chunks with a wrong checksum, header or length",
     "failed_writes": "Chunks that could not be made durable at the first try",
+    "failed_reads": "Reads of durable chunks that the disk failed",
     "remote_lookups": "Prompts looked up in the remote tier",
     "remote_hits": "Prompts with tokens from the remote tier",
     "remote_tokens": "Tokens fetched from the remote tier",

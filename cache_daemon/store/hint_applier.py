@@ -48,6 +48,13 @@ class HintApplier:
             self._share(chunk, hints.group, hints.low_priority)
             chunk = self.tiers.parent_of(chunk)
 
+    def leave_groups(self, chunk: Chunk | None) -> None:
+        """Take a chunk and its ancestors out of their groups, because something other than a request reads them."""
+        while chunk is not None:
+            if chunk.group:
+                self.groups.leave(chunk)
+            chunk = self.tiers.parent_of(chunk)
+
     def inherit(self, chunk: Chunk, old: Chunk) -> None:
         """Apply the hints of a chunk to the longer sibling that supersedes it."""
         self.record_use(chunk, ChunkHints(old.expires_at, old.retained_until, old.group, old.low_priority))

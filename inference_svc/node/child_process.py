@@ -12,6 +12,7 @@ from functools import partial
 
 import structlog
 from kvsidecar.process.node_report import SERVING, SILENT, STARTING, ProcessReport
+from kvsidecar.process.restart_backoff import RestartBackoff
 from kvsidecar.process.runtime_dir import die_with_parent
 
 from inference_svc.node.liveness import PROBE_SECONDS, Probe
@@ -51,18 +52,16 @@ class ChildProcess:
 
     async def keep_running(self, stop: asyncio.Event) -> str:
         """Run and restart the process until ``stop``. Returns the reason if it cannot start; empty after a stop."""
-        pause = _MIN_BACKOFF_SECONDS
+        backoff = RestartBackoff(_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS)
         while not stop.is_set():
             code = await self._run_once()
             if stop.is_set():
                 break
             if not self.served and code in (_FAILED, _BAD_SETTINGS):
                 return f"{self.name} could not start; its message is above"
-            if time.monotonic() - self._started > _STABLE_SECONDS:
-                pause = _MIN_BACKOFF_SECONDS
+            pause = backoff.pause(time.monotonic() - self._started)
             log.warning("process died, starting it again", name=self.name, code=code, pause_seconds=pause)
             await asyncio.sleep(pause)
-            pause = min(_MAX_BACKOFF_SECONDS, pause * 2)
         return ""
 
     async def _run_once(self) -> int:

@@ -31,10 +31,10 @@ from kvsidecar.retained_prefixes import RetainedPrefixes
 
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.request.logprobs_output import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.miss_report import add_miss
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
 from inference_svc.request.request_options import check_salt, check_session
+from inference_svc.request.response_fields import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
 from inference_svc.server.otel_observer import NOOP, NOOP_REQUEST, ObservedRequest, RequestObserver

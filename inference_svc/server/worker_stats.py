@@ -1,4 +1,4 @@
-"""Statistics of a worker, as GetStats returns them."""
+"""Counters and gauges of a worker, as the protocol's message."""
 
 from __future__ import annotations
 

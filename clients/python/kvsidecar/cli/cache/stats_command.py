@@ -30,7 +30,9 @@ _SECTIONS = {
         "remote_opened", "remote_latency_ms",
         "remote_bytes_per_second",
     ),
-    "what went": ("arena_evictions", "durable_evictions", "expired_chunks", "corrupt_chunks", "failed_writes"),
+    "what went": (
+        "arena_evictions", "durable_evictions", "expired_chunks", "corrupt_chunks", "failed_writes", "failed_reads",
+    ),
 }  # fmt: skip
 _OF_A_TENANT = (
     "chunks",
