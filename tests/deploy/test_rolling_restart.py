@@ -16,6 +16,7 @@ from tests.deploy.releases import PROMPTS, MixedNode, Release
 
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1800)]
 STREAMS, SECONDS = 32, 60.0
+MARGIN = 1.5  # of the measured speed
 # Longer than a stream, as `terminationGracePeriodSeconds` would be.
 PATIENT = {"KVSIDECAR_WORKER_DRAIN_SECONDS": "240", "KVSIDECAR_GATEWAY_DRAIN_SECONDS": "240"}
 
@@ -64,14 +65,16 @@ class Streams:
 
 
 def tokens_per_second(node: MixedNode) -> float:
-    """Measure one stream's speed beside the others."""
-    probe = Streams(node, 24)
-    probe.over.set()
-    began = time.monotonic()
-    for thread in probe.run():
-        thread.join()
-    assert not probe.broken
-    return probe.max_tokens / (time.monotonic() - began)
+    """Measure the speed of one stream among all of them, without its prefill."""
+    took = []
+    for max_tokens in (8, 40):
+        probe = Streams(node, max_tokens)
+        probe.over.set()
+        for thread in probe.run():
+            thread.join()
+        assert not probe.broken
+        took.append(sum(probe.seconds) / STREAMS)
+    return 32 / max(0.1, took[1] - took[0])
 
 
 def test_no_stream_breaks_while_every_process_is_replaced(tmp_path: Path) -> None:
@@ -79,16 +82,18 @@ def test_no_stream_breaks_while_every_process_is_replaced(tmp_path: Path) -> Non
     node = MixedNode(tmp_path / "node", release)
     try:
         tokens_per_second(node)  # fills the cache
-        streams = Streams(node, max(32, int(tokens_per_second(node) * SECONDS)))
+        streams = Streams(node, min(3000, int(tokens_per_second(node) * SECONDS * MARGIN)))
         threads = streams.run()
         for process in ("daemon", "worker-0", "worker-1", "gateway"):
             node.replace(process, release)
         streams.over.set()
         for thread in threads:
             thread.join()
-        print(f"{len(streams.seconds)} streams, {min(streams.seconds):.0f} to {max(streams.seconds):.0f} s")
+        long = sum(seconds >= SECONDS for seconds in streams.seconds)
+        print(
+            f"{len(streams.seconds)} streams, {long} of them of {SECONDS:.0f} s or more, {len(streams.broken)} broken"
+        )
         assert not streams.broken, (streams.broken[:5], node.log())
-        assert len(streams.seconds) >= STREAMS
-        assert sorted(streams.seconds)[len(streams.seconds) // 2] > SECONDS / 2
+        assert long >= STREAMS
     finally:
         node.end()
