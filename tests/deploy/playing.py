@@ -121,8 +121,8 @@ def pod_of(
 def _here(container: dict[str, Any], given: dict[str, str], engine_flags: tuple[str, ...]) -> None:
     container["image"], container["imagePullPolicy"] = IMAGE, "Never"
     if container.get("command") == ["vllm", "serve"]:
-        container["command"] = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-        # podman does not replace these.
+        # The CPU's vLLM has no command. podman does not replace variables in arguments.
+        container["command"] = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
         container["args"] = [given["MODEL"] if a == "$(MODEL)" else a for a in container["args"]]
         container["args"] += engine_flags
     else:

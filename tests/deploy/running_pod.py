@@ -18,7 +18,7 @@ import pytest
 
 from tests.deploy.playing import Podman, pod_of, wait_for
 
-START_SECONDS = 200  # of a model, with room for a machine that does much else
+START_SECONDS = 400  # of a model, with room for a machine that does much else
 PROMPT = "The harbour was quiet that morning, and the boats lay still. " * 24
 CLONE_NEWNET = 0x40000000  # <linux/sched.h>
 

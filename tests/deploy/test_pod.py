@@ -12,7 +12,7 @@ import pytest
 from tests.deploy.playing import wait_for
 from tests.deploy.running_pod import START_SECONDS, Pod, running
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 # What a kubelet asks.
 PROBES = """
 import sys, grpc
