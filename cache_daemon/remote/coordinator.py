@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
@@ -15,10 +15,10 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from cache_daemon.remote import deletion_epochs, tombstones
 from cache_daemon.remote.bulk_transfer import TenantTransfer
 from cache_daemon.remote.deletion_epochs import DeletionEpochs
-from cache_daemon.remote.fetch import RemotePrefetcher
-from cache_daemon.remote.fetch_insert import RemoteChunkInserter
 from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookups
 from cache_daemon.remote.health_probe import HealthProbe
+from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
+from cache_daemon.remote.remote_prefetcher import RemotePrefetcher
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.tombstone_sync import TombstoneApplier
 from cache_daemon.remote.tombstones import DeletionWriter
@@ -76,7 +76,7 @@ class RemoteCoordinator:
         )
         self._prefetcher = RemotePrefetcher(tiers, inserter, tier, self._epochs, self._lookups)
         self._tombstones = TombstoneApplier(
-            tier, self._epochs, self._deletions, self._write_behind, services.bulk, self._lookups
+            tier, self._epochs, self._deletions, self._write_behind, services.deleter, self._lookups
         )
         self.transfer = TenantTransfer(services, tier, self._write_behind, inserter, self._epochs, self._lookups)
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,12 +117,14 @@ class RemoteCoordinator:
         """Offer the chunks that a prompt used; see ``WriteBehindQueue.enqueue_used``."""
         self._write_behind.enqueue_used(chunks)
 
-    def delete(self, root: bytes, key: bytes, *, is_known: bool = True) -> asyncio.Future[int]:
+    def delete(
+        self, root: bytes, key: bytes, *, is_known: bool = True, owner: Hashable | None = None
+    ) -> asyncio.Future[int]:
         """Enqueue a deletion, and stop the reads and writes that it concerns.
 
         See ``DeletionWriter.enqueue``.
         """
-        done = self._deletions.enqueue(root, key, is_known=is_known)
+        done = self._deletions.enqueue(root, key, is_known=is_known, owner=owner)
         self._write_behind.on_deletion(root, key)
         self._lookups.invalidate(root)
         return done

@@ -41,7 +41,8 @@ class SessionServicer(ServicerBase):
                     return
                 if self.principal_of(context) != session.owner:  # a revoked token ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
-                self.store.record_heartbeat(session, check_totals(message.heartbeat, session.heartbeat_totals))
+                totals = check_totals(message.heartbeat, session.heartbeat_totals)
+                session.record_heartbeat(totals, self.store.counters)
                 verdict = self.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except TimeoutError:

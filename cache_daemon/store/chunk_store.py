@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -23,7 +23,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ChunkNotFound, FailedPrecondition
+from kvsidecar.errors import ChunkNotFound, FailedPrecondition, LimitExceeded
 
 from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
@@ -33,8 +33,9 @@ from cache_daemon.memory.arena import Arena
 from cache_daemon.store import pins, reuse_verdicts
 from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
-from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_deleter import ChunkDeleter
+from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.chunk_reader import ChunkReader
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
@@ -50,6 +51,7 @@ from cache_daemon.store.promoter import Promoter
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
+from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
@@ -96,7 +98,7 @@ class ChunkStore:
         self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
-            StoreContext(self.events, self.accounts, self.counters, config.clock),
+            StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
@@ -115,13 +117,14 @@ class ChunkStore:
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
         self.misses = MissExplainer(self.tiers, self._commit.pending_tokens)
-        self.bulk = BulkOps(self.tiers, self.ttl, self._commit.invalidate)
+        self.listing = ChunkList(self.tiers.index)
+        self._deleter = ChunkDeleter(self.tiers, self.ttl, self._commit.invalidate)
         self.remote: RemoteCoordinator | None = None
         if remote is not None:
             self.remote = remote.new_coordinator(
-                StoreServices(self.tiers, self.bulk, self._inserter, self._lookup, self._persistence, self._threads)
+                StoreServices(self.tiers, self._deleter, self._inserter, self._lookup, self._persistence, self._threads)
             )
-        self._upkeep = Upkeep(self.sessions, self.bulk, self.counters, self.ttl, self._persistence)
+        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
 
@@ -185,15 +188,6 @@ class ChunkStore:
         session.leases.clear()
         self._commit.abort(session, list(session.reservations))
         session.close_staging()
-
-    def record_heartbeat(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Add a heartbeat's totals, which never fall.
-
-        Totals of sessions without shared memory are not trusted.
-        """
-        if session.shares_memory:
-            self.counters.add_heartbeat(session.heartbeat_totals, totals)
-        session.heartbeat_totals = totals
 
     # ---- chunks ---------------------------------------------------------------------------------------------
 
@@ -266,33 +260,40 @@ class ChunkStore:
         """End one pin. Returns the number of chunks of the prefix. Raises ChunkNotFound."""
         return self._pins.remove(root, prefix_hash)
 
-    async def delete(self, root: bytes, prefix_hash: bytes) -> int:
+    async def delete(self, root: bytes, prefix_hash: bytes, owner: Hashable | None = None) -> int:
         """Delete a chunk with its subtree, a tenant's chunks, or everything.
 
-        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. Returns the number of
-        chunks. Raises ChunkNotFound, StoreUnavailable, and LimitExceeded when too many deletions are pending in the
-        remote tier.
+        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. ``owner`` is the caller
+        whose limits count, None on the private socket. Returns the number of chunks. Raises ChunkNotFound,
+        StoreUnavailable, and LimitExceeded when too many deletions are pending in the remote tier; the chunks are then
+        deleted on this node all the same.
         """
         found = self.tiers.index.get(prefix_hash)
         if found is None:  # the chunk may be reserved
             self._commit.invalidate(root, prefix_hash)
-        async with self.bulk.await_disk_removal():
+        async with self._deleter.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
-                return await self.bulk.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
-            there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from now on no fetch reads it
-            here = await self.bulk.delete(root, found) if found is not None or not prefix_hash else 0
+                return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
+            there: asyncio.Future[int] | LimitExceeded
+            try:  # from now on no fetch reads it
+                there = self.remote.delete(root, prefix_hash, is_known=found is not None, owner=owner)
+            except LimitExceeded as error:
+                there = error
+            here = await self._deleter.delete(root, found) if found is not None or not prefix_hash else 0
+            if isinstance(there, LimitExceeded):
+                raise LimitExceeded(f"{here} chunks were deleted on this node, none in the remote tier: {there}")
             deleted = max(here, await self.remote.await_deletion(there))
             if prefix_hash and not deleted:
                 self.find(root, prefix_hash)
             return deleted
 
     def list_chunks(self, root: bytes, page_token: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of chunks; see ``BulkOps.page``."""
-        return self.bulk.page(root, page_token, limit)
+        """Return a page of chunks; see ``ChunkList.page``."""
+        return self.listing.page(root, page_token, limit)
 
     async def push_tenant(self, root: bytes) -> AsyncIterator[TransferProgress]:
         """Write all chunks of a tenant to the remote tier. Raises FailedPrecondition, Unavailable."""
-        transfer, chunks = self._transfer(), [chunk async for chunk in self.bulk.iter_chunks(root)]
+        transfer, chunks = self._transfer(), [chunk async for chunk in self.listing.iter_chunks(root)]
         async with contextlib.aclosing(transfer.push(chunks)) as steps:  # type: ignore[type-var]
             async for progress in steps:
                 yield progress
@@ -376,7 +377,7 @@ class ChunkStore:
 
     async def stats_of(self, root: bytes) -> StatsResponse:
         """Return the statistics of one tenant's chunks in a namespace."""
-        out = await self.bulk.count(root)
+        out = await self.listing.count(root)
         out.epoch = self.epoch
         return out
 

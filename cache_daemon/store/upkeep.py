@@ -7,13 +7,13 @@ import asyncio
 import structlog
 from kvsidecar.process.background_task import BackgroundTask
 
-from cache_daemon.store.bulk_ops import BulkOps
+from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.sessions import SessionTable
 from cache_daemon.store.ttl import TtlIndex
 
-_TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
+_TICK_SECONDS, _RECENCY_TICKS = 1.0, 15
 
 log = structlog.get_logger("cache_daemon")
 
@@ -27,13 +27,13 @@ class Upkeep(BackgroundTask):
     def __init__(
         self,
         sessions: SessionTable,
-        bulk: BulkOps,
+        deleter: ChunkDeleter,
         counters: Counters,
         ttl: TtlIndex,
         persistence: Persistence | None,
     ) -> None:
         super().__init__(self._run)
-        self._sessions, self._bulk, self._counters = sessions, bulk, counters
+        self._sessions, self._deleter, self._counters = sessions, deleter, counters
         self._ttl, self._persistence = ttl, persistence
 
     async def _run(self) -> None:
@@ -56,9 +56,8 @@ class Upkeep(BackgroundTask):
                 self._persistence.write_recency()
                 self._ttl.persist_changes()
         self._sessions.expire_leases()
-        if tick % _SWEEP_TICKS == 0:
-            await self.sweep()
+        await self.sweep()
 
     async def sweep(self) -> None:
         """Remove expired chunks."""
-        self._counters.expired_chunks += await self._bulk.expire()
+        self._counters.expired_chunks += await self._deleter.expire()

@@ -44,7 +44,7 @@ from inference_svc.gateway.openapi import document
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import (
     ChoiceChunk,
-    Generator,
+    RequestRunner,
     first_chunk,
     request_logprobs_once,
     share_prompt_logprobs,
@@ -59,6 +59,7 @@ from inference_svc.gateway.responses_api.responses_schema import ResponsesReques
 from inference_svc.gateway.served_models import ServedModels, no_worker
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.unsupported_options import parse
+from inference_svc.gateway.worker_retry import WorkerRetry
 from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
@@ -91,7 +92,7 @@ class GatewayHandlers:
         self._conversations = ConversationStore()
         self.kept = ResponsesRoutes(self._conversations, self.keys, self.bodies)
         self._wait = WorkerWait(self.router, config)
-        self._generator = Generator(config, self.router, self.metrics, self._wait)
+        self._requests = RequestRunner(config, WorkerRetry(config, self.router, self.metrics, self._wait))
         self.node = NodeView(self.router, config.cache_socket)
 
     # ---- endpoints ------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ class GatewayHandlers:
             model = self._models.answer_model(parsed.model)
             writer = ResponseWriter(parsed, model, partial(self._keep_response, tenant, parsed), messages, given)
             asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-            self._generator.set_defaults([asked], self._models.resolve(model))
+            self._requests.set_defaults([asked], self._models.resolve(model))
             return parsed, writer, asked
 
         parsed, writer, asked = await self.bodies.read(request, parse_request, apart)
@@ -240,7 +241,7 @@ class GatewayHandlers:
             chat = parsed.chat()
             asked = chat.to_grpc(chat.prompts()[0], 0, request_id)
             asked.continuous_usage = parsed.stream
-            self._generator.set_defaults([asked], self._models.resolve(parsed.model))
+            self._requests.set_defaults([asked], self._models.resolve(parsed.model))
             return parsed, asked
 
         parsed, asked = await self.bodies.read(request, parse_request)
@@ -315,7 +316,7 @@ class GatewayHandlers:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.num_choices)
         ]
-        self._generator.set_defaults(requests, self._models.resolve(model))
+        self._requests.set_defaults(requests, self._models.resolve(model))
         return _AnswerJob(answer_id, model, parsed, requests)
 
     async def _answer(self, request: Request, asked: _AnswerJob) -> Response:
@@ -335,7 +336,7 @@ class GatewayHandlers:
         return JSONResponse(found)
 
     def _run(self, request: Request, requests: list[pb.GenerateRequest], whole: bool) -> AsyncIterator[ChoiceChunk]:
-        return self._generator.run(requests, whole, preferred_wait_seconds(request.headers))
+        return self._requests.run(requests, whole, preferred_wait_seconds(request.headers))
 
 
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:

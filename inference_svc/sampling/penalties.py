@@ -1,4 +1,4 @@
-"""Repetition, frequency and presence penalties, and logit biases."""
+"""Repetition, frequency and presence penalties of a batch."""
 
 from __future__ import annotations
 
@@ -46,15 +46,11 @@ class TokenCounts:
 
 
 def apply_penalties(scores: Tensor, rows: Sequence[tuple[SamplingParams, TokenCounts | None]]) -> None:
-    """Applies biases and penalties to ``scores [rows, padded vocabulary]``.
+    """Applies the penalties of each row to ``scores [rows, padded vocabulary]``.
 
     ``rows`` have the parameters and counts of each row; a row without penalties has no counts.
     """
     device = scores.device
-    biased = [(i, token, bias) for i, (params, _) in enumerate(rows) for token, bias in params.logit_bias.items()]
-    if biased:
-        at, ids, biases = (torch.tensor(column, device=device) for column in zip(*biased, strict=True))
-        scores.index_put_((at, ids), biases.float(), accumulate=True)
     counted = [(i, params, counts) for i, (params, counts) in enumerate(rows) if counts is not None and len(counts.ids)]
     if not counted:
         return

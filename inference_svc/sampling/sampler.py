@@ -93,6 +93,7 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     lost = _apply_masks(scores, samplers, vocabulary)
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
+    _apply_logit_bias(scores, samplers)
     apply_penalties(scores, [(s.params, s.counts) for s in samplers])
     if not all(s.is_unmodified for s in samplers):
         best = scores.amax(-1)
@@ -153,6 +154,14 @@ def _apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int)
             if not torch.isfinite(scores[i].amax()):  # no other token is allowed: the grammar is complete
                 scores[i, ends] = values
     return lost
+
+
+def _apply_logit_bias(scores: Tensor, samplers: list[SamplingState]) -> None:
+    """Adds the biases of each row to ``scores [rows, padded vocabulary]``."""
+    biased = [(i, token, bias) for i, s in enumerate(samplers) for token, bias in s.params.logit_bias.items()]
+    if biased:
+        at, ids, biases = (torch.tensor(column, device=scores.device) for column in zip(*biased, strict=True))
+        scores.index_put_((at, ids), biases.float(), accumulate=True)
 
 
 def _sample_top_p(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> list[int]:

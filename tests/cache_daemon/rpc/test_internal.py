@@ -22,6 +22,7 @@ from cache_daemon.observability.call_metrics import CallMetrics, FailureWindow
 from cache_daemon.rpc import stream_rpc
 from cache_daemon.server import SERVICE, serve
 from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.sessions import Session
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -87,7 +88,7 @@ async def test_an_unexpected_error_of_attach_is_internal_logged_and_counted(
     monkeypatch.setattr(CallMetrics, "__init__", noted)
     async with serving(tmp_path) as channel:
         stub: Any = CacheServiceStub(channel)
-        monkeypatch.setattr(ChunkStore, "record_heartbeat", broken)
+        monkeypatch.setattr(Session, "record_heartbeat", broken)
         described = descriptor()
         hello = pb.Hello(protocol_version=2, descriptor=described, namespace=keys.namespace_id(described))
         said = [pb.AttachRequest(hello=hello), pb.AttachRequest(heartbeat=pb.Heartbeat())]

@@ -13,7 +13,7 @@ from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 from inference_svc.engine import batch_sampler
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.gateway.worker_router import is_retryable
+from inference_svc.gateway.worker_retry import is_retryable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.sampling.sampler import SampleResult

@@ -60,7 +60,7 @@ class DaemonConnection:
         maps: bool = True,
         log: Logger | None = None,
     ) -> None:
-        """Create the connection; ``gpu`` is the CUDA device that accesses chunks, if any.
+        """Create the connection; ``gpu`` is the CUDA device that reads chunks, if any.
 
         The session reads payloads in shared memory where the daemon offers it, and streams them over TCP where it does
         not. With ``maps=False`` the session only looks up and leases; it can neither read nor write payloads.
@@ -205,7 +205,7 @@ class DaemonConnection:
         if self._maps and welcome.memory_socket:
             session.transport = SharedMemoryTransport(welcome, self._gpu)
         elif self._maps:
-            session.transport = StreamTransport(welcome, session.stub, channel, self._gpu)
+            session.transport = StreamTransport(welcome, session.stub, channel)
         if welcome.HasField("summary"):
             with contextlib.suppress(OSError):  # without the filter every prompt is looked up
                 session.summary = BloomFilter(map_summary(welcome))

@@ -1,42 +1,38 @@
-"""Bulk operations: delete, expire, count and list many chunks.
+"""Chunk deleter: deletes and expires chunks, and waits until the disk has removed them.
 
-They yield to the event loop, so chunks may be added and removed while they run.
+Long removals yield to the event loop, so chunks may be added and removed meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from math import inf
 
-from kvsidecar import keys
-from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from kvsidecar.errors import ChunkNotFound, StoreUnavailable
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
-from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
-_PAGE_CHUNKS = 256
 # Maximal time that a deletion waits for a disk that fails or hangs, and for one with many chunks to remove.
 _REMOVAL_TIMEOUT_SECONDS, _MAX_REMOVAL_SECONDS = 5.0, 30.0
 
 
-class BulkOps:
-    """Bulk operations on one store's index."""
+class ChunkDeleter:
+    """Deletes the chunks of one store."""
 
     def __init__(self, tiers: TierManager, ttl: TtlIndex, invalidate: Callable[[bytes, bytes, float], None]) -> None:
-        """Create the operations; ``invalidate`` is called for every deletion.
-
-        See ``TwoPhaseCommit.invalidate``.
-        """
-        self.tiers, self._terms, self.invalidate = tiers, ttl, invalidate
+        """Create the deleter; ``invalidate`` is called for every deletion, see ``TwoPhaseCommit.invalidate``."""
+        self.tiers, self._ttl, self._invalidate = tiers, ttl, invalidate
+        self._listing = ChunkList(tiers.index)
 
     async def delete(self, root: bytes, chunk: Chunk | None, before: float = inf) -> int:
         """Remove a chunk with its subtree, a tenant's chunks, or everything.
@@ -45,11 +41,11 @@ class BulkOps:
         inserted by ``before`` (monotonic), and their descendants. Invalidates earlier reservations. Returns the number
         of chunks removed.
         """
-        self.invalidate(root, chunk.key if chunk is not None else b"", before)
+        self._invalidate(root, chunk.key if chunk is not None else b"", before)
         if chunk is not None:
             return await self._remove_subtree(chunk, LossCause.DELETED, YieldTimer())
         dropped, yield_timer = 0, YieldTimer()
-        async for found in self.iter_chunks(root):
+        async for found in self._listing.iter_chunks(root):
             if found.indexed and found.inserted_at <= before:
                 dropped += await self._remove_subtree(found, LossCause.DELETED, yield_timer)
         return dropped
@@ -99,71 +95,15 @@ class BulkOps:
 
         Returns their number.
         """
-        dropped, yield_timer = 0, YieldTimer()
-        for chunk in self._terms.expired():
-            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # no request has extended its TTL meanwhile
-                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
-        if not self.tiers.accounts.has_ttl:
-            return dropped
-        now = self.tiers.clock()
-        async for chunk in self.iter_chunks(b""):
-            if chunk.indexed and chunk.is_expired(now):
-                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
+        dropped, yield_timer, now = 0, YieldTimer(), self.tiers.clock()
+        if self._ttl.limits_changed():
+            async for chunk in self._listing.iter_chunks(b""):
+                self._ttl.schedule(chunk)
+        while (due := self._ttl.next_due(now)) is not None:
+            if due.is_expired(now):
+                dropped += await self._remove_subtree(due, LossCause.EXPIRED, yield_timer)
+            await yield_timer.maybe_yield()
         return dropped
-
-    async def count(self, root: bytes) -> StatsResponse:
-        """Return usage of one tenant in a namespace."""
-        out = StatsResponse()
-        async for chunk in self.iter_chunks(root):
-            resident, durable = chunk.arena_state is Residency.PRESENT, chunk.disk_state is Residency.PRESENT
-            out.chunks += 1
-            out.tokens += chunk.tokens
-            out.arena_chunks += resident
-            out.arena_used_bytes += chunk.size_bytes * resident
-            out.durable_chunks += durable
-            out.durable_bytes += chunk.stored_bytes * durable
-            out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
-        return out
-
-    def page(self, root: bytes, after: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of chunks ordered by prefix hash.
-
-        With an empty root, return chunks of all tenants, ordered by root and prefix hash. ``after`` is the root and
-        prefix hash of the previous page's last chunk.
-        """
-        index = self.tiers.index
-        if root:
-            return index.page_of_root(root, after[keys.HASH_BYTES :], limit)
-        out: list[Chunk] = []
-        for name in index.roots_from(after[: keys.HASH_BYTES]):
-            begun = after[keys.HASH_BYTES :] if name == after[: keys.HASH_BYTES] else b""
-            out += index.page_of_root(name, begun, limit - len(out))
-            if len(out) >= limit:
-                break
-        return out
-
-    def iter_roots(self, first: bytes) -> Iterator[bytes]:
-        """Yield roots that have chunks, in order.
-
-        The caller must not yield to the event loop while it iterates.
-        """
-        return self.tiers.index.roots_from(first)
-
-    def get(self, key: bytes) -> Chunk | None:
-        """Return a chunk by its prefix hash."""
-        return self.tiers.index.get(key)
-
-    async def iter_chunks(self, root: bytes) -> AsyncIterator[Chunk]:
-        """Yield a tenant's chunks, or with an empty root all chunks.
-
-        Chunks that are added or removed meanwhile may be missing.
-        """
-        after, yield_timer = b"", YieldTimer()
-        while page := self.page(root, after, _PAGE_CHUNKS):
-            after = page[-1].root + page[-1].key
-            for chunk in page:
-                yield chunk
-                await yield_timer.maybe_yield()
 
     async def _remove_subtree(self, chunk: Chunk, cause: LossCause, yield_timer: YieldTimer) -> int:
         """Remove a chunk and its descendants, leaves first. Returns their number."""

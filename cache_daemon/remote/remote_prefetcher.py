@@ -20,8 +20,8 @@ from kvsidecar import keys
 
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
-from cache_daemon.remote.fetch_insert import RemoteChunkInserter, consume_exception
 from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookup, InflightLookups
+from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter, consume_exception
 from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.store.sessions import LeaseGuard
