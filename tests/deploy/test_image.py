@@ -6,7 +6,6 @@ runs, and packages come from a folder that pip's own configuration fills. Takes 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -79,7 +78,7 @@ class Buildah:
         try:
             mounts = [f"--volume={path}:{path}:ro" for path in MOUNTED]
             # A shell finds it: buildah would look before anything is mounted.
-            return self("run", *mounts, container, "--", "/bin/sh", "-c", 'exec "$@"', "sh", *command, seconds=400)
+            return self("run", *mounts, container, "--", "/bin/sh", "-c", 'exec "$@"', "sh", *command)
         finally:
             self("rm", container)
 
@@ -154,25 +153,3 @@ def test_the_image_has_the_program_and_its_kernels(image: Buildah) -> None:
 def test_the_image_has_neither_sources_nor_installers(image: Buildah) -> None:
     looked = "import os; print([p for p in ('/source', '/wheels', '/opt/kvsidecar/bin/pip') if os.path.exists(p)])"
     assert image.inside("/opt/kvsidecar/bin/python", "-c", looked) == "[]"
-
-
-# What `podman run IMAGE` does, and one request to it.
-OWN_COMMAND = """import json, subprocess, sys, time, urllib.request
-node = subprocess.Popen(["kvsidecar", *json.loads(sys.argv[1])])
-request = urllib.request.Request("http://127.0.0.1:8000/v1/completions", b'{"prompt": "one two", "max_tokens": 3}')
-deadline = time.monotonic() + 240
-while True:
-    try:
-        answer = json.load(urllib.request.urlopen(request, timeout=60))
-        break
-    except OSError:
-        assert node.poll() is None and time.monotonic() < deadline
-        time.sleep(1)
-node.terminate()
-print(answer["usage"]["completion_tokens"], node.wait(60))"""
-
-
-def test_the_images_own_command_serves(image: Buildah) -> None:
-    own = json.loads(image("inspect", "--type", "image", IMAGE))["OCIv1"]["config"]["Cmd"]
-    said = image.inside("/opt/kvsidecar/bin/python", "-c", OWN_COMMAND, json.dumps(own))
-    assert said.splitlines()[-1] == "3 0"
