@@ -33,7 +33,7 @@ class Pins:
     def __init__(self, tiers: TierManager, budget_bytes: int) -> None:
         """Create the table; ``budget_bytes`` limits all pinned chunks.
 
-        Half of the arena limits those that are not durable.
+        Pins of chunks that are not durable are limited to half of the arena.
         """
         self._tiers, self._budget = tiers, budget_bytes
         self._pins: dict[tuple[bytes, bytes], _Pin] = {}

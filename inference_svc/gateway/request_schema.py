@@ -245,7 +245,7 @@ class ChatRequest(GenerationOptions):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
-    """vLLM's: True puts the beginning-of-sequence token before what the template makes."""
+    """vLLM's: True puts the beginning-of-sequence token before the template's text."""
 
     def prompts(self) -> list[pb.Prompt]:
         start = answer_start(self.add_generation_prompt, self.continue_final_message)

@@ -51,7 +51,7 @@ def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Sa
 
     The hit ratio is of the tokens of all prompts that workers served, hits in their own pools included: the number that
     answers' usage and the gateway's metrics add up to. Workers report with their heartbeats, every 2 s.
-    docs/operations/monitoring.md says of each number what it means, and when to worry.
+    docs/operations/monitoring.md explains each number, and when to act.
     """
     restricted = scope(namespace, salt)
     found = daemon.Stats(pb.StatsRequest(**restricted), timeout=CALL_SECONDS)
