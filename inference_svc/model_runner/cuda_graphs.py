@@ -99,13 +99,13 @@ class CudaGraphRecorder:
         self._memory = None
 
 
-class CaptureCheck(TorchDispatchMode):
+class CaptureCheck(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses operations that a CUDA graph cannot contain: those that wait for the device."""
 
     _WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 
     def __init__(self, capability: tuple[int, int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._capability = capability
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
