@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
@@ -25,6 +24,7 @@ from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import RemoteWrite, WriteBehindQueue, WritePolicy
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import FetchHints
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_services import StoreServices
 
@@ -100,7 +100,7 @@ class RemoteCoordinator:
         await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
 
     async def fetch(
-        self, session: Session, tenant_salt: bytes, ids: bytes, hints: FetchHints, expires_at: float = inf
+        self, session: Session, tenant_salt: bytes, ids: bytes, hints: FetchHints, kept: PromptHints = NO_HINTS
     ) -> FetchResult:
         """Extend the locally stored prefix of a prompt with chunks of the remote tier.
 
@@ -108,7 +108,7 @@ class RemoteCoordinator:
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         with self._span("remote read"):
-            request = FetchRequest(root, tenant, session.geometry, ids, hints, expires_at)
+            request = FetchRequest(root, tenant, session.geometry, ids, hints, kept)
             result = await self._prefetcher.fetch(request)
         self._write_behind.wake_for_corrupt()
         return result
@@ -117,12 +117,14 @@ class RemoteCoordinator:
         """Offer the chunks that a prompt used; see ``WriteBehindQueue.enqueue_used``."""
         self._write_behind.enqueue_used(chunks)
 
-    def delete(self, root: bytes, key: bytes, *, is_known: bool = True) -> asyncio.Future[int]:
+    def delete(
+        self, root: bytes, key: bytes, *, is_known: bool = True, owner: Hashable | None = None
+    ) -> asyncio.Future[int]:
         """Enqueue a deletion, and stop the reads and writes that it concerns.
 
         See ``DeletionWriter.enqueue``.
         """
-        done = self._deletions.enqueue(root, key, is_known=is_known)
+        done = self._deletions.enqueue(root, key, is_known=is_known, owner=owner)
         self._write_behind.on_deletion(root, key)
         self._lookups.invalidate(root)
         return done

@@ -13,17 +13,16 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 
 import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ChunkNotFound, FailedPrecondition
+from kvsidecar.errors import ChunkNotFound, FailedPrecondition, LimitExceeded
 
 from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
@@ -35,12 +34,14 @@ from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.chunk_deleter import ChunkDeleter
+from cache_daemon.store.chunk_groups import ChunkGroups
 from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.chunk_reader import ChunkReader
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.index_restorer import IndexRestorer
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.lookup import FetchHints, Lookup, MatchResult, TokenRanges
@@ -48,9 +49,12 @@ from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.prefix_index import MatchedChunk, PrefixIndex
 from cache_daemon.store.promoter import Promoter
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
+from cache_daemon.store.retained_chunks import RetainedChunks
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
+from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
@@ -97,21 +101,23 @@ class ChunkStore:
         self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
-            StoreContext(self.events, self.accounts, self.counters, config.clock),
+            StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
         if disk_ledger is not None and self._writer is not None:
             evictor = DiskEvictor(self.tiers, disk_ledger, config.durable_budget_bytes)
             self._persistence = Persistence(self.tiers, evictor, self._writer)
-        self.ttl = TtlIndex(self.tiers)
-        arena_evictor = ArenaEvictor(self.tiers)
-        promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
-        self._lookup = Lookup(self.tiers, self.ttl, promoter)
-        self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
+        self.ttl, self.groups = TtlIndex(self.tiers), ChunkGroups(self.tiers)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
-        self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, self.ttl)
+        self.retained = RetainedChunks(self.tiers, self._pins)
+        hints = HintApplier(self.tiers, self.ttl, self.retained, self.groups)
+        arena_evictor = ArenaEvictor(self.tiers)
+        promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
+        self._lookup = Lookup(self.tiers, hints, promoter)
+        self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
+        self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, hints)
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
@@ -123,7 +129,7 @@ class ChunkStore:
             self.remote = remote.new_coordinator(
                 StoreServices(self.tiers, self._deleter, self._inserter, self._lookup, self._persistence, self._threads)
             )
-        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self._persistence)
+        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self.retained, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
 
@@ -201,17 +207,17 @@ class ChunkStore:
         ids: bytes,
         contents: TokenRanges = (),
         window: int = 0,
-        expires_at: float = inf,
-        hints: FetchHints | None = None,
+        hints: PromptHints = NO_HINTS,
+        fetching: FetchHints | None = None,
     ) -> MatchResult:
         """Match a prompt and lease the matched chunks; see ``Lookup.match``.
 
-        With ``hints`` and a remote tier, chunks that this node lacks are fetched first; ``window`` is then ignored.
+        With ``fetching`` and a remote tier, chunks that this node lacks are fetched first; ``window`` is then ignored.
         """
         root, fetched = keys.tenant_root(session.namespace, tenant_salt), None
-        if self.remote is not None and hints is not None and hints.chunk_ends:
-            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, hints, expires_at)
-        result = await self._lookup.match(session, root, ids, contents, window, expires_at)
+        if self.remote is not None and fetching is not None and fetching.chunk_ends:
+            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, fetching, hints)
+        result = await self._lookup.match(session, root, ids, contents, window, hints)
         if self._persistence is not None:
             self._persistence.retry_used(m.chunk for m in result.matches)
         if self.remote is not None:
@@ -220,10 +226,6 @@ class ChunkStore:
             tokens = min(fetched.tokens, result.matched_tokens)
             result = replace(result, fetched_tokens=tokens, fetch_ms=fetched.seconds * 1e3)
         return result
-
-    def deadline_of(self, ttl_seconds: int) -> float:
-        """Return the expiry of a TTL that begins now, on the store's clock; 0 is none."""
-        return self.ttl.deadline_of(ttl_seconds)
 
     @property
     def now(self) -> float:
@@ -259,12 +261,13 @@ class ChunkStore:
         """End one pin. Returns the number of chunks of the prefix. Raises ChunkNotFound."""
         return self._pins.remove(root, prefix_hash)
 
-    async def delete(self, root: bytes, prefix_hash: bytes) -> int:
+    async def delete(self, root: bytes, prefix_hash: bytes, owner: Hashable | None = None) -> int:
         """Delete a chunk with its subtree, a tenant's chunks, or everything.
 
-        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. Returns the number of
-        chunks. Raises ChunkNotFound, StoreUnavailable, and LimitExceeded when too many deletions are pending in the
-        remote tier.
+        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. ``owner`` is the caller
+        whose limits count, None on the private socket. Returns the number of chunks. Raises ChunkNotFound,
+        StoreUnavailable, and LimitExceeded when too many deletions are pending in the remote tier; the chunks are then
+        deleted on this node all the same.
         """
         found = self.tiers.index.get(prefix_hash)
         if found is None:  # the chunk may be reserved
@@ -272,8 +275,14 @@ class ChunkStore:
         async with self._deleter.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
                 return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
-            there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from now on no fetch reads it
+            there: asyncio.Future[int] | LimitExceeded
+            try:  # from now on no fetch reads it
+                there = self.remote.delete(root, prefix_hash, is_known=found is not None, owner=owner)
+            except LimitExceeded as error:
+                there = error
             here = await self._deleter.delete(root, found) if found is not None or not prefix_hash else 0
+            if isinstance(there, LimitExceeded):
+                raise LimitExceeded(f"{here} chunks were deleted on this node, none in the remote tier: {there}")
             deleted = max(here, await self.remote.await_deletion(there))
             if prefix_hash and not deleted:
                 self.find(root, prefix_hash)
@@ -358,7 +367,7 @@ class ChunkStore:
         out.arena_chunks = len(tiers.arena_ledger)
         out.leases = sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
-        out.pinned_bytes = self._pins.pinned_bytes
+        out.pinned_bytes, out.retained_bytes = self._pins.pinned_bytes, self.retained.retained_bytes
         if self._durable is not None:
             out.durable_file_bytes = self._durable.usage().file_bytes
         if self._persistence is not None:
@@ -375,7 +384,7 @@ class ChunkStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all slots, bytes and leases add up."""
-        for part in (self.tiers, self.ttl, self._persistence):
+        for part in (self.tiers, self.ttl, self.retained, self.groups, self._persistence):
             if part is not None:
                 part.check_integrity()
         self.sessions.check_integrity([*self.tiers.index, *self.tiers.zombies])

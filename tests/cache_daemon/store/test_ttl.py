@@ -15,6 +15,8 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.node import Node
 from benchmarks.peer import payload_of
 from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.prompt_hints import PromptHints
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -27,7 +29,7 @@ FOREVER = 0
 async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: bytes = b"", salt: bytes = b"") -> bytes:
     """Store a chunk with a TTL. Returns its hash."""
     reserved = bench.store.reserve(
-        bench.session, salt, [bench.header(ids, start, parent)], bench.store.ttl.deadline_of(ttl)
+        bench.session, salt, [bench.header(ids, start, parent)], PromptHints(bench.store.ttl.deadline_of(ttl))
     )[0]  # fmt: skip
     if reserved.reservation_id:
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
@@ -37,7 +39,7 @@ async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: by
 async def ask(bench: Bench, ids: list[int], ttl: int = FOREVER, salt: bytes = b"") -> int:
     """Use a prompt with a TTL. Returns the tokens found."""
     found = await bench.store.match(
-        bench.session, salt, keys.token_bytes(ids), expires_at=bench.store.ttl.deadline_of(ttl)
+        bench.session, salt, keys.token_bytes(ids), hints=PromptHints(bench.store.ttl.deadline_of(ttl))
     )  # fmt: skip
     bench.store.release(bench.session, [found.lease_id])
     return sum(m.tokens for m in found.matches)
@@ -95,8 +97,12 @@ async def test_writing_what_is_there_or_on_its_way_asks_too() -> None:
     async with opened() as bench:
         await put(bench, [1], 10)
         await put(bench, [1], 100)
-        reserved = bench.store.reserve(bench.session, b"", [bench.header([2])], bench.store.ttl.deadline_of(10))[0]
-        other = bench.store.reserve(bench.open(), b"", [bench.header([2])], bench.store.ttl.deadline_of(100))[0]
+        reserved = bench.store.reserve(
+            bench.session, b"", [bench.header([2])], PromptHints(bench.store.ttl.deadline_of(10))
+        )[0]
+        other = bench.store.reserve(
+            bench.open(), b"", [bench.header([2])], PromptHints(bench.store.ttl.deadline_of(100))
+        )[0]
         assert other.outcome == pb.RESERVE_OUTCOME_IN_PROGRESS
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, [2])])
         bench.clock.now += 90
@@ -123,6 +129,56 @@ async def test_pins_and_tenants_limits_count_as_ever() -> None:
         await bench.store.sweep()
         assert await ask(bench, [1], salt=b"t") == 0, "a tenant's time to live wins where it is shorter"
         assert (await ask(bench, [2], 1), await ask(bench, [3], 1)) == (1, 1)
+
+
+async def test_a_sweep_looks_at_no_chunk_that_is_not_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    async with opened(limits={b"t": TenantLimits(ttl_seconds=100)}) as bench:
+        for n in range(4):
+            await put(bench, [n], 50)
+            await put(bench, [10 + n], FOREVER, salt=b"t")
+        await ask(bench, [1], 200)
+        is_expired = Chunk.is_expired
+        monkeypatch.setattr(Chunk, "is_expired", lambda self, now: looked.append(self.ids) or is_expired(self, now))
+        bench.clock.now += 49
+        await bench.store.sweep()
+        assert not looked
+        bench.clock.now += 2
+        await bench.store.sweep()
+        assert {ids[0] for ids in looked} == {0, 1, 2, 3}
+        assert bench.store.stats().chunks == 5, "one is kept for longer, and those of the tenant"
+        bench.clock.now += 51
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 1
+        bench.clock.now += 100
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 0
+        assert len(looked) < 40
+
+
+async def test_limits_that_are_read_again_hold_for_stored_chunks() -> None:
+    limits = {keys.tenant_id(b"t"): TenantLimits()}
+    async with opened() as bench:
+        bench.store.accounts._limits_of = lambda account: limits.get(account, TenantLimits())
+        await put(bench, [1], FOREVER, salt=b"t")
+        await put(bench, [2], FOREVER)
+        limits[keys.tenant_id(b"t")] = TenantLimits(ttl_seconds=10)
+        bench.store.accounts.reload()
+        bench.clock.now += 11
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 1
+
+
+async def test_a_pinned_chunk_goes_when_its_pin_and_its_time_are_over() -> None:
+    async with opened() as bench:
+        pinned = await put(bench, [1], 10)
+        bench.store.pin(bench.root(), pinned)
+        bench.clock.now += 100
+        await bench.store.sweep()
+        bench.store.unpin(bench.root(), pinned)
+        bench.clock.now += 11
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 0
 
 
 async def test_it_holds_over_a_restart_and_notes_do_not_gather() -> None:
@@ -225,3 +281,38 @@ def test_it_is_asked_for_by_wire_and_said_by_list(start: Callable[..., Node]) ->
     ):
         with pytest.raises(grpc.RpcError, match="ttl_seconds is 2592001; at most 2592000 is allowed"):
             call(message)
+
+
+async def test_reading_a_chunk_for_a_transfer_leaves_its_ttl_alone() -> None:
+    async with opened() as bench:
+        await put(bench, [1], 10)
+        (chunk,) = bench.store.tiers.index
+        before = chunk.expires_at
+        async with bench.store.reader.promoted(chunk):
+            assert chunk.expires_at == before
+
+
+async def test_a_retained_prefix_expires_later_than_the_rest() -> None:
+    """A system prompt for an hour, the documents for five minutes, the rest for one: as stored, and renewed by uses."""
+
+    def kept(bench: Bench) -> PromptHints:
+        until = bench.store.ttl.deadline_of
+        return PromptHints(until(60), ((2, until(3600)), (4, until(300))))
+
+    async with opened() as bench:
+        parent = b""
+        for start in (0, 2, 4):
+            ids = [start, start + 1]
+            reserved = bench.store.reserve(bench.session, b"", [bench.header(ids, start, parent)], kept(bench))[0]
+            await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
+            parent = reserved.prefix_hash
+
+        async def left(seconds: float) -> int:
+            bench.clock.now += seconds
+            await bench.store.sweep()
+            return sum(n for _, n in bench.store.probe(bench.root(), keys.token_bytes(range(6))))
+
+        assert [await left(s) for s in (59, 2, 238, 2)] == [6, 4, 4, 2]
+        found = await bench.store.match(bench.session, b"", keys.token_bytes(range(6)), hints=kept(bench))
+        bench.store.release(bench.session, [found.lease_id])
+        assert [await left(s) for s in (3599, 2)] == [2, 0], "the use has renewed it"
