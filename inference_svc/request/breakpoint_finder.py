@@ -12,6 +12,8 @@ from inference_svc.chat_template.chat_template import ChatTemplate
 from inference_svc.request.request_options import check_seconds
 
 _MAX_BREAKPOINTS = 16
+# Most beginnings of a chat that are rendered for its breakpoints: each may take as long as the chat itself.
+_MAX_RENDERED = 4
 
 
 class BreakpointFinder:
@@ -54,9 +56,12 @@ class BreakpointFinder:
             else:
                 found.append((tokens if kind == "messages" else min(end, tokens), point.retain_seconds))
         whole = max((seconds for end, seconds in found if end == tokens), default=0)
-        for end, seconds in retained_prefixes(by_message):
-            if seconds > whole:  # the others do not matter, and each costs a rendering
-                found.append((min(self._end_of_messages(prompt.chat, end) or tokens, tokens), seconds))
+        points = [(end, seconds) for end, seconds in retained_prefixes(by_message) if seconds > whole]
+        if len(points) > _MAX_RENDERED:  # the shortest ones are retained together, for the longest of their times
+            first = points[: len(points) - _MAX_RENDERED + 1]
+            points = [(first[-1][0], first[0][1]), *points[len(first) :]]
+        for end, seconds in points:
+            found.append((min(self._end_of_messages(prompt.chat, end) or tokens, tokens), seconds))
         return retained_prefixes(found)
 
     def _end_of_messages(self, chat: pb.Chat, messages: int) -> int:
