@@ -19,6 +19,7 @@ from cache_daemon.remote.fetch import RemotePrefetcher
 from cache_daemon.remote.fetch_insert import RemoteChunkInserter
 from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookups
 from cache_daemon.remote.health_probe import HealthProbe
+from cache_daemon.remote.refill import RemoteRefill
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.tombstone_sync import TombstoneApplier
 from cache_daemon.remote.tombstones import DeletionWriter
@@ -78,12 +79,14 @@ class RemoteCoordinator:
         self._tombstones = TombstoneApplier(
             tier, self._epochs, self._deletions, self._write_behind, services.bulk, self._lookups
         )
+        self._refill = RemoteRefill(services.bulk, self._write_behind)
+        self._epochs.on_change.append(self._refill.on_epoch_change)
         self.transfer = TenantTransfer(services, tier, self._write_behind, inserter, self._epochs, self._lookups)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the background tasks."""
-        work = (HealthProbe(self._tier).run(), self._write_behind.run(), self._tombstones.run())
+        work = (HealthProbe(self._tier).run(), self._write_behind.run(), self._tombstones.run(), self._refill.run())
         self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
@@ -170,5 +173,6 @@ class RemoteCoordinator:
         out.remote_hedged = tier.hedged_reads.num_hedged
         out.remote_opened = tier.reads.num_opened + tier.writes.num_opened
         out.remote_withheld, out.remote_restored_deletions = queue.counters.withheld, self._tombstones.num_restored
+        out.remote_data_losses, out.remote_refilling_tenants = self._refill.num_losses, self._refill.num_tenants
         out.remote_latency_ms = tier.latency.latency_seconds * 1e3
         out.remote_bytes_per_second = tier.latency.bytes_per_second

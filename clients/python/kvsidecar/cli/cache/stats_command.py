@@ -26,8 +26,8 @@ _SECTIONS = {
     "the remote tier": (
         "remote_lookups", "remote_hits", "remote_tokens", "remote_bypassed", "remote_late", "remote_read_bytes",
         "remote_written_bytes", "remote_written_chunks", "remote_pending", "remote_dropped", "remote_deletions",
-        "remote_withheld", "remote_restored_deletions", "remote_failures", "remote_rejected", "remote_hedged",
-        "remote_opened", "remote_latency_ms",
+        "remote_data_losses", "remote_refilling_tenants", "remote_withheld", "remote_restored_deletions",
+        "remote_failures", "remote_rejected", "remote_hedged", "remote_opened", "remote_latency_ms",
         "remote_bytes_per_second",
     ),
     "what went": ("arena_evictions", "durable_evictions", "expired_chunks", "corrupt_chunks", "failed_writes"),
