@@ -162,6 +162,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                ("failed calls", rate("kvsidecar_cache_remote_failures_total")),
                ("rejected values", rate("kvsidecar_cache_remote_rejected_total")),
                ("dropped writes", rate("kvsidecar_cache_remote_dropped_total")),
+               ("losses of its data", rate("kvsidecar_cache_remote_data_losses_total")),
+               ("tenants to be written again", "sum(kvsidecar_cache_remote_refilling_tenants)"),
                ("withheld after a lost epoch", rate("kvsidecar_cache_remote_withheld_total")),
                ("restored deletions", rate("kvsidecar_cache_remote_restored_deletions_total")),
                ("pending writes", "sum(kvsidecar_cache_remote_pending)"),
