@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from kvkernels import kv_pack_reference
+from kvkernels import awq_dequantize, kv_pack_reference
 from kvkernels.cuda import awq_gemm, cuda_kv_pack
 from kvkernels.cuda.cuda_attention import AttentionRows, PagedKV, attend
 from kvkernels.cuda.cuda_library import Kernels
@@ -150,7 +150,7 @@ def products(kernels: Kernels, out: KernelComparison) -> None:
             for shape in ((size, size // 8), (size // 128, size // 8))
         )
         scales = torch.rand(size // 128, size, dtype=torch.float16, device="cuda") * 0.01
-        packed, full = awq_gemm.repack(words, zeros, scales), awq_gemm.reference_weight(words, zeros, scales)
+        packed, full = awq_gemm.repack(words, zeros, scales), awq_dequantize.reference_weight(words, zeros, scales)
         for rows in (1, 4, 16):
             x = torch.randn(rows, size, dtype=torch.float16, device="cuda")
             _product(kernels, out, x, packed, full)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
 import sys
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import structlog
+from kvsidecar.process.background_task import BackgroundTask
 
 _STEP_SECONDS = 0.02
 _WINDOW_SECONDS = 60.0
@@ -35,14 +35,14 @@ class EventLoopMonitor:
 
     def __init__(self) -> None:
         self._stalls: deque[tuple[float, float]] = deque(maxlen=4096)
-        self._task: asyncio.Task[None] | None = None
+        self._task = BackgroundTask(self._watch)
         self._beat = self._logged_at = 0.0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     async def __aenter__(self) -> EventLoopMonitor:
         self._beat = time.monotonic()
-        self._task = asyncio.create_task(self._watch())
+        self._task.start()
         self._thread = threading.Thread(
             target=self._sample,
             args=(threading.get_ident(), threading.get_native_id()),
@@ -53,11 +53,8 @@ class EventLoopMonitor:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._task is not None
         self._ended.set()
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await self._task.stop()
 
     def max_stall_ms(self) -> float:
         """Return the longest stall of the last minute, in milliseconds."""

@@ -11,6 +11,8 @@ import contextlib
 import gc
 from collections.abc import AsyncIterator
 
+from kvsidecar.process.background_task import BackgroundTask
+
 _INTERVAL_SECONDS = 10.0
 
 
@@ -19,13 +21,10 @@ async def periodic_gc_freeze() -> AsyncIterator[None]:
     """Collect and freeze every 10 seconds while the block lasts."""
     gc.collect()
     gc.freeze()
-    task = asyncio.create_task(_freeze_periodically())
     try:
-        yield
+        async with BackgroundTask(_freeze_periodically):
+            yield
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
         gc.unfreeze()
 
 

@@ -1,8 +1,9 @@
 """Offline commands on a store: verify, export and import (``python -m cache_daemon.offline``).
 
-The commands take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. A
-running daemon deliberately offers no such call: an archive holds chunks of tenants whose salts the caller may not know,
-and a daemon accepts chunks only from callers that name their salt.
+The commands take the store's lock, as a daemon does, so they are refused with one sentence while a daemon runs. Only
+``export`` also reads a running daemon, as its operator. A running daemon deliberately imports nothing: an archive holds
+chunks of tenants whose salts the caller may not know, and a daemon accepts chunks only from callers that name their
+salt.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ from typing import Annotated
 import typer
 from kvsidecar import keys
 from kvsidecar.byte_sizes import format_size, parse_size
-from kvsidecar.cli.cache.daemon_target import salt_bytes
+from kvsidecar.cli.cache.daemon_target import connected, salt_bytes
 from kvsidecar.errors import ConfigurationError, InvalidRequest, KVSidecarError, StoreUnavailable
-from kvsidecar.process.runtime_dir import default_data_dir
+from kvsidecar.net.channel import listens
+from kvsidecar.process.runtime_dir import default_data_dir, own_runtime_dir
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cache_daemon.durable.archive import ArchiveSummary, export_archive, import_archive
-from cache_daemon.durable.durable_tier import OutOfSpace, TierFailed
+from cache_daemon.durable.durable_tier import ArchiveSource, OutOfSpace, TierFailed
 from cache_daemon.durable.encryption import key_from_environment, key_from_file
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.durable.scrub import scrub
 from cache_daemon.remote.address import Credentials, credentials_of
 from cache_daemon.remote.archive_objects import SCHEME, downloaded_archive, upload_on_exit
+from cache_daemon.running_store import RunningStore
 
 OK, CORRUPT, FAILED = 0, 1, 2
 _KEY_VARIABLE, _SECRET_VARIABLE = "KVSIDECAR_CACHE_STORE_KEY", "KVSIDECAR_CACHE_REMOTE_SECRET"
@@ -118,25 +121,30 @@ def export(
     salt: Annotated[str, typer.Option(help="A tenant's salt within the namespace, or @FILE to read it from.")] = "",
     root: Hashes = None,
     store: StoreDir = None,
+    socket: Annotated[
+        Path | None,
+        typer.Option(envvar="KVSIDECAR_CACHE_SOCKET", help="Socket of a running daemon, to export from it."),
+    ] = None,
     key_file: KeyFile = None,
     secret_file: SecretFile = None,
     ca: Authority = None,
     staging: Staging = None,
 ) -> None:
-    """Write a store's chunks to one portable file, to bake a warm cache into an image.
+    """Write chunks to one portable file: a backup, or a warm cache to bake into an image.
 
-    The daemon must be stopped. Corrupt chunks are left out. The archive is not encrypted, even when the store is.
+    Without --store it reads the daemon that runs, which serves on; else the store of a stopped daemon. Corrupt chunks
+    are left out. The archive is not encrypted, even when the store is.
     """
     roots = _roots(namespace, salt, root or [])
     if everything == bool(roots):
         raise InvalidRequest("say what to export: --namespace (with --salt), --root, or --all")
-    folder = _folder(store)
+    wanted = None if everything else roots
     with (
+        _source(store, socket, wanted, key_file) as source,
         _archive(file, upload_on_exit, secret_file, ca, staging) as path,
-        _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier,
         _progress("chunks") as heard,
     ):
-        found = _translated(lambda: export_archive(tier, path, None if everything else roots, heard))
+        found = _translated(lambda: export_archive(source, path, wanted, heard))
     if not found.chunks:
         print("the archive is empty: nothing of this is stored", file=sys.stderr)
     _tell("exported", found, f"to {file}")
@@ -221,6 +229,24 @@ def _hash(option: str, text: str) -> bytes:
     if len(found) != keys.HASH_BYTES:
         raise InvalidRequest(f"{option} is {text!r}; it must have {2 * keys.HASH_BYTES} hex digits")
     return found
+
+
+@contextmanager
+def _source(
+    store: Path | None, socket: Path | None, roots: frozenset[bytes] | None, key_file: Path | None
+) -> Iterator[ArchiveSource]:
+    """Yield a running daemon, or the store of a stopped one.
+
+    Where the environment names both, as in a daemon's container, the daemon is read if it listens.
+    """
+    target = socket if socket is not None else own_runtime_dir() / "cache.sock"
+    if (store is None and socket is not None) or ((store is None or socket is not None) and listens(target)):
+        with connected(str(target)) as daemon:
+            yield RunningStore(daemon, roots)
+        return
+    folder = _folder(store)
+    with _opened(folder, (folder / "data.mdb").stat().st_size, key_file) as tier:
+        yield tier
 
 
 @contextmanager

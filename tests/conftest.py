@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     import torch
 
     for item in items:
-        if "long" in item.keywords and not config.getoption("--run-long"):
+        if item.get_closest_marker("long") is not None and not config.getoption("--run-long"):
             item.add_marker(pytest.mark.skip(reason="takes minutes; pytest --run-long runs it"))
-        if "gpu" in item.keywords and not torch.cuda.is_available():
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none here"))
 
 

@@ -39,6 +39,7 @@ from kvsidecar.errors import InvalidRequest
 
 from cache_daemon.durable.durable_tier import (
     ArchivableTier,
+    ArchiveSource,
     DurableTier,
     Put,
     PutOutcome,
@@ -80,7 +81,7 @@ class ArchiveSummary:
 
 
 def export_archive(
-    tier: ArchivableTier,
+    source: ArchiveSource,
     out: Path,
     roots: frozenset[bytes] | None = None,
     progress: Progress | None = None,
@@ -90,7 +91,7 @@ def export_archive(
 
     The file appears under its name only when it is complete. ``clock`` returns Unix seconds. Raises OSError.
     """
-    names, ends, now = tier.stored_keys(), expiries_of(tier.notes()), clock() * 1000
+    names, ends, now = source.stored_keys(), expiries_of(source.notes()), clock() * 1000
     exported: set[bytes] = set()
     size = skipped = 0
     with _replacing(out) as file:
@@ -99,7 +100,7 @@ def export_archive(
         for done, name in enumerate(names):
             if progress is not None:
                 progress(done, len(names))
-            header = tier.header(name)
+            header = source.header(name)
             if header is not None and roots is not None and header.root not in roots:
                 continue
             end = ends.get(name, 0)
@@ -112,7 +113,7 @@ def export_archive(
                 skipped += 1
                 continue
             payload = bytearray(header.payload_bytes)
-            if tier.read([ReadJob(name, memoryview(payload), header.checksum)])[0] is not ReadResult.OK:
+            if source.read([ReadJob(name, memoryview(payload), header.checksum)])[0] is not ReadResult.OK:
                 skipped += 1
                 continue
             writing.chunk(header.SerializeToString(), payload, end)

@@ -164,6 +164,24 @@ class DurableTier(Protocol):
     def close(self) -> None: ...
 
 
+class ArchiveSource(Protocol):
+    """Chunks that an archive is made of: a stopped daemon's tier, or a running daemon."""
+
+    def stored_keys(self) -> list[bytes]:
+        """Return the prefix hashes of all chunks, parents before children."""
+        ...
+
+    def header(self, prefix_hash: bytes) -> ChunkHeader | None:
+        """Return a stored chunk's header; None when it is missing or corrupt. Raises OSError."""
+        ...
+
+    def read(self, jobs: Sequence[ReadJob]) -> list[ReadResult]: ...
+
+    def notes(self) -> dict[bytes, bytes]:
+        """Return all intact notes."""
+        ...
+
+
 class ArchivableTier(DurableTier, Protocol):
     """A durable tier with header lookup after ``load``, as archives need it."""
 

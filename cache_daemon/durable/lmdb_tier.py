@@ -70,7 +70,9 @@ class LmdbTier:
         strict: bool = False,
         compression: Compression = "auto",
         key: bytes | None = None,
+        replace_other_formats: bool = False,
     ) -> None:
+        self._replace_other_formats = replace_other_formats
         self._cipher, self._strict, self._disk_space = cipher_for(key), strict, DiskSpace(budget_bytes)
         self._folder = StoreDir(folder)
         self._writing = threading.Lock()
@@ -109,7 +111,12 @@ class LmdbTier:
             return self._open_checked()
 
     def _open_checked(self) -> TierContents:
-        scan = open_data(self._folder, self._cipher, self._rewrite)
+        scan = open_data(
+            self._folder,
+            self._cipher,
+            rewrite=self._rewrite,
+            replace_other_formats=self._replace_other_formats,
+        )
         contents = read_contents(scan, self._cipher)
         if scan.file.size_bytes > self._disk_space.max_bytes and contents.live_bytes * 5 // 4 < scan.file.size_bytes:
             log.info("compacting", file_bytes=scan.file.size_bytes, live_bytes=contents.live_bytes)

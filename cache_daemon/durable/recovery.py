@@ -23,6 +23,7 @@ from cache_daemon.durable.lmdb_env import LmdbEnvironment
 from cache_daemon.durable.lmdb_file import LmdbCorruption, PageFile, leaf_nodes
 from cache_daemon.durable.record_format import (
     DATABASES,
+    FORMAT,
     HEADERS,
     MINIMUM_VALUE_BYTES,
     NOTES,
@@ -44,10 +45,13 @@ _NEW_MAP_BYTES = 1 << 20
 _SEARCHED_PAGES = 16_384
 
 
-def open_data(folder: StoreDir, cipher: Cipher, rewrite: bool = False) -> StoreScan:
+def open_data(
+    folder: StoreDir, cipher: Cipher, *, rewrite: bool = False, replace_other_formats: bool = False
+) -> StoreScan:
     """Return the scan of an intact data file, after repair if necessary.
 
-    ``rewrite`` rebuilds it even if its pages look intact. Raises StoreUnavailable, OSError.
+    ``rewrite`` rebuilds it even if its pages look intact. ``replace_other_formats`` keeps a store of another format
+    aside and creates an empty one. Raises StoreUnavailable, OSError.
     """
     if not folder.has_data:
         create(folder, cipher)
@@ -65,7 +69,15 @@ def open_data(folder: StoreDir, cipher: Cipher, rewrite: bool = False) -> StoreS
         check_key(folder.path, scan, cipher)
         return scan
     except UnsupportedVersion as error:
-        raise other_version(folder.path, error) from error
+        if not (replace_other_formats and error.format):
+            raise other_version(folder.path, error) from error
+        kept = folder.set_aside_format(error.format)
+        log.warning(
+            "the store is of a release with another format; it is kept aside, and an empty one begins",
+            format=error.format, needed=FORMAT.decode(), kept_as=str(kept),
+        )  # fmt: skip
+        create(folder, cipher)
+        return strict_scan(PageFile(folder.data))
 
 
 def create(folder: StoreDir, cipher: Cipher) -> None:
@@ -276,5 +288,6 @@ def check_key(folder: Path, scan: StoreScan, cipher: Cipher) -> None:
 
 def other_version(folder: Path, error: UnsupportedVersion) -> StoreUnavailable:
     return StoreUnavailable(
-        f"the store in {folder} {error}, this daemon needs version '2'; remove the folder or choose another --store"
+        f"the store in {folder} {error}, this release needs version {FORMAT.decode()!r}; "
+        "remove the folder or choose another --store"
     )

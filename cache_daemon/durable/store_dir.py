@@ -1,7 +1,8 @@
 """Store folder: its lock, its data file, and the replacement of the data file.
 
 ``data.mdb`` is the store. The daemon that uses it locks ``daemon.lock``. ``rebuild/`` holds an incomplete new data
-file, and ``data.mdb.damaged-N`` is the last file that had to be replaced.
+file, ``data.mdb.damaged-N`` is the last file that had to be replaced, and ``data.mdb.format-N`` a store of a release
+with another format.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvsidecar.errors import StoreUnavailable
 # Errors of a file system without hard links, such as exFAT and some network file systems.
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK))
 _DAMAGED = "data.mdb.damaged-"
+_FORMAT = "data.mdb.format-"
 
 
 class StoreDir:
@@ -71,6 +73,13 @@ class StoreDir:
         self._sync()
         for old in earlier:
             old.unlink()
+        return kept
+
+    def set_aside_format(self, name: str) -> Path:
+        """Rename the data file of another format, replacing an earlier one of it. Raises OSError."""
+        kept = self.path / f"{_FORMAT}{name}"
+        os.rename(self.data, kept)
+        self._sync()
         return kept
 
     def _damaged(self) -> tuple[list[Path], Path]:

@@ -44,7 +44,14 @@ LMDB_MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
 
 
 class UnsupportedVersion(Exception):
-    """The file is intact but not a store of this version; the text says what it is."""
+    """The file is intact but not a store of this version; the text says what it is.
+
+    ``format`` is the format of a store of another release, else empty.
+    """
+
+    def __init__(self, text: str, format: str = "") -> None:
+        super().__init__(text)
+        self.format = format
 
 
 @dataclass
@@ -185,12 +192,12 @@ class StoreScanner:
             value = verified(META, node.key, stored)
         except CorruptRecord as error:
             if node.key == b"format" and stored.isdigit() and len(stored) < 8 and stored != FORMAT:
-                raise UnsupportedVersion(f"has format version {stored.decode()!r}") from error
+                raise _other_format(stored) from error
             self._report(LmdbCorruption(f"record {node.key[:16]!r} is damaged"))
             return
         if node.key == b"format":
             if value != FORMAT:
-                raise UnsupportedVersion(f"has format version {value.decode(errors='replace')!r}")
+                raise _other_format(value)
             self._found.format = value
         elif node.key == b"key":
             self._found.key_check = value
@@ -198,6 +205,11 @@ class StoreScanner:
             self._found.commit_matches = int.from_bytes(value, "little") == self.walk.meta.transaction
             if not self._found.commit_matches:
                 self._report(LmdbCorruption("the meta page is not that of the last transaction"))
+
+
+def _other_format(value: bytes) -> UnsupportedVersion:
+    text = value.decode(errors="replace")
+    return UnsupportedVersion(f"has format version {text!r}", text if text.isalnum() else "unknown")
 
 
 class LostPageSearch:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import structlog
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.kv_transfer.mapped_memory import ARENA, STAGING, SUMMARY
 from kvsidecar.net.socket_watcher import SocketWatcher
+from kvsidecar.process.background_task import BackgroundTask
 
 ID_BYTES = 16
 _REQUEST_TIMEOUT_SECONDS = 2.0
@@ -49,9 +51,7 @@ async def serve_fds(
 
         async def listen() -> None:
             listener = stack.enter_context(_listener(path, mode))
-            task = asyncio.create_task(_accept(provider, listener, is_allowed))
-            task.add_done_callback(_log_failure)
-            stack.push_async_callback(_cancelled, task)
+            await stack.enter_async_context(BackgroundTask(partial(_accept, provider, listener, is_allowed)))
 
         path.unlink(missing_ok=True)
         await listen()
@@ -76,17 +76,6 @@ def _listener(path: Path, mode: int) -> socket.socket:
     listener.listen(_MAX_CONNECTIONS)
     listener.setblocking(False)
     return listener
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("the memory socket has failed; no worker can map memory until a restart", exc_info=error)
 
 
 async def _accept(provider: FdProvider, listener: socket.socket, is_allowed: Callable[[socket.socket], bool]) -> None:

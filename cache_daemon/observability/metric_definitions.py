@@ -44,6 +44,7 @@ COUNTERS = {
     "expired_chunks": "Chunks removed because their TTL expired",
     "corrupt_chunks": "Chunks with a wrong checksum, header or length",
     "failed_writes": "Chunks that could not be made durable at the first try",
+    "failed_reads": "Reads of durable chunks that the disk failed",
     "remote_lookups": "Prompts looked up in the remote tier",
     "remote_hits": "Prompts with tokens from the remote tier",
     "remote_tokens": "Tokens fetched from the remote tier",
@@ -60,5 +61,7 @@ COUNTERS = {
     "remote_rejected": "Invalid values read from the remote tier",
     "remote_hedged": "Hedged reads: reads sent to the remote tier a second time",
     "remote_opened": "Times that the circuit breaker of the remote tier opened",
+    "restarts": "Times that the daemon was started again because it died",
+    "oom_kills": "Times that the kernel killed the daemon for memory",
     "refused": "Requests refused by a limit or a quota",
 }

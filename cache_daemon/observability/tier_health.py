@@ -8,13 +8,14 @@ end INTERNAL.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 from grpc_health.v1 import health_pb2
+from kvsidecar.process.background_task import BackgroundTask
 
 DURABLE, REMOTE, OVERALL = "durable", "remote", "overall"
 _FAILS = {
@@ -48,13 +49,8 @@ async def report_health(
         yield
         return
     await set_health(name, health_pb2.HealthCheckResponse.SERVING)
-    task = asyncio.create_task(_report(name, failing, set_health, grace_seconds))
-    try:
+    async with BackgroundTask(partial(_report, name, failing, set_health, grace_seconds)):
         yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def _report(name: str, failing: Failing, set_health: SetHealth, grace_seconds: float) -> None:

@@ -16,8 +16,8 @@ from kvsidecar.errors import Unavailable
 
 from cache_daemon.remote.backend import RemoteFailed
 from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
-from cache_daemon.remote.fetch_insert import RemoteChunkInserter
 from cache_daemon.remote.fetch_request import FetchRequest, InflightLookup, InflightLookups
+from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
 from cache_daemon.remote.remote_record import RemoteRecord
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import WriteBehindQueue

@@ -15,16 +15,17 @@ from kvsidecar.cache.v1.cache_pb2 import StatsResponse
 from cache_daemon.remote import deletion_epochs, tombstones
 from cache_daemon.remote.bulk_transfer import TenantTransfer
 from cache_daemon.remote.deletion_epochs import DeletionEpochs
-from cache_daemon.remote.fetch import RemotePrefetcher
-from cache_daemon.remote.fetch_insert import RemoteChunkInserter
 from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookups
 from cache_daemon.remote.health_probe import HealthProbe
-from cache_daemon.remote.refill import RemoteRefill
+from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
+from cache_daemon.remote.remote_prefetcher import RemotePrefetcher
+from cache_daemon.remote.remote_refill import RemoteRefill
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.tombstone_sync import TombstoneApplier
 from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import RemoteWrite, WriteBehindQueue, WritePolicy
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.lookup import FetchHints
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_services import StoreServices
@@ -77,9 +78,9 @@ class RemoteCoordinator:
         )
         self._prefetcher = RemotePrefetcher(tiers, inserter, tier, self._epochs, self._lookups)
         self._tombstones = TombstoneApplier(
-            tier, self._epochs, self._deletions, self._write_behind, services.bulk, self._lookups
+            tier, self._epochs, self._deletions, self._write_behind, services.deleter, self._lookups
         )
-        self._refill = RemoteRefill(services.bulk, self._write_behind)
+        self._refill = RemoteRefill(ChunkList(tiers.index), self._write_behind)
         self._epochs.on_change.append(self._refill.on_epoch_change)
         self.transfer = TenantTransfer(services, tier, self._write_behind, inserter, self._epochs, self._lookups)
         self._tasks: list[asyncio.Task[None]] = []

@@ -23,8 +23,8 @@ from cache_daemon.remote.remote_record import TenantEpochs, new_epoch
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import WriteBehindQueue
-from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.yield_timer import YieldTimer
 
 # Poll interval, the delay of the first poll, and the pause after a poll of all tenants as a multiple of its duration.
@@ -48,11 +48,12 @@ class TombstoneApplier:
         epochs: DeletionEpochs,
         deletions: DeletionWriter,
         write_behind: WriteBehindQueue,
-        bulk: BulkOps,
+        deleter: ChunkDeleter,
         lookups: InflightLookups,
     ) -> None:
         self._tier, self._epochs, self._deletions = tier, epochs, deletions
-        self._write_behind, self._bulk, self._lookups = write_behind, bulk, lookups
+        self._write_behind, self._deleter, self._lookups = write_behind, deleter, lookups
+        self._index = deleter.tiers.index
         self.num_restored = 0  # deletions repeated because the backend had lost them
         self._unapplied: dict[tuple[bytes, EpochChange], float] = {}  # changes to apply, with the time of observation
         self._wake = asyncio.Event()
@@ -60,7 +61,7 @@ class TombstoneApplier:
         self._unseen_tenants: dict[bytes, None] = {}  # tenants with chunks here whose epochs are unknown
         self._next_poll_at = 0.0
         self._written_back: dict[bytes, float] = {}  # when (monotonic), by tenant; the global one under b""
-        bulk.tiers.on_indexed.append(self._on_indexed)
+        deleter.tiers.on_indexed.append(self._on_indexed)
         epochs.on_change.append(self.on_epoch_change)
 
     def _on_indexed(self, chunk: Chunk) -> None:
@@ -104,7 +105,7 @@ class TombstoneApplier:
         """Forget tenants that no longer have chunks on disk."""
         yield_timer = YieldTimer()
         for root in self._epochs:
-            if not self._bulk.page(root, root, 1):
+            if not self._index.page_of_root(root, b"", 1):
                 self._epochs.forget(root)
             await yield_timer.maybe_yield()
 
@@ -140,7 +141,7 @@ class TombstoneApplier:
         after: bytes | None = b""
         while after is not None:
             roots: list[bytes] = []
-            for root in self._bulk.iter_roots(after):
+            for root in self._index.roots_from(after):
                 if root != after:
                     roots.append(root)
                 if len(roots) == _TENANTS_PER_READ:
@@ -149,7 +150,7 @@ class TombstoneApplier:
             after = roots[-1] if len(roots) == _TENANTS_PER_READ else None
         # After the deletion of a tenant this node has none of its chunks: only the epoch shows that the backend lost
         # the deletion.
-        deleted = [root for root in self._epochs.tenants_with_deletions() if not self._bulk.page(root, root, 1)]
+        deleted = [root for root in self._epochs.tenants_with_deletions() if not self._index.page_of_root(root, b"", 1)]
         for at in range(0, len(deleted), _TENANTS_PER_READ):
             await self._poll_tenants(deleted[at : at + _TENANTS_PER_READ])
 
@@ -176,7 +177,7 @@ class TombstoneApplier:
             elif change is EpochChange.CHUNKS_DELETED:
                 await self._apply_chunk_deletions(root, observed_at)
             else:
-                dropped = await self._bulk.delete(root, None, before=observed_at)
+                dropped = await self._deleter.delete(root, None, before=observed_at)
                 self._epochs.mark_applied(root, observed_at)
                 log.info("removed chunks that another node has deleted", chunks=dropped)
             if self._unapplied.get((root, change)) == observed_at:
@@ -188,9 +189,9 @@ class TombstoneApplier:
             new_keys = frozenset(name[: keys.HASH_BYTES] for name in self._epochs.unapplied_tombstones(root, present))
             self._lookups.invalidate(root, new_keys)
             for key in sorted(new_keys):
-                chunk = self._bulk.get(key)
+                chunk = self._index.get(key)
                 if chunk is not None and chunk.root == root:
-                    await self._bulk.delete(root, chunk)
+                    await self._deleter.delete(root, chunk)
                 if self._write_behind.is_known_stored(key):
                     self._tier.queue_removal(root, key)
             await self._write_back_chunks(root, present)

@@ -72,7 +72,6 @@ class ChunkServicer(ServicerBase):
         answer.remote_tokens, answer.remote_ms = result.fetched_tokens, result.fetch_ms
         if request.explain:
             owner = PromptOwner.of(session.namespace, salt)
-            self.store.misses.describe(session.namespace, session.descriptor)
             self._explain(request, context, owner, ids, result.matches, answer)
         return answer
 

@@ -78,21 +78,6 @@ def check_headers(headers: Sequence[ChunkHeader]) -> None:
         check_max("start_position", header.start_position, 1 << 31)
 
 
-def check_heartbeat(beat: pb.Heartbeat, before: Sequence[int]) -> tuple[int, ...]:
-    """Return the totals of a heartbeat, in the order of its fields.
-
-    Raises InvalidRequest for an impossible total, or one below the session's heartbeat ``before`` (empty: none).
-    """
-    totals = tuple(getattr(beat, field.name) for field in beat.DESCRIPTOR.fields)
-    for field, value, earlier in zip(beat.DESCRIPTOR.fields, totals, before or (0,) * len(totals), strict=True):
-        check_max(f"the heartbeat's {field.name}", value, MAX_TOTAL)
-        if value < earlier:
-            raise InvalidRequest(
-                f"the heartbeat's {field.name} fell from {earlier} to {value}; totals never fall within a session"
-            )
-    return totals
-
-
 def check_client_name(text: str) -> str:
     """Return the client's name. Raises InvalidRequest unless it is printable."""
     check_max("the length of client_name", len(text), MAX_NAME)

@@ -1,8 +1,7 @@
-"""Session RPCs: Attach with its heartbeats, and SetVerdict."""
+"""Session RPCs: Attach and SetVerdict."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -10,17 +9,13 @@ import structlog
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS
 from kvsidecar.errors import Context, InvalidRequest, PermissionDenied
+from kvsidecar.protocol_versions import SPOKEN, ProtocolVersions
 
 from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import abort_call, unary
-from cache_daemon.rpc.request_decoder import decode_request
+from cache_daemon.rpc.heartbeats import Heartbeats, check_totals
 from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.sessions import Session
-
-PROTOCOL_VERSION = 2
-_MISSED_HEARTBEATS = 3
-# Lower bound for short heartbeat intervals: a client that waits for a busy CPU is alive.
-_MIN_HEARTBEAT_TIMEOUT_SECONDS = 2.0
 
 log = structlog.get_logger("cache_daemon")
 
@@ -35,29 +30,25 @@ class SessionServicer(ServicerBase):
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> AsyncIterator[pb.AttachResponse]:
         session: Session | None = None
-        messages = aiter(request_iterator)
-        patience = max(self.shared.heartbeat_ms * _MISSED_HEARTBEATS / 1000, _MIN_HEARTBEAT_TIMEOUT_SECONDS)
+        heartbeats = Heartbeats(request_iterator, self.shared.heartbeat_ms)
         try:
-            async with asyncio.timeout(patience):
-                first = await decode_request(await anext(messages, None))
-            session = self._open(first, context)
+            session, version = self._open(await heartbeats.receive(), context)
             log.info("session opened", client=session.name, namespace=session.namespace.hex()[:12])
-            yield pb.AttachResponse(welcome=self._welcome(session))
+            yield pb.AttachResponse(welcome=self._welcome(session, version))
             while True:
-                async with asyncio.timeout(patience):
-                    message = await decode_request(await anext(messages, None))
+                message = await heartbeats.receive()
                 if message is None:
                     return
                 if self.principal_of(context) != session.owner:  # a revoked token ends the session
                     raise PermissionDenied("what the caller may do has changed; call Attach again")
-                self.store.record_heartbeat(
-                    session, request_validation.check_heartbeat(message.heartbeat, session.heartbeat_totals)
-                )
+                totals = check_totals(message.heartbeat, session.heartbeat_totals)
+                session.record_heartbeat(totals, self.store.counters)
                 verdict = self.verdicts.get(session.namespace)
                 yield pb.AttachResponse(heartbeat_ack=pb.HeartbeatAck(verdict=verdict))
         except TimeoutError:
             await context.abort(
-                grpc.StatusCode.DEADLINE_EXCEEDED, f"no heartbeat for {patience:.1f} s; attach again and send them"
+                grpc.StatusCode.DEADLINE_EXCEEDED,
+                f"no heartbeat for {heartbeats.timeout_seconds:.1f} s; attach again and send them",
             )
         except Exception as error:
             self.calls.count("Attach", error)
@@ -69,12 +60,12 @@ class SessionServicer(ServicerBase):
                 self.store.close_session(session)
                 log.info("session closed", client=session.name, leases_freed=held[0], reservations_freed=held[1])
 
-    def _open(self, message: pb.AttachRequest | None, context: Context) -> Session:
+    def _open(self, message: pb.AttachRequest | None, context: Context) -> tuple[Session, int]:
+        """Return the new session and its protocol version."""
         if message is None or message.WhichOneof("message") != "hello":
             raise InvalidRequest("the first message of Attach must be hello")
         hello = message.hello
-        if hello.protocol_version != PROTOCOL_VERSION:
-            raise InvalidRequest(f"protocol_version is {hello.protocol_version}; this daemon speaks {PROTOCOL_VERSION}")
+        version = SPOKEN.common(_versions(hello))
         name = request_validation.check_client_name(hello.client_name)
         request_validation.check_descriptor(hello.descriptor)
         principal, open_now = self.principal_of(context), list(self.sessions)
@@ -86,12 +77,15 @@ class SessionServicer(ServicerBase):
             sum(owner == principal for owner in external),
             private=self.private,
         )
-        return self.store.open_session(
+        session = self.store.open_session(
             name, hello.descriptor, hello.namespace, shares_memory=self.private, owner=principal
         )
+        self.store.misses.describe(session.namespace, session.descriptor)
+        return session, version
 
-    def _welcome(self, session: Session) -> pb.Welcome:
+    def _welcome(self, session: Session, version: int) -> pb.Welcome:
         welcome = pb.Welcome(
+            protocol_version=version,
             epoch=self.store.epoch,
             session_id=session.id,
             heartbeat_interval_ms=self.shared.heartbeat_ms,
@@ -122,3 +116,14 @@ class SessionServicer(ServicerBase):
         await self.verdicts.put(session.namespace, verdict)
         log.info("verdict stored", namespace=session.namespace.hex()[:12], passed=verdict.passed)
         return pb.SetVerdictResponse()
+
+
+def _versions(hello: pb.Hello) -> ProtocolVersions:
+    """Return the versions that a worker speaks. Raises InvalidRequest."""
+    oldest = hello.protocol_version
+    newest = hello.newest_protocol_version or oldest
+    if not 1 <= oldest <= newest:
+        raise InvalidRequest(
+            f"protocol_version is {oldest} and newest_protocol_version {newest}; they must be at least 1, in this order"
+        )
+    return ProtocolVersions(oldest, newest)

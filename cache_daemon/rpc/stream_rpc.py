@@ -47,10 +47,16 @@ class StreamServicer(ServicerBase):
         if request.session_id:
             await self._fetch_leased(request, context)
             return
-        root = self.root(context, request.namespace, request.tenant_salt)
-        chunk = self.store.find(root, request_validation.check_hash("prefix_hash", request.prefix_hash))
+        key = request_validation.check_hash("prefix_hash", request.prefix_hash)
+        if request.root:
+            self.principal_of(context).require_operator("name a tenant by its root")
+            chunk = self.store.find(request_validation.check_hash("root", request.root), key)
+            reading = self.store.reader.unchanged(chunk)
+        else:
+            chunk = self.store.find(self.root(context, request.namespace, request.tenant_salt), key)
+            reading = self.store.reader.promoted(chunk)
         with self.stream(context, "Fetch", caller_budgets.STREAMS):
-            async with self.store.open_chunk(chunk) as payload:
+            async with reading as payload:
                 await _send(context, chunk.full_header(), payload)
         return
         yield  # makes this a generator; the responses themselves are written with a deadline
@@ -64,7 +70,7 @@ class StreamServicer(ServicerBase):
         with self.stream(context, "Fetch", caller_budgets.STREAMS), self.store.acquire(chunks):
             for chunk in chunks:
                 self.session(context, request.session_id)  # stops when the session has ended or lost its rights
-                await _send(context, chunk.header, await self.store.read_leased(chunk))
+                await _send(context, chunk.header, await self.store.reader.leased(chunk))
 
     @unary
     async def Store(self, request_iterator: AsyncIterator[pb.StoreRequest], context: Context) -> pb.StoreResponse:

@@ -23,7 +23,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ArenaFull, ChunkNotFound, FailedPrecondition
+from kvsidecar.errors import ChunkNotFound, FailedPrecondition
 
 from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
@@ -31,18 +31,23 @@ from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX
 from cache_daemon.memory.arena import Arena
 from cache_daemon.store import pins, reuse_verdicts
+from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
-from cache_daemon.store.bulk_ops import BulkOps
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_deleter import ChunkDeleter
+from cache_daemon.store.chunk_list import ChunkList
+from cache_daemon.store.chunk_reader import ChunkReader
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
+from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.index_restorer import IndexRestorer
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.lookup import FetchHints, Lookup, MatchResult, TokenRanges
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.prefix_index import MatchedChunk, PrefixIndex
-from cache_daemon.store.restore import StoreRestorer
+from cache_daemon.store.promoter import Promoter
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
@@ -97,30 +102,35 @@ class ChunkStore:
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
         if disk_ledger is not None and self._writer is not None:
-            self._persistence = Persistence(self.tiers, disk_ledger, self._writer, config.durable_budget_bytes)
+            evictor = DiskEvictor(self.tiers, disk_ledger, config.durable_budget_bytes)
+            self._persistence = Persistence(self.tiers, evictor, self._writer)
         self.ttl = TtlIndex(self.tiers)
-        self._lookup = Lookup(self.tiers, self.ttl, durable, self._persistence, self._threads)
+        arena_evictor = ArenaEvictor(self.tiers)
+        promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
+        self._lookup = Lookup(self.tiers, self.ttl, promoter)
+        self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
-        self._inserter = ChunkInserter(self.tiers, self._persistence, self._pins, self.ttl)
+        self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, self.ttl)
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
         self.misses = MissExplainer(self.tiers, self._commit.pending_tokens)
-        self.bulk = BulkOps(self.tiers, self.ttl, self._commit.invalidate)
+        self.listing = ChunkList(self.tiers.index)
+        self._deleter = ChunkDeleter(self.tiers, self.ttl, self._commit.invalidate)
         self.remote: RemoteCoordinator | None = None
         if remote is not None:
             self.remote = remote.new_coordinator(
-                StoreServices(self.tiers, self.bulk, self._inserter, self._lookup, self._persistence, self._threads)
+                StoreServices(self.tiers, self._deleter, self._inserter, self._lookup, self._persistence, self._threads)
             )
-        self._upkeep = Upkeep(self.sessions, self.bulk, self.counters, self.ttl, self._persistence)
+        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Restore the durable tier's chunks and notes, and start upkeep and the remote tier."""
         if self._durable is not None and self._persistence is not None:
-            await StoreRestorer(self._inserter, self._persistence, self._restore_note).restore(
+            await IndexRestorer(self._inserter, self._persistence, self._restore_note).restore(
                 self._durable, self._threads.reading
             )
             self.ttl.finish_restore()
@@ -178,15 +188,6 @@ class ChunkStore:
         self._commit.abort(session, list(session.reservations))
         session.close_staging()
 
-    def record_heartbeat(self, session: Session, totals: tuple[int, ...]) -> None:
-        """Add a heartbeat's totals, which never fall.
-
-        Totals of sessions without shared memory are not trusted.
-        """
-        if session.shares_memory:
-            self.counters.add_heartbeat(session.heartbeat_totals, totals)
-        session.heartbeat_totals = totals
-
     # ---- chunks ---------------------------------------------------------------------------------------------
 
     def probe(self, root: bytes, ids: bytes) -> list[MatchedChunk]:
@@ -243,20 +244,6 @@ class ChunkStore:
                 released += 1
         return released
 
-    @contextlib.asynccontextmanager
-    async def open_chunk(self, chunk: Chunk) -> AsyncIterator[memoryview]:
-        """Lease a chunk's payload while a block runs. Raises ArenaFull when it cannot be promoted."""
-        lease = await self._lookup.acquire(chunk)
-        if lease is None or chunk.slot is None:
-            raise ArenaFull("the chunk is stored, but could not be brought into the arena; try again later")
-        with lease:
-            yield await self.read_leased(chunk)
-
-    async def read_leased(self, chunk: Chunk) -> memoryview:
-        """Return the payload of a leased chunk; a GPU arena copies it on a thread."""
-        assert chunk.slot is not None, "a chunk that is held has a slot"
-        return await asyncio.get_running_loop().run_in_executor(self._threads.copying, self.arena.read, chunk.slot)
-
     def find(self, root: bytes, prefix_hash: bytes) -> Chunk:
         """Return a tenant's chunk by its prefix hash. Raises ChunkNotFound."""
         chunk = self.tiers.index.get(prefix_hash)
@@ -282,23 +269,23 @@ class ChunkStore:
         found = self.tiers.index.get(prefix_hash)
         if found is None:  # the chunk may be reserved
             self._commit.invalidate(root, prefix_hash)
-        async with self.bulk.await_disk_removal():
+        async with self._deleter.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
-                return await self.bulk.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
+                return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
             there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from now on no fetch reads it
-            here = await self.bulk.delete(root, found) if found is not None or not prefix_hash else 0
+            here = await self._deleter.delete(root, found) if found is not None or not prefix_hash else 0
             deleted = max(here, await self.remote.await_deletion(there))
             if prefix_hash and not deleted:
                 self.find(root, prefix_hash)
             return deleted
 
     def list_chunks(self, root: bytes, page_token: bytes, limit: int) -> Sequence[Chunk]:
-        """Return a page of chunks; see ``BulkOps.page``."""
-        return self.bulk.page(root, page_token, limit)
+        """Return a page of chunks; see ``ChunkList.page``."""
+        return self.listing.page(root, page_token, limit)
 
     async def push_tenant(self, root: bytes) -> AsyncIterator[TransferProgress]:
         """Write all chunks of a tenant to the remote tier. Raises FailedPrecondition, Unavailable."""
-        transfer, chunks = self._transfer(), [chunk async for chunk in self.bulk.iter_chunks(root)]
+        transfer, chunks = self._transfer(), [chunk async for chunk in self.listing.iter_chunks(root)]
         async with contextlib.aclosing(transfer.push(chunks)) as steps:  # type: ignore[type-var]
             async for progress in steps:
                 yield progress
@@ -363,7 +350,7 @@ class ChunkStore:
         """Return the statistics of the whole store."""
         out = StatsResponse()
         self.counters.write_to(out)
-        tiers, writer = self.tiers, self._writer
+        tiers = self.tiers
         out.epoch, out.uptime_seconds = self.epoch, time.monotonic() - self._started
         out.sessions = len(self.sessions)
         out.chunks, out.tokens = len(tiers.index), tiers.index.tokens
@@ -374,20 +361,15 @@ class ChunkStore:
         out.pinned_bytes = self._pins.pinned_bytes
         if self._durable is not None:
             out.durable_file_bytes = self._durable.usage().file_bytes
-        if tiers.disk_ledger is not None and self._persistence is not None and writer is not None:
-            out.durable_budget_bytes, out.durable_bytes = self._persistence.budget_bytes, tiers.disk_ledger.used_bytes
-            out.durable_chunks, out.pending_writes = (
-                len(tiers.disk_ledger),
-                writer.pending + self._persistence.num_postponed,
-            )
-            out.durable_failing = (self.failing or ("",))[0]  # read once: the outage may end before a second read
+        if self._persistence is not None:
+            self._persistence.write_to(out)
         if self.remote is not None:
             self.remote.write_to(out)
         return out
 
     async def stats_of(self, root: bytes) -> StatsResponse:
         """Return the statistics of one tenant's chunks in a namespace."""
-        out = await self.bulk.count(root)
+        out = await self.listing.count(root)
         out.epoch = self.epoch
         return out
 

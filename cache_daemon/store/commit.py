@@ -251,21 +251,21 @@ class TwoPhaseCommit:
         Also returns the refusal of the chunk after them, and the remaining waiting time.
         """
         copies: list[_Copy] = []
-        size = 0
+        size, evictor = 0, self._inserter.arena_evictor
         for reservation, checksum in items_taken:
             header, tenant = reservation.header, reservation.tenant
             if len(copies) == _COPY_CHUNKS or (size and size + header.payload_bytes > _COPY_BYTES):
                 break
-            slot = self._tiers.allocate(header.payload_bytes, tenant)
+            slot = evictor.allocate(header.payload_bytes, tenant)
             while slot is None and not copies and wait_seconds > 0 and self._persistence is not None:
                 if not await self._persistence.wait_progress(_ARENA_POLL_SECONDS):
                     break
                 wait_seconds -= _ARENA_POLL_SECONDS / 4
-                slot = self._tiers.allocate(header.payload_bytes, tenant)
+                slot = evictor.allocate(header.payload_bytes, tenant)
             if slot is None:
                 if copies:
                     break
-                over = self._tiers.over_quota(tenant, header.payload_bytes)
+                over = evictor.over_quota(tenant, header.payload_bytes)
                 return copies, COMMIT_OUTCOME_QUOTA_EXCEEDED if over else COMMIT_OUTCOME_ARENA_FULL, wait_seconds
             copies.append(_Copy(reservation, slot, checksum))
             size += header.payload_bytes

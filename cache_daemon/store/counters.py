@@ -30,6 +30,7 @@ class Counters:
     expired_chunks: int = 0
     corrupt_chunks: int = 0
     failed_writes: int = 0
+    failed_reads: int = 0
     prompts: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

@@ -15,6 +15,7 @@ from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_COMMITTED
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 
 from cache_daemon.memory.arena import Slot
+from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.persistence import Persistence
@@ -54,6 +55,7 @@ class ChunkInserter:
     """Begins insertions into one store. ``persistence`` is None without a durable tier."""
 
     tiers: TierManager
+    arena_evictor: ArenaEvictor
     persistence: Persistence | None
     pins: Pins
     ttl: TtlIndex

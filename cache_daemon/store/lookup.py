@@ -18,20 +18,15 @@ from kvsidecar import keys
 from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import UnknownSession
 
-from cache_daemon.durable.durable_tier import DurableTier, ReadJob, ReadResult
-from cache_daemon.memory.arena import Slot
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.loss_cause import LossCause
-from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.prefix_index import MatchedChunk
+from cache_daemon.store.promoter import Promoter, is_readable
 from cache_daemon.store.sessions import LeaseGuard, Session
-from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tier_manager import TierManager
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
-# Maximal time that a reader waits for a full arena, which may be full of chunks that are being written to disk.
-_ARENA_WAIT_SECONDS = 0.25
 # Chunks handled before other work runs on the event loop.
 _SLICE = 128
 # The eviction policies learn of uses after the answer was sent, in batches small enough not to delay the next request.
@@ -89,12 +84,9 @@ class Lookup:
         self,
         tiers: TierManager,
         ttl: TtlIndex,
-        durable: DurableTier | None,
-        persistence: Persistence | None,
-        threads: StoreThreads,
+        promoter: Promoter,
     ) -> None:
-        self._tiers, self._ttl, self._durable = tiers, ttl, durable
-        self._persistence, self._threads = persistence, threads
+        self._tiers, self._ttl, self._promoter = tiers, ttl, promoter
         self._pending_touches: deque[Chunk] = deque()
 
     def probe(self, root: bytes, ids: bytes) -> list[MatchedChunk]:
@@ -157,7 +149,7 @@ class Lookup:
             missing = [c for c in wanted if c.arena_state is not Residency.PRESENT]
             began = time.perf_counter()
             if missing:
-                await self._promote(missing)
+                await self._promoter.promote(missing)
             if len(prefix) > _SLICE:
                 await asyncio.sleep(0)
             promote_ms = (time.perf_counter() - began) * 1e3 if missing else 0.0
@@ -168,7 +160,7 @@ class Lookup:
             if passed and len(matches) < len(prefix):
                 lease.release()
                 return None, end
-            content_matches = tuple((start, MatchedChunk(c, n)) for start, c, n in content_hits if _is_readable(c))
+            content_matches = tuple((start, MatchedChunk(c, n)) for start, c, n in content_hits if is_readable(c))
             lease.retain_only([*(m.chunk for m in matches), *(m.chunk for _, m in content_matches)])
             missing_ids = set(map(id, missing))
             promoted = sum(m.tokens for m in matches if id(m.chunk) in missing_ids) if missing_ids else 0
@@ -188,11 +180,11 @@ class Lookup:
         lease = LeaseGuard([chunk], self._tiers.on_released)
         try:
             if chunk.arena_state is not Residency.PRESENT:
-                await self._promote([chunk])
+                await self._promoter.promote([chunk])
         except BaseException:
             lease.release()
             raise
-        if _is_readable(chunk):
+        if is_readable(chunk):
             self._record_use([chunk], [])
             return lease
         lease.release()
@@ -243,87 +235,9 @@ class Lookup:
     def _usable(found: Sequence[MatchedChunk]) -> tuple[MatchedChunk, ...]:
         """Return the leading chunks that are in the arena."""
         usable = 0
-        while usable < len(found) and _is_readable(found[usable].chunk):
+        while usable < len(found) and is_readable(found[usable].chunk):
             usable += 1
         return tuple(found[:usable])
-
-    async def _promote(self, chunks: Sequence[Chunk]) -> None:
-        """Load leased chunks into the arena, in order, until one does not fit."""
-        jobs: list[tuple[Chunk, Slot]] = []
-        waits: list[asyncio.Future[None]] = []
-        try:
-            for chunk in chunks:
-                if chunk.arena_state is Residency.PRESENT:
-                    continue
-                if chunk.load_future is not None:
-                    waits.append(chunk.load_future)
-                    continue
-                slot = await self._allocate(chunk)
-                if chunk.arena_state is not Residency.ABSENT or not chunk.indexed:  # another request was faster
-                    if slot is not None:
-                        self._tiers.release_slot(slot)
-                    if chunk.load_future is not None:
-                        waits.append(chunk.load_future)
-                    continue
-                if slot is None:
-                    break
-                self._tiers.begin_load(chunk)
-                jobs.append((chunk, slot))
-        finally:
-            # Shielded: a cancelled caller must not leave half-loaded chunks behind.
-            loading = asyncio.ensure_future(self._load(jobs)) if jobs else None
-        if loading is not None:
-            await asyncio.shield(loading)
-        if waits:
-            await asyncio.wait(waits)
-
-    async def _allocate(self, chunk: Chunk) -> Slot | None:
-        slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
-        if (
-            slot is None
-            and self._persistence is not None
-            and await self._persistence.wait_progress(_ARENA_WAIT_SECONDS)
-        ):
-            slot = self._tiers.allocate(chunk.size_bytes, chunk.tenant)
-        return slot
-
-    async def _load(self, jobs: Sequence[tuple[Chunk, Slot]]) -> None:
-        durable = self._durable
-        assert durable is not None
-
-        def read() -> list[ReadResult]:
-            direct = [self._tiers.arena.writable_view(slot) for _, slot in jobs]
-            targets = [
-                view if view is not None else memoryview(bytearray(slot.size_bytes))
-                for view, (_, slot) in zip(direct, jobs, strict=True)
-            ]
-            found = durable.read(
-                [ReadJob(c.key, t, c.header.checksum) for (c, _), t in zip(jobs, targets, strict=True)]
-            )
-            for view, target, (_, slot), result in zip(direct, targets, jobs, found, strict=True):
-                if view is None and result is ReadResult.OK:
-                    self._tiers.arena.write(slot, target)
-            return found
-
-        outcomes = [ReadResult.FAILED] * len(jobs)
-        try:
-            outcomes = await self._threads.read(read)
-        finally:
-            for (chunk, slot), outcome in zip(jobs, outcomes, strict=True):
-                self._finish_load(chunk, slot, outcome)
-
-    def _finish_load(self, chunk: Chunk, slot: Slot, outcome: ReadResult) -> None:
-        load_future = self._tiers.end_load(chunk)
-        if outcome is ReadResult.OK:
-            self._tiers.finish_load(chunk, slot)
-        else:
-            self._tiers.release_slot(slot)
-            if outcome is not ReadResult.FAILED and chunk.indexed:
-                self._tiers.counters.corrupt_chunks += 1
-                self._tiers.remove_subtree(chunk, LossCause.CORRUPT)
-        self._tiers.on_released(chunk)
-        if load_future is not None and not load_future.done():
-            load_future.set_result(None)
 
     def _count(
         self,
@@ -370,7 +284,3 @@ def _num_outside_window(found: Sequence[MatchedChunk], window: int) -> int:
     ends = list(accumulate(n for _, n in found))
     whole = [end for end, (chunk, n) in zip(ends, found, strict=True) if n == chunk.tokens]
     return sum(end <= whole[-1] - window for end in ends) if whole else 0
-
-
-def _is_readable(chunk: Chunk) -> bool:
-    return chunk.arena_state is Residency.PRESENT and chunk.indexed

@@ -1,4 +1,4 @@
-"""Writes chunks to the durable tier: supersession, eviction, retries, recency.
+"""Writes chunks to the durable tier: supersession, retries, recency.
 
 The durable tier is always closed under parents: a chunk is queued only after its parent, and superseded chunks are
 removed in the transaction that stores their successor. So after any crash the stored chunks are complete, and no
@@ -13,25 +13,17 @@ from collections.abc import Iterable
 from itertools import islice
 
 import structlog
-from kvsidecar.cache.v1.cache_pb2 import (
-    EVENT_TYPE_PERSISTED,
-)
+from kvsidecar.cache.v1.cache_pb2 import EVENT_TYPE_PERSISTED, StatsResponse
 
 from cache_daemon.durable.durable_tier import PutOutcome, PutResult, whole_pages
 from cache_daemon.durable.group_commit_writer import GroupCommitWriter
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.tier_manager import TierManager
-from cache_daemon.store.tier_quotas import TierLedger
-from cache_daemon.store.yield_timer import YieldTimer
 
-# Eviction continues to this share of the budget, so that it does not run at every write. If the disk is full although
-# the ledger is below the budget, it continues to the lower share.
-_LOW_WATERMARK, _FULL_DISK_WATERMARK = 0.95, 0.9
 _FULL, _FULL_SECONDS = "the disk is full", 5.0
 _MAX_RETRIES_IN_FLIGHT = 256
-# Extra evictions in one slice on the event loop: about 4 ms.
-_MAX_EXTRA_EVICTIONS = 64
 # Delay of persist_delayed: until then the fetching request can use the cores.
 _DELAY_SECONDS = 1.0
 # Size of a stored header and its index entries, beside up to five bytes per token.
@@ -41,11 +33,10 @@ log = structlog.get_logger("cache_daemon")
 
 
 class Persistence:
-    """Writes of one store to a durable tier of ``budget_bytes``. Runs on the event loop."""
+    """Writes of one store to its durable tier. Runs on the event loop."""
 
-    def __init__(self, tiers: TierManager, cold: TierLedger, writer: GroupCommitWriter, budget_bytes: int) -> None:
-        self._tiers, self._ledger, self._writer = tiers, cold, writer
-        self.budget_bytes = budget_bytes
+    def __init__(self, tiers: TierManager, evictor: DiskEvictor, writer: GroupCommitWriter) -> None:
+        self._tiers, self.evictor, self._writer = tiers, evictor, writer
         self._in_flight = 0
         # Chunks in the arena only, oldest first: their write failed, or the budget does not admit them.
         self._failed: dict[Chunk, None] = {}
@@ -53,26 +44,12 @@ class Persistence:
         self._delayed: dict[Chunk, None] = {}  # see persist_delayed
         self._timer: asyncio.TimerHandle | None = None
         self._progress_event = asyncio.Event()
-        # Bytes that the tier held when the disk was full although the budget was not.
-        self._max_bytes = self._target_bytes = float(budget_bytes)
-        self._full_since, self._full_at = 0.0, float("-inf")
+        self._full_since, self._full_at = 0.0, float("-inf")  # of a full disk
         tiers.on_unindexed.append(self._on_unindexed)
-
-    # ---- restore --------------------------------------------------------------------------------------------
 
     def discard(self, key: bytes) -> None:
         """Remove a chunk that cannot be indexed from the tier."""
         self._writer.remove([key])
-
-    async def finish_restore(self) -> None:
-        """Evict chunks beyond the budget once all are indexed: the budget may have been reduced."""
-        if self._ledger.used_bytes > self.budget_bytes:
-            self._target_bytes = self.budget_bytes * _LOW_WATERMARK
-            yield_timer = YieldTimer()
-            while self._shrink_once(_MAX_EXTRA_EVICTIONS):
-                await yield_timer.maybe_yield()
-
-    # ---- writing --------------------------------------------------------------------------------------------
 
     def persist(self, chunk: Chunk) -> None:
         """Queue a chunk in the arena if it may be durable now; otherwise retry later."""
@@ -87,7 +64,7 @@ class Persistence:
         if parent is not None and parent.disk_state is Residency.ABSENT:
             (self._failed if parent in self._failed else self._not_admitted)[chunk] = None
             return
-        if not self._evict_for(chunk, parent):
+        if not self.evictor.make_space(chunk, parent, _max_stored_bytes(chunk)):
             self._not_admitted[chunk] = None
             return
         slot = chunk.slot
@@ -157,7 +134,7 @@ class Persistence:
             self._retry_failed(most)
         elif most > 0 and self.failing and self._not_admitted:
             # All failed chunks have left the arena. The next refused chunk shows whether the disk has space again.
-            self._max_bytes = float(self.budget_bytes)
+            self.evictor.reset_limit()
             self.persist(next(iter(self._not_admitted)))
         elif most > 0:
             for chunk in list(islice(self._not_admitted, most)):
@@ -173,7 +150,7 @@ class Persistence:
 
     def _retry_failed(self, most: int) -> None:
         if self._is_full:
-            self._max_bytes = float(self.budget_bytes)
+            self.evictor.reset_limit()
         for chunk in list(self._failed):
             if most > 0 and self._tiers.parent_of(chunk) not in self._failed:
                 self.persist(chunk)
@@ -181,12 +158,9 @@ class Persistence:
 
     def _fits(self, chunk: Chunk) -> bool:
         """Return True if a chunk fits into the tier without an eviction."""
-        parent, size = self._tiers.parent_of(chunk), _max_stored_bytes(chunk)
-        return (
-            (parent is None or parent.disk_state is not Residency.ABSENT)
-            and not self._ledger.over_quota(chunk.tenant, size)
-            and self._ledger.used_bytes + size <= min(self.budget_bytes, self._max_bytes)
-        )
+        parent = self._tiers.parent_of(chunk)
+        has_parent = parent is None or parent.disk_state is not Residency.ABSENT
+        return has_parent and self.evictor.has_space(chunk, _max_stored_bytes(chunk))
 
     @property
     def failing(self) -> tuple[str, float] | None:
@@ -215,6 +189,13 @@ class Persistence:
         Chunks that a full disk cannot take stay in the arena and do not count.
         """
         return len(self._delayed) + (0 if self._is_full else len(self._failed))
+
+    def write_to(self, out: StatsResponse) -> None:
+        """Set the statistics of the durable tier."""
+        ledger = self.evictor.ledger
+        out.durable_budget_bytes, out.durable_bytes = self.evictor.budget_bytes, ledger.used_bytes
+        out.durable_chunks, out.pending_writes = len(ledger), self._writer.pending + self.num_postponed
+        out.durable_failing = (self.failing or ("",))[0]  # read once: the outage may end before a second read
 
     async def wait_progress(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until a write ends. Returns False when none is in flight."""
@@ -269,10 +250,9 @@ class Persistence:
         if outcome is PutOutcome.OUT_OF_SPACE:
             if not self._is_full:
                 self._full_since = time.monotonic()
-                self._target_bytes = self._ledger.used_bytes * _FULL_DISK_WATERMARK
-                self._shrink_some()
+                self.evictor.begin_shrinking()
             self._full_at = time.monotonic()
-            self._max_bytes = min(float(self._ledger.used_bytes), self._target_bytes)
+            self.evictor.lower_limit()
         self._failed[chunk] = None
 
     def _on_unindexed(self, chunk: Chunk) -> None:
@@ -295,55 +275,6 @@ class Persistence:
             self._failed[chunk] = None
         else:
             self._tiers.remove_subtree(chunk, LossCause.ARENA_FULL)
-
-    # ---- eviction -------------------------------------------------------------------------------------------
-
-    def _evict_for(self, chunk: Chunk, parent: Chunk | None) -> bool:
-        """Evict for a new chunk, if the tier admits it."""
-        size, most = _max_stored_bytes(chunk), min(self.budget_bytes, self._max_bytes)
-        if size > most:
-            return False
-        while self._ledger.over_quota(chunk.tenant, size):
-            if not self._evict(chunk, own=True):
-                return False
-        if self._ledger.used_bytes + size > most:
-            if not self._ledger.admits(chunk, parent):
-                return False
-            while self._ledger.used_bytes + size > most and self._evict(chunk, own=False):
-                pass
-            target, more = most * _LOW_WATERMARK - size, _MAX_EXTRA_EVICTIONS
-            while self._ledger.used_bytes > target and more > 0 and self._evict(chunk, own=False):
-                more -= 1
-        return self._ledger.used_bytes + size <= most
-
-    def _evict(self, newcomer: Chunk, own: bool) -> bool:
-        """Evict the worst victim for a new chunk, but never the new chunk's parent."""
-        victims = self._ledger.victims(newcomer.tenant, own)
-        victim = next((c for c in victims if not c.in_use and c.key != newcomer.parent_key), None)
-        if victim is None:
-            return False
-        self._tiers.evict_from_disk(victim, LossCause.DISK_QUOTA if own else LossCause.DISK_FULL)
-        return True
-
-    def _shrink_some(self) -> None:
-        """Shrink the tier in slices, between which other work runs."""
-        if self._shrink_once(_MAX_EXTRA_EVICTIONS):
-            asyncio.get_running_loop().call_soon(self._shrink_some)
-
-    def _shrink_once(self, most: int) -> bool:
-        """Evict up to ``most`` victims of all tenants until the target is met.
-
-        Returns True if more must be evicted.
-        """
-        for _ in range(most):
-            if self._ledger.used_bytes <= self._target_bytes:
-                return False
-            victim = next((c for c in self._ledger.all_victims() if not c.in_use), None)
-            if victim is None:
-                log.warning("the durable tier cannot shrink: all its chunks are pinned or in use")
-                return False
-            self._tiers.evict_from_disk(victim)
-        return self._ledger.used_bytes > self._target_bytes
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts match the chunks' states."""

@@ -19,6 +19,7 @@ from cache_daemon.memory.arena import Slot, footprint
 from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging import Staging, StagingBudget
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.counters import Counters
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 _Handle = TypeVar("_Handle")
@@ -130,6 +131,15 @@ class Session:
         if len(found) < len(prefix_hashes):
             raise UnknownLease("the lease has ended, or holds no such chunk; match the prompt again")
         return found
+
+    def record_heartbeat(self, totals: tuple[int, ...], counters: Counters) -> None:
+        """Add the growth of a heartbeat's totals to ``counters``; totals never fall.
+
+        Totals of sessions without shared memory are not trusted.
+        """
+        if self.shares_memory:
+            counters.add_heartbeat(self.heartbeat_totals, totals)
+        self.heartbeat_totals = totals
 
     def close_staging(self) -> None:
         """Free the staging memory of an ended session once no copy runs."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cache_daemon.store.bulk_ops import BulkOps
+from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.lookup import Lookup
 from cache_daemon.store.persistence import Persistence
@@ -20,7 +20,7 @@ class StoreServices:
     """
 
     tiers: TierManager
-    bulk: BulkOps
+    deleter: ChunkDeleter
     inserter: ChunkInserter
     lookup: Lookup
     persistence: Persistence | None

@@ -1,6 +1,7 @@
-"""Tier manager: admits chunks to arena and disk, evicts and removes them.
+"""Tier manager: records where chunks are, moves them between tiers and removes them.
 
-Only this module changes the index, the arena and both tiers' ledgers.
+Only this module changes the index, the arena and both tiers' ledgers. ``ArenaEvictor`` and ``DiskEvictor`` choose the
+chunks to evict.
 """
 
 from __future__ import annotations
@@ -27,10 +28,6 @@ from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.prefix_index import PrefixIndex
 from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_quotas import TierLedger
-
-# One allocation evicts at most this multiple of its size before it gives up looking for a contiguous slot.
-_MAX_EVICTED_FACTOR = 16
-_MIN_EVICTED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class TierManager:
         self.events, self.accounts = self.context.events, self.context.accounts
         self.counters, self.clock = self.context.counters, self.context.clock
 
-    # ---- admission ------------------------------------------------------------------------------------------
+    # ---- states of chunks -----------------------------------------------------------------------------------
 
     def index_chunk(self, chunk: Chunk) -> None:
         """Add a chunk to the index. Its parent must be indexed, unless it starts a prompt."""
@@ -189,28 +186,16 @@ class TierManager:
         else:
             self.arena_only_pins.pop(chunk, None)
 
-    # ---- arena slots and eviction ---------------------------------------------------------------------------
+    # ---- slots and removal from one tier --------------------------------------------------------------------
 
-    def allocate(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
-        """Allocate an arena slot for a new payload, evicting as long as that helps.
+    def take_slot(self, size_bytes: int, tenant: TenantAccount) -> Slot | None:
+        """Take a free arena slot for a new payload; None if no range is large enough.
 
-        Returns None when all remaining chunks are in use, pinned, or another tenant's. The caller passes the slot to
-        ``index_chunk``, ``finish_load`` or ``release_slot``.
+        The caller passes the slot to ``index_chunk``, ``finish_load`` or ``release_slot``.
         """
-        if size_bytes > self.arena.size_bytes:
-            return None
-        while self.over_quota(tenant, size_bytes):
-            if not self._evict_from_arena(tenant, own=True):
-                return None
-        evicted = 0
-        while (slot := self.arena.allocate(size_bytes)) is None:
-            if evicted > max(_MAX_EVICTED_FACTOR * size_bytes, _MIN_EVICTED_BYTES):
-                return None  # enough is free, but not contiguous
-            freed = self._evict_from_arena(tenant, own=False)
-            if not freed:
-                return None
-            evicted += freed
-        self.pending_slots[slot] = tenant
+        slot = self.arena.allocate(size_bytes)
+        if slot is not None:
+            self.pending_slots[slot] = tenant
         return slot
 
     def release_slot(self, slot: Slot) -> None:
@@ -218,28 +203,14 @@ class TierManager:
         del self.pending_slots[slot]
         self.arena.free(slot)
 
-    def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
-        """Return True if a payload exceeds the tenant's arena quota.
-
-        Slots that are being filled count.
-        """
-        if tenant.limits.arena_bytes is None:
-            return False
-        pending_bytes = sum(footprint(slot.size_bytes) for slot, owner in self.pending_slots.items() if owner is tenant)
-        return self.arena_ledger.over_quota(tenant, pending_bytes + footprint(size_bytes))
-
-    def _evict_from_arena(self, tenant: TenantAccount, own: bool) -> int:
-        """Evict one chunk. Returns the bytes freed; 0 when no chunk can be evicted."""
-        victim = next((c for c in self.arena_ledger.victims(tenant, own) if not c.in_use), None)
-        if victim is None:
-            return 0
+    def evict_from_arena(self, victim: Chunk, cause: LossCause) -> None:
+        """Evict a chunk from the arena: demote a durable chunk, remove another one with its subtree."""
         self.counters.arena_evictions += 1
         if victim.disk_state is Residency.PRESENT:
             self._free_slot(victim)
             self.emit(EVENT_TYPE_DEMOTED, victim)
         else:
-            self.remove_subtree(victim, LossCause.ARENA_QUOTA if own else LossCause.ARENA_FULL)
-        return victim.size_bytes
+            self.remove_subtree(victim, cause)
 
     def evict_from_disk(self, victim: Chunk, cause: LossCause = LossCause.DISK_FULL) -> None:
         """Evict a chunk without durable children from the durable tier.

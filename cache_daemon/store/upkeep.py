@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import structlog
+from kvsidecar.process.background_task import BackgroundTask
 
-from cache_daemon.store.bulk_ops import BulkOps
+from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.sessions import SessionTable
@@ -18,7 +18,7 @@ _TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
 log = structlog.get_logger("cache_daemon")
 
 
-class Upkeep:
+class Upkeep(BackgroundTask):
     """A task that runs once a second from ``start`` to ``stop``.
 
     ``persistence`` is None without a durable tier.
@@ -27,25 +27,14 @@ class Upkeep:
     def __init__(
         self,
         sessions: SessionTable,
-        bulk: BulkOps,
+        deleter: ChunkDeleter,
         counters: Counters,
         ttl: TtlIndex,
         persistence: Persistence | None,
     ) -> None:
-        self._sessions, self._bulk, self._counters = sessions, bulk, counters
+        super().__init__(self._run)
+        self._sessions, self._deleter, self._counters = sessions, deleter, counters
         self._ttl, self._persistence = ttl, persistence
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        """Start the task."""
-        self._task = asyncio.create_task(self._run())
-
-    async def stop(self) -> None:
-        """Cancel the task and wait for its end."""
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
 
     async def _run(self) -> None:
         tick = 0
@@ -72,4 +61,4 @@ class Upkeep:
 
     async def sweep(self) -> None:
         """Remove expired chunks."""
-        self._counters.expired_chunks += await self._bulk.expire()
+        self._counters.expired_chunks += await self._deleter.expire()

@@ -119,6 +119,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
               (("pending", "sum(kvsidecar_cache_pending_writes)"),
                ("failing now", "sum(kvsidecar_cache_durable_failing)"),
                ("failed", rate("kvsidecar_cache_failed_writes_total")),
+               ("failed reads", rate("kvsidecar_cache_failed_reads_total")),
                ("corrupt", rate("kvsidecar_cache_corrupt_chunks_total")))),
         Panel("Sessions, leases, reservations", "short",
               (("sessions", "sum(kvsidecar_cache_sessions)"), ("leases", "sum(kvsidecar_cache_leases)"),

@@ -30,7 +30,7 @@ from inference_svc.model_runner.cuda_graphs import make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.engine_lost import check_device
 from inference_svc.models.loader import LoadedModel
-from inference_svc.scheduling.pool_capacity import PoolCapacity
+from inference_svc.scheduling.context_limits import ContextLimits
 from inference_svc.sequence.generation_request import SpeculationMode
 from inference_svc.sequence.kv_connector import KVConnector
 from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
@@ -111,16 +111,16 @@ class Engine:
     @property
     def context_length(self) -> int:
         """Maximum tokens of prompt and answer together: the limit of the model or of the pool."""
-        return self.capacity.longest
+        return self.context_limits.longest
 
     @property
-    def capacity(self) -> PoolCapacity:
+    def context_limits(self) -> ContextLimits:
         """Limits of prompt and answer, from the pool and the model's context length."""
-        return PoolCapacity.of(self.pool, self._limits.max_num_batched_tokens, self.loaded.context_length)
+        return ContextLimits.of(self.pool, self._limits.max_num_batched_tokens, self.loaded.context_length)
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a sequence. Raises PromptTooLong, PromptExceedsPool, Overloaded, Unavailable."""
-        self.capacity.check(sequence.request.num_prompt_tokens)
+        self.context_limits.check(sequence.request.num_prompt_tokens)
         if self._events.num_pending_requests + len(self._core.waiting) >= self._limits.max_queue:
             raise Overloaded(f"{self._limits.max_queue} requests wait already; try again later")
         if not self._events.post(RequestSubmitted(sequence)):

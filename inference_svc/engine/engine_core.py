@@ -41,7 +41,7 @@ from inference_svc.model_runner.layerwise_load import LayerLoadFailed
 from inference_svc.sampling.sampler import LogitsNotFinite
 from inference_svc.scheduling import scheduler
 from inference_svc.scheduling.admission import Admission
-from inference_svc.scheduling.batch_planner import BatchPlanner, PlannerServices
+from inference_svc.scheduling.batch_builder import BatchBuilder, BatchServices
 from inference_svc.scheduling.preemption_saver import PreemptionSaver
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.scheduling.recompute_queue import RecomputeQueue
@@ -102,7 +102,7 @@ class EngineCore:
         self._corrupt_hits = CorruptHits(pool, self.prefix_cache, connector, stats)
         self._finisher = RequestFinisher(pool, self.prefix_cache, connector, stats)
         self._recompute = RecomputeQueue(services.decoder, pool, self._max_piece_rows)
-        planner_services = PlannerServices(
+        batch_services = BatchServices(
             pool,
             self.prefix_cache,
             self.window_releaser,
@@ -112,9 +112,9 @@ class EngineCore:
             limits.max_num_batched_tokens,
             max_sequence_tokens,
         )
-        self._planner = BatchPlanner(planner_services, self.count_free_pages)
+        self._builder = BatchBuilder(batch_services, self.count_free_pages)
         self._sampler = BatchSampler(
-            services.speculator, self._planner.branch_tables, max_sequence_tokens, self._finish, self._sampling_failed
+            services.speculator, self._builder.branch_tables, max_sequence_tokens, self._finish, self._sampling_failed
         )
         self._stuck = False
 
@@ -142,7 +142,7 @@ class EngineCore:
     def tables(self) -> list[BlockTable]:
         """Block tables of live sequences, pending saves and draft branches."""
         live = (s.kv.table for s in self.live() if s.kv.table)
-        return [*live, *self.window_releaser.tables, *self._planner.branch_tables.tables]
+        return [*live, *self.window_releaser.tables, *self._builder.branch_tables.tables]
 
     # ---- events ---------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class EngineCore:
             check_device(self._device, error)
         self._remove(sequence)
         self.loading.discard(sequence)
-        self._planner.branch_tables.zero(sequence)
+        self._builder.branch_tables.zero(sequence)
         self._finisher.fail(sequence, error)
 
     # ---- a step ---------------------------------------------------------------------------------------------
@@ -215,10 +215,10 @@ class EngineCore:
             if s not in self._recompute and not (recomputing is not None and s.num_uncomputed > 1)
         ]
         try:
-            decision = self._planner.decide(ready)
+            decision = self._builder.decide(ready)
             for sequence in decision.preempted:
                 self._preempt(sequence)
-            batch = self._planner.build(decision)
+            batch = self._builder.build(decision)
             for sequence in batch.preempted:
                 self._preempt(sequence)
             for sequence, error in batch.failed:
@@ -226,7 +226,7 @@ class EngineCore:
             if batch.slices:
                 self._forward(batch.slices)
         finally:
-            self._planner.branch_tables.free()
+            self._builder.branch_tables.free()
         return bool(batch.slices)
 
     def _max_piece_rows(self) -> int:
@@ -291,7 +291,7 @@ class EngineCore:
         began = time.perf_counter()
         try:
             logits = collect(slices, self.compute([piece for _, piece in slices]))
-            self._planner.branch_tables.check_finite(slices, logits)
+            self._builder.branch_tables.check_finite(slices, logits)
         except LayerLoadFailed:
             # The other sequences compute their rows again in the next step, because no progress is recorded yet.
             for sequence in [s for s, _ in slices if s.kv.layers is not None and s.kv.layers.failed]:
@@ -341,7 +341,7 @@ class EngineCore:
     def _sampling_failed(self, sequence: Sequence, error: Exception) -> None:
         """Computes a sequence again if its cached prefix is corrupt; otherwise ends it with the error."""
         if isinstance(error, LogitsNotFinite) and self._corrupt_hits.drop(sequence):
-            self._planner.branch_tables.zero(sequence)
+            self._builder.branch_tables.zero(sequence)
             self._compute_uncached(sequence)
         else:
             self.fail(sequence, error)

@@ -11,7 +11,7 @@ from inference_svc.context_reuse.token_provenance import provenance_spans
 from inference_svc.engine.engine_stats import EngineStats
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.kv_pool.prefix_cache import CachedSequence, PrefixCache, StoredPrefix, as_array
-from inference_svc.sampling.sampling_params import SampledToken
+from inference_svc.sampling.logprobs import SampledToken
 from inference_svc.sequence.kv_connector import KVConnector, LoadResult, SaveCallback
 from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput, SequenceState
 

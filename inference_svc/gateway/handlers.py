@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Hashable, Iterable
+from collections.abc import AsyncIterator, Hashable
 from dataclasses import dataclass
 from functools import partial
 from secrets import token_hex
@@ -20,7 +20,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from kvsidecar import __version__
 from kvsidecar.errors import (
     InvalidRequest,
-    Unavailable,
     UnknownModel,
     UnsupportedOption,
 )
@@ -45,7 +44,7 @@ from inference_svc.gateway.openapi import document
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import (
     ChoiceChunk,
-    Generator,
+    RequestRunner,
     first_chunk,
     request_logprobs_once,
     share_prompt_logprobs,
@@ -57,9 +56,11 @@ from inference_svc.gateway.responses_api.input_items import ITEM, listed, to_mes
 from inference_svc.gateway.responses_api.response_writer import ResponseWriter
 from inference_svc.gateway.responses_api.responses_routes import ResponsesRoutes
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.served_models import ServedModels, no_worker
 from inference_svc.gateway.tokenize_routes import detokenize, to_detokenize, to_tokenize, tokenize, tokenizer_info
 from inference_svc.gateway.unsupported_options import parse
-from inference_svc.gateway.worker_router import Worker, WorkerRouter
+from inference_svc.gateway.worker_retry import WorkerRetry
+from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
@@ -84,37 +85,37 @@ class GatewayHandlers:
         self._config = config
         self.keys = ApiKeys(config)
         self.router = WorkerRouter(config.targets)
-        self._aliases = ModelAliases(parse_aliases(config.alias), config.claude_names)
+        self._models = ServedModels(self.router, ModelAliases(parse_aliases(config.alias), config.claude_names))
         self.metrics = GatewayMetrics(self.router, config.supervisor_dir)
         self.bodies = BodyReader(config, self.keys)
         self.adapters = LoraRoutes(self.router, self.keys, self.bodies)
         self._conversations = ConversationStore()
         self.kept = ResponsesRoutes(self._conversations, self.keys, self.bodies)
         self._wait = WorkerWait(self.router, config)
-        self._generator = Generator(config, self.router, self.metrics, self._wait)
+        self._requests = RequestRunner(config, WorkerRetry(config, self.router, self.metrics, self._wait))
         self.node = NodeView(self.router, config.cache_socket)
 
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._models(self.router.alive)})
+        return JSONResponse({"object": "list", "data": self._models.entries(self.router.alive)})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         if not name:
             raise UnknownModel("name a model", param="model")
-        return JSONResponse(openai_format.model(self._worker(name).model, name, self.router.started))
+        return JSONResponse(openai_format.model(self._models.worker(name).model, name, self.router.started))
 
     async def tokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_tokenize)
-        return JSONResponse(await tokenize(self._worker(model), asked))
+        return JSONResponse(await tokenize(self._models.worker(model), asked))
 
     async def detokenize(self, request: Request) -> Response:
         model, asked = await self.bodies.read(request, to_detokenize)
-        return JSONResponse(await detokenize(self._worker(model), asked))
+        return JSONResponse(await detokenize(self._models.worker(model), asked))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return JSONResponse(await tokenizer_info(self._worker("")))
+        return JSONResponse(await tokenizer_info(self._models.worker("")))
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": __version__})
@@ -144,7 +145,7 @@ class GatewayHandlers:
 
     async def serving_status(self, request: Request) -> Response:
         shown = serving_status(
-            self._models(w for w in self.router.workers if w.alive), self.router, self._wait.is_starting()
+            self._models.entries(w for w in self.router.workers if w.alive), self.router, self._wait.is_starting()
         )
         return JSONResponse(shown | self._load(request))
 
@@ -178,24 +179,24 @@ class GatewayHandlers:
             elif isinstance(parsed, MessagesRequest):
                 parsed = parsed.chat()
             prompt = parsed.to_grpc().prompt if isinstance(parsed, WarmBody) else parsed.prompts()[0]
-            return self._resolve(parsed.model), prompt, parsed.cache_salt.encode()
+            return self._models.resolve(parsed.model), prompt, parsed.cache_salt.encode()
 
         apart = kind is ResponsesRequest and self._conversations.is_large(self.keys.tenant(request.scope))
         model, prompt, salt = await self.bodies.read(request, prompt_of, apart)
-        found = await cached_prefix(self._worker(model), model, self.node.daemon, prompt, salt)
+        found = await cached_prefix(self._models.worker(model), model, self.node.daemon, prompt, salt)
         return JSONResponse(found | self._load(request))
 
     async def warm_prompt(self, request: Request) -> Response:
         def parse_request(raw: bytes, body: Any) -> tuple[pb.WarmRequest, float]:
             parsed = self._salted(WarmBody, request, raw, body)
-            self._check_model(parsed.model)
-            parsed.model = self._resolve(parsed.model)
+            self._models.check(parsed.model)
+            parsed.model = self._models.resolve(parsed.model)
             return parsed.to_grpc(), parsed.within_seconds
 
         asked, seconds = await self.bodies.read(request, parse_request)
         able = [w for w in self.router.alive if w.serves(asked.model)]
         if not able:
-            raise self._unavailable(asked.model)
+            raise no_worker(asked.model)
         return JSONResponse(
             await cancel_on_disconnect(request, warm_prompt(min(able, key=lambda w: w.in_flight), asked, seconds))
         )
@@ -215,12 +216,12 @@ class GatewayHandlers:
 
         def parse_request(raw: bytes, body: Any) -> tuple[ResponsesRequest, ResponseWriter, pb.GenerateRequest]:
             parsed = self._salted(ResponsesRequest, request, raw, body)
-            self._check_model(parsed.model)
+            self._models.check(parsed.model)
             chat, messages, given = self._chat_of_response(request, parsed)
-            model = self._answer_model(parsed.model)
+            model = self._models.answer_model(parsed.model)
             writer = ResponseWriter(parsed, model, partial(self._keep_response, tenant, parsed), messages, given)
             asked = chat.to_grpc(chat.prompts()[0], 0, f"resp-{token_hex(12)}")
-            self._generator.set_defaults([asked], self._resolve(model))
+            self._requests.set_defaults([asked], self._models.resolve(model))
             return parsed, writer, asked
 
         parsed, writer, asked = await self.bodies.read(request, parse_request, apart)
@@ -236,11 +237,11 @@ class GatewayHandlers:
 
         def parse_request(raw: bytes, body: Any) -> tuple[MessagesRequest, pb.GenerateRequest]:
             parsed = self._salted(MessagesRequest, request, raw, body)
-            self._check_model(parsed.model)
+            self._models.check(parsed.model)
             chat = parsed.chat()
             asked = chat.to_grpc(chat.prompts()[0], 0, request_id)
             asked.continuous_usage = parsed.stream
-            self._generator.set_defaults([asked], self._resolve(parsed.model))
+            self._requests.set_defaults([asked], self._models.resolve(parsed.model))
             return parsed, asked
 
         parsed, asked = await self.bodies.read(request, parse_request)
@@ -257,7 +258,7 @@ class GatewayHandlers:
             return parsed.model, pb.TokenizeRequest(prompt=parsed.prompt(), tenant_salt=parsed.cache_salt.encode())
 
         model, asked = await self.bodies.read(request, parse_request)
-        return JSONResponse({"input_tokens": (await tokenize(self._worker(model), asked))["count"]})
+        return JSONResponse({"input_tokens": (await tokenize(self._models.worker(model), asked))["count"]})
 
     async def count_input(self, request: Request) -> Response:
         """Answer ``/v1/responses/input_tokens``: tokens of a request's prompt."""
@@ -269,7 +270,7 @@ class GatewayHandlers:
 
         apart = self._conversations.is_large(self.keys.tenant(request.scope))
         model, asked = await self.bodies.read(request, parse_request, apart)
-        found = await tokenize(self._worker(model), asked)
+        found = await tokenize(self._models.worker(model), asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": found["count"]})
 
     # ---- answering ------------------------------------------------------------------------------------------
@@ -304,8 +305,8 @@ class GatewayHandlers:
         Runs in a thread for a large body.
         """
         parsed: Any = self._salted(kind, request, raw, body)
-        self._check_model(parsed.model)
-        model = self._answer_model(parsed.model)
+        self._models.check(parsed.model)
+        model = self._models.answer_model(parsed.model)
         answer_id = ("chatcmpl-" if kind is ChatRequest else "cmpl-") + token_hex(12)
         prompts = parsed.prompts()
         if parsed.explain and len(prompts) * parsed.num_choices > 1:
@@ -315,13 +316,13 @@ class GatewayHandlers:
             for i, prompt in enumerate(prompts)
             for choice in range(parsed.num_choices)
         ]
-        self._generator.set_defaults(requests, self._resolve(model))
+        self._requests.set_defaults(requests, self._models.resolve(model))
         return _AnswerJob(answer_id, model, parsed, requests)
 
     async def _answer(self, request: Request, asked: _AnswerJob) -> Response:
         parsed, requests = asked.parsed, asked.requests
         log_line().add(id=asked.answer_id, model=asked.model)
-        writer = AnswerWriter(asked.answer_id, asked.model, self._fingerprint(asked.model), parsed)
+        writer = AnswerWriter(asked.answer_id, asked.model, self._models.fingerprint(asked.model), parsed)
         shared = request_logprobs_once(requests, parsed.num_choices)
         pieces = with_grammar_option(parsed.grammar[0], self._run(request, requests, not parsed.stream))
         if shared:
@@ -335,55 +336,7 @@ class GatewayHandlers:
         return JSONResponse(found)
 
     def _run(self, request: Request, requests: list[pb.GenerateRequest], whole: bool) -> AsyncIterator[ChoiceChunk]:
-        return self._generator.run(requests, whole, preferred_wait_seconds(request.headers))
-
-    def _answer_model(self, model: str) -> str:
-        """Return the model name for answers: the requested one, or the served one."""
-        return model or next((w.model.model_id for w in self.router.workers if w.alive), "")
-
-    def _fingerprint(self, model: str) -> str | None:
-        """Return ``system_fingerprint`` of a model; None while no worker is known to serve it."""
-        served = self._resolve(model)
-        found = next((w for w in self.router.workers if w.was_up and w.serves(served)), None)
-        return None if found is None else openai_format.fingerprint(found.model)
-
-    def _worker(self, name: str) -> Worker:
-        """Return a worker that serves the model, or any for an empty name.
-
-        Raises UnknownModel, Unavailable.
-        """
-        self._check_model(name)
-        served = self._resolve(name)
-        found = next((w for w in self.router.alive if w.serves(served)), None)
-        if found is None:
-            raise self._unavailable(name)
-        return found
-
-    @staticmethod
-    def _unavailable(model: str) -> Unavailable:
-        return Unavailable(f"no worker that serves {model[:80]!r} is up; try again in a moment")
-
-    def _check_model(self, name: str) -> None:
-        """Raise UnknownModel for an unknown name.
-
-        Models of a worker that is down still count, since it will restart.
-        """
-        served, name = self._served(), self._resolve(name)
-        if name and served and name not in served:
-            raise UnknownModel.among(name, sorted(served))
-
-    def _resolve(self, name: str) -> str:
-        """Return the served model behind a name that may be an alias."""
-        return self._aliases.resolve(name, self._served())
-
-    def _served(self) -> set[str]:
-        return {name for w in self.router.workers if w.was_up for name in w.names}
-
-    def _models(self, workers: Iterable[Worker]) -> list[dict[str, Any]]:
-        """Return the entries of all models of workers, and of their aliases."""
-        served = {name: w.model for w in workers for name in w.names}
-        found = self._aliases.with_aliases(served)
-        return [openai_format.model(model, name, self.router.started) for name, model in found.items()]
+        return self._requests.run(requests, whole, preferred_wait_seconds(request.headers))
 
 
 def _events(events: AsyncIterator[bytes]) -> StreamingResponse:

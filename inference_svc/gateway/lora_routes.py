@@ -21,7 +21,8 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_model import BodyModel
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.unsupported_options import B, parse
-from inference_svc.gateway.worker_router import Worker, WorkerRouter, is_retryable
+from inference_svc.gateway.worker_retry import is_retryable
+from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 # Loading includes reading and packing a large adapter; unloading waits for queued stores to the daemon.

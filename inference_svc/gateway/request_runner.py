@@ -1,6 +1,6 @@
-"""Runs generation requests: picks a worker, retries on another, merges choices.
+"""Runs generation requests on workers, and merges the streams of their choices.
 
-A request with several prompts or ``n`` choices becomes one ``GenerateRequest`` per choice. ``Generator`` merges their
+A request with several prompts or ``n`` choices becomes one ``GenerateRequest`` per choice. The runner merges their
 streams into one stream of ``ChoiceChunk``, in order of arrival. Runs on the event loop.
 """
 
@@ -11,16 +11,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-import grpc
-from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT, add_calls
 
 from inference_svc.gateway.gateway_config import GatewayConfig
-from inference_svc.gateway.gateway_metrics import GatewayMetrics
-from inference_svc.gateway.http_tracing import FIRST_TOKEN, GENERATE_STREAM, current_span
-from inference_svc.gateway.worker_router import Worker, WorkerRouter, is_retryable
-from inference_svc.gateway.worker_wait import WorkerWait
+from inference_svc.gateway.http_tracing import current_span
+from inference_svc.gateway.worker_retry import WorkerRetry
 
 
 @dataclass(frozen=True)
@@ -52,11 +49,11 @@ class ChoiceResult:
         self.last = part
 
 
-class Generator:
+class RequestRunner:
     """Runs the requests of one gateway on its workers."""
 
-    def __init__(self, config: GatewayConfig, router: WorkerRouter, metrics: GatewayMetrics, wait: WorkerWait) -> None:
-        self._config, self._router, self._metrics, self._wait = config, router, metrics, wait
+    def __init__(self, config: GatewayConfig, calls: WorkerRetry) -> None:
+        self._config, self._calls = config, calls
 
     def set_defaults(self, requests: list[pb.GenerateRequest], model: str) -> None:
         """Set the model, and the gateway's ``max_tokens`` where a request has none."""
@@ -77,14 +74,14 @@ class Generator:
         span = current_span()
         span.phase("prepare", span.began, time.perf_counter())
         if len(requests) == 1:
-            async for part in self._run_choice(requests[0], whole, wait_seconds):
+            async for part in self._calls.stream(requests[0], whole, wait_seconds):
                 yield ChoiceChunk(0, part)
             return
         queue: asyncio.Queue[ChoiceChunk | BaseException | None] = asyncio.Queue()
 
         async def pump(choice: int, request: pb.GenerateRequest) -> None:
             try:
-                async for part in self._run_choice(request, whole, wait_seconds):
+                async for part in self._calls.stream(request, whole, wait_seconds):
                     queue.put_nowait(ChoiceChunk(choice, part))
                 queue.put_nowait(None)
             except Exception as error:  # passed to the reader: the other choices must not wait for this one
@@ -104,62 +101,6 @@ class Generator:
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _run_choice(
-        self, request: pb.GenerateRequest, whole: bool, wait_seconds: float | None
-    ) -> AsyncIterator[pb.GenerateStreamResponse]:
-        """Yield one choice's messages, from the first worker that completes it.
-
-        If a worker fails before anything was yielded, another worker or its own successor replaces it. A request that
-        kills workers kills at most as many as there are, or two.
-        """
-        tried: list[str] = []
-        timer, max_tries = self._metrics.answer(), max(2, len(self._router.workers))
-        while True:
-            excluded = set(tried) if len(tried) < len(self._router.workers) else set()
-            worker = await self._wait.pick(request, excluded, wait_seconds)
-            tried.append(worker.target)
-            buffered: list[pb.GenerateStreamResponse] = []
-            try:
-                async for part in self._call(worker, request):
-                    if not timer.started:
-                        current_span().event(FIRST_TOKEN)
-                    timer.add(worker.model.model_id, part)
-                    if whole:
-                        buffered.append(part)
-                    else:
-                        yield part
-                for part in buffered:
-                    yield part
-                return
-            except KVSidecarError as error:
-                if not is_retryable(error):
-                    raise
-                worker.down(str(error))
-                if timer.started and not whole:
-                    raise Unavailable("the worker broke off its answer; send the request again") from error
-                if len(tried) == max_tries:
-                    raise Unavailable(
-                        f"{max_tries} workers went away while they had this request; try again"
-                    ) from error
-                self._metrics.retries.inc()
-
-    async def _call(self, worker: Worker, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
-        worker.in_flight += 1
-        with current_span().call(GENERATE_STREAM) as span:
-            call = worker.client.stub.GenerateStream(
-                pb.GenerateStreamRequest(request=request),
-                timeout=self._config.request_seconds,
-                metadata=span.metadata(),
-            )
-            try:
-                async for part in call:
-                    yield part
-            except grpc.RpcError as error:
-                raise worker.error_of(error) from error
-            finally:
-                call.cancel()
-                worker.in_flight -= 1
 
 
 async def first_chunk(chunks: AsyncIterator[ChoiceChunk]) -> ChoiceChunk:

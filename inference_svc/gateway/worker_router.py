@@ -214,8 +214,3 @@ def _prompt_bytes(prompt: Any) -> Iterator[bytes]:
             yield data
     elif kind == "token_ids":
         yield array("I", prompt.token_ids.ids[: _MAX_HASHED_BYTES // 4]).tobytes()
-
-
-def is_retryable(error: KVSidecarError) -> bool:
-    """Return whether another worker may succeed."""
-    return isinstance(error, Unavailable)

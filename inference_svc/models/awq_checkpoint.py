@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvkernels import ops
+from kvkernels import awq_dequantize, ops
 from kvkernels.cpu import quantized_gemm
 from kvkernels.cuda import awq_gemm
 from kvsidecar.errors import ModelUnsupported
@@ -93,7 +93,7 @@ def cpu_linears(dtype: torch.dtype) -> LinearFactory:
     """Factory of layers for the CPU kernels."""
 
     def keep(parts: list[Tensor], bias: Tensor | None) -> nn.Module | None:
-        codes, zeros = (awq_gemm.unpack_columns(part).t().contiguous() for part in parts[:2])
+        codes, zeros = (awq_dequantize.unpack_columns(part).t().contiguous() for part in parts[:2])
         scales = parts[2].t()
         if not torch.equal(scales.half().to(scales.dtype), scales):
             return None  # scales of a dtype with a wider range than float16
@@ -123,7 +123,7 @@ def load_awq(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep
         ):
             layer = keep and keep(parts, bias_in(where, name))
             if layer is None:
-                state[f"{name}.weight"] = awq_gemm.reference_weight(*with_float32_scales(parts)).to(dtype)
+                state[f"{name}.weight"] = awq_dequantize.reference_weight(*with_float32_scales(parts)).to(dtype)
             else:
                 model.set_submodule(name, layer)
     held = {n for n, _ in model.named_parameters()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from kvkernels.cuda.awq_gemm import pack_columns
+from kvkernels.awq_dequantize import pack_columns
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor
 

@@ -22,7 +22,7 @@ from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
 from inference_svc.request.sampled_calls import SampledCalls
 from inference_svc.sampling.sampling_params import SamplingParams
-from inference_svc.scheduling.pool_capacity import PoolCapacity
+from inference_svc.scheduling.context_limits import ContextLimits
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
@@ -67,11 +67,11 @@ class RequestBuilder:
         context_length: int,
         defaults: RequestDefaults = RequestDefaults(),
         adapters: Mapping[str, LoraAdapter] | None = None,
-        room: PoolCapacity | None = None,
+        room: ContextLimits | None = None,
     ) -> None:
         """``adapters`` may change while requests run. ``room``: limits of the pool, for error messages."""
         self._adapters = adapters if adapters is not None else {}
-        self._room = room or PoolCapacity(context_length, context_length, 0)
+        self._room = room or ContextLimits(context_length, context_length, 0)
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
         self._loaded, self._tokenizer = loaded, loaded.tokenizer
         self._context = context_length

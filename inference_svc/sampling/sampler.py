@@ -19,7 +19,10 @@ import torch.nn.functional as F
 from kvsidecar.errors import GenerationFailed
 from torch import Tensor
 
-from inference_svc.sampling.sampling_params import SampledToken, SamplingState, min_p_margin
+from inference_svc.sampling.logprobs import SampledToken, add_logprobs
+from inference_svc.sampling.penalties import apply_penalties
+from inference_svc.sampling.sampling_params import min_p_margin
+from inference_svc.sampling.sampling_state import SamplingState
 
 # Probabilities are summed in blocks of 512 tokens: sampling finds first the token's block, then the token in the block.
 _BLOCK = 512
@@ -90,7 +93,8 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     lost = _apply_masks(scores, samplers, vocabulary)
     scored = [i for i, s in enumerate(samplers) if s.logprobs is not None and sound[i]]
     plain = torch.log_softmax(scores[scored, :vocabulary], -1) if scored else scores
-    _apply_penalties(scores, samplers)
+    _apply_logit_bias(scores, samplers)
+    apply_penalties(scores, [(s.params, s.counts) for s in samplers])
     if not all(s.is_unmodified for s in samplers):
         best = scores.amax(-1)
     able = torch.isfinite(best).tolist()
@@ -111,17 +115,8 @@ def _sample_rows(logits: Tensor, rows: list[int], samplers: list[SamplingState])
     ]
     for line, i in zip(plain, scored, strict=False):
         if able[i]:
-            out[i] = _with_logprobs(found[i], line, samplers[i].logprobs or 0)
+            out[i] = add_logprobs(found[i], line, samplers[i].logprobs or 0)
     return out
-
-
-def _with_logprobs(token: int, line: Tensor, most: int) -> SampledToken:
-    """Adds log probabilities from ``line [vocabulary]``: those of the allowed tokens, at temperature 1."""
-    if not most:
-        return SampledToken(token, float(line[token]))
-    top = torch.topk(line, min(most, len(line)))
-    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-    return SampledToken(token, float(line[token]), tuple((i, p) for i, p in likeliest if p > _LEAST))
 
 
 def _apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int) -> dict[int, GenerationFailed]:
@@ -161,30 +156,12 @@ def _apply_masks(scores: Tensor, samplers: list[SamplingState], vocabulary: int)
     return lost
 
 
-def _apply_penalties(scores: Tensor, samplers: list[SamplingState]) -> None:
-    """Applies biases and penalties to ``scores [rows, padded vocabulary]``."""
-    device = scores.device
+def _apply_logit_bias(scores: Tensor, samplers: list[SamplingState]) -> None:
+    """Adds the biases of each row to ``scores [rows, padded vocabulary]``."""
     biased = [(i, token, bias) for i, s in enumerate(samplers) for token, bias in s.params.logit_bias.items()]
     if biased:
-        at, ids, biases = (torch.tensor(column, device=device) for column in zip(*biased, strict=True))
+        at, ids, biases = (torch.tensor(column, device=scores.device) for column in zip(*biased, strict=True))
         scores.index_put_((at, ids), biases.float(), accumulate=True)
-    counted = [(i, s.params, s.counts) for i, s in enumerate(samplers) if s.counts is not None and len(s.counts.ids)]
-    if not counted:
-        return
-    lengths = [len(c.ids) for _, _, c in counted]
-
-    def each(values: list[float]) -> Tensor:
-        return torch.from_numpy(np.repeat(np.asarray(values, np.float32), lengths)).to(device)
-
-    at = torch.from_numpy(np.repeat(np.asarray([i for i, _, _ in counted]), lengths)).to(device)
-    ids = torch.from_numpy(np.concatenate([c.ids for _, _, c in counted])).to(device)
-    times = torch.from_numpy(np.concatenate([c.generated for _, _, c in counted])).to(device)
-    repetition = each([p.repetition_penalty for _, p, _ in counted])
-    values = scores[at, ids]
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values -= each([p.frequency_penalty for _, p, _ in counted]) * times
-    values -= each([p.presence_penalty for _, p, _ in counted]) * (times > 0)
-    scores[at, ids] = values
 
 
 def _sample_top_p(scores: Tensor, best: Tensor, samplers: list[SamplingState]) -> list[int]:

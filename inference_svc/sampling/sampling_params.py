@@ -1,29 +1,17 @@
-"""Sampling parameters, and the sampling state of one request.
-
-``sampler`` processes the logits.
-"""
+"""Sampling parameters of a request, validated."""
 
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Iterable, Mapping
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 from kvsidecar.errors import InvalidRequest
-from numpy.typing import NDArray
-
-from inference_svc.structured_output.grammar_state import GrammarState
 
 # At lower temperatures any difference between two logits makes the less likely token impossible, so sampling is greedy.
 GREEDY_BELOW = 1e-5
 MAX_TOP_K = 2**31 - 1
 _MAX_LOGIT_BIAS = 1024
-_GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
-# Random numbers per position of the answer.
-_TRIES = 64
 
 
 @dataclass(frozen=True)
@@ -93,132 +81,6 @@ class SamplingParams:
 def _within(name: str, value: float, holds: bool, allowed: str) -> None:
     if not holds:
         raise InvalidRequest(f"{name} is {value}; allowed are {allowed}", param=name)
-
-
-@dataclass(frozen=True)
-class SampledToken:
-    """Token with its log probability and the likeliest alternatives, if requested."""
-
-    token: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class PromptLogprob(SampledToken):
-    """Prompt token with its log probability, alternatives and rank (likeliest: 1)."""
-
-    rank: int = 0
-
-
-class TokenCounts:
-    """Distinct tokens of prompt and answer, with their counts in the answer."""
-
-    def __init__(self, prompt: Iterable[int]) -> None:
-        known = np.unique(np.fromiter(prompt, np.int64))
-        self._at = {int(token): i for i, token in enumerate(known)}
-        self._ids, self._generated = known, np.zeros(len(known), np.float32)
-
-    @property
-    def ids(self) -> NDArray[np.int64]:
-        """The distinct tokens ``[n]``."""
-        return self._ids[: len(self._at)]
-
-    @property
-    def generated(self) -> NDArray[np.float32]:
-        """Counts ``[n]`` of the tokens in the answer."""
-        return self._generated[: len(self._at)]
-
-    def copy(self) -> TokenCounts:
-        other = TokenCounts(())
-        other._at, other._ids, other._generated = dict(self._at), self._ids.copy(), self._generated.copy()
-        return other
-
-    def add(self, token: int) -> None:
-        at = self._at.setdefault(token, len(self._at))
-        if at == len(self._ids):
-            room = max(16, at)
-            self._ids = np.concatenate((self._ids, np.zeros(room, np.int64)))
-            self._generated = np.concatenate((self._generated, np.zeros(room, np.float32)))
-        self._ids[at] = token
-        self._generated[at] += 1
-
-
-class SamplingState:
-    """Sampling state of one request: number and counts of its sampled tokens.
-
-    Only ``accept`` changes it, so a token that is sampled and then dropped has no effect. The random numbers of a
-    position in the answer are a function of the seed and the position, so results with a seed do not depend on the rest
-    of the batch or on preemptions.
-    """
-
-    def __init__(
-        self,
-        params: SamplingParams,
-        logprobs: int | None = None,
-        prompt: Iterable[int] = (),
-        grammar: GrammarState | None = None,
-        stops: Iterable[int] = (),
-    ) -> None:
-        """``stops`` are the tokens that end the answer."""
-        self.params, self.logprobs, self.grammar = params, logprobs, grammar
-        self.drawn = 0
-        self._stops = sorted(stops) if params.min_tokens else []
-        self.counts = TokenCounts(prompt if params.repetition_penalty != 1.0 else ()) if params.counts else None
-        self._start = mix(secrets.randbits(64) if params.seed is None else params.seed & _WORD)
-
-    @property
-    def is_unmodified(self) -> bool:
-        """True if no mask, bias or penalty changes the logits."""
-        kept = self.counts is None and self.grammar is None and not self.too_early
-        return kept and not self.params.logit_bias and self.params.allowed_tokens is None
-
-    @property
-    def plain_greedy(self) -> bool:
-        """True if only the argmax of the unmodified logits is needed."""
-        return self.logprobs is None and self.params.greedy and self.is_unmodified
-
-    @property
-    def too_early(self) -> list[int]:
-        """Stop tokens that ``min_tokens`` still forbids."""
-        return self._stops if self.drawn < self.params.min_tokens else []
-
-    def uniform(self, attempt: int) -> float:
-        """Returns the random number in [0, 1) for an attempt of the next token.
-
-        The number is SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014) of a
-        counter.
-        """
-        place = self.drawn * _TRIES + attempt % _TRIES + 1
-        return (mix(self._start + place * _GOLDEN) >> 11) * 2.0**-53
-
-    @property
-    def complete(self) -> bool:
-        """True if the answer completes the grammar and no token may follow."""
-        return self.grammar is not None and self.grammar.complete
-
-    def ahead(self) -> SamplingState:
-        """Returns a copy without grammar and log probabilities, for sampling draft tokens."""
-        other = copy(self)
-        other.logprobs, other.grammar = None, None
-        other.counts = None if self.counts is None else self.counts.copy()
-        return other
-
-    def accept(self, token: int) -> None:
-        """Records the next token of the answer. Raises GenerationFailed if the grammar does not allow it."""
-        self.drawn += 1
-        if self.grammar is not None:
-            self.grammar.accept(token)
-        if self.counts is not None:
-            self.counts.add(token)
-
-
-def mix(word: int) -> int:
-    """Computes SplitMix64's finalizer."""
-    word &= _WORD
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
 
 
 def min_p_margin(min_p: float) -> float:

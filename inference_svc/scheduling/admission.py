@@ -27,7 +27,7 @@ from inference_svc.kv_pool.prefix_cache import (
     common_prefix,
 )
 from inference_svc.scheduling import scheduler
-from inference_svc.scheduling.pool_capacity import LOOKAHEAD_TOKENS, exceeds_pool
+from inference_svc.scheduling.context_limits import LOOKAHEAD_TOKENS, exceeds_pool
 from inference_svc.scheduling.prefill_budget import PrefillBudget
 from inference_svc.sequence.kv_connector import KVConnector, ProbeCallback
 from inference_svc.sequence.sequence import Sequence, SequenceState

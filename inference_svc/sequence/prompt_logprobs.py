@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from inference_svc.model_runner.forward_batch import SequenceSlice
-from inference_svc.sampling.sampling_params import PromptLogprob
+from inference_svc.sampling.logprobs import PromptLogprob
 from inference_svc.sequence.sequence import Sequence
 
 # Maximum rows with prompt logprobs per step, and maximum rows per float32 softmax.

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from inference_svc.context_reuse.reuse_plan import Positions
 from inference_svc.context_reuse.token_provenance import ProvenanceSpan
 from inference_svc.kv_pool.prefix_cache import CacheScope
-from inference_svc.sampling.sampling_params import PromptLogprob, SampledToken, SamplingState
+from inference_svc.sampling.logprobs import PromptLogprob, SampledToken
+from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest, SpeculationMode
 from inference_svc.sequence.kv_state import KVState
@@ -89,7 +90,7 @@ class RequestTimestamps:
 
 @dataclass
 class QueueState:
-    """Scheduling history of a sequence. Owners: admission and the batch planner."""
+    """Scheduling history of a sequence. Owners: admission and the batch builder."""
 
     preempted: bool = False
     num_matched: int = 0  # tokens that a probe found in the cache while the sequence waited

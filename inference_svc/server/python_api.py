@@ -39,8 +39,8 @@ from inference_svc.context_reuse.verify import (
 )
 from inference_svc.kv_client.connector import store_verdict
 from inference_svc.models.loader import quiet_transformers
-from inference_svc.request.logprobs_output import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.request.prompt_provenance import prompt_parts
+from inference_svc.request.response_fields import prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.sequence.sequence import FinishReason, SequenceOutput
 from inference_svc.sequence.sequence import Sequence as EngineSequence
 from inference_svc.server.runtime import Runtime, build_runtime

@@ -107,7 +107,7 @@ class Runtime:
             bool(config.draft_model),
             config.reuse_anywhere,
         )
-        return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.capacity)
+        return RequestBuilder(engine.loaded, engine.context_length, defaults, engine.adapters, engine.context_limits)
 
 
 def build_runtime(config: WorkerConfig) -> Runtime:

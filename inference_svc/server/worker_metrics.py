@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from inference_svc.server.runtime import Runtime
+from inference_svc.server.worker_stats import worker_stats
 
 _GAUGES = (
     "running",
@@ -63,8 +64,6 @@ class WorkerCollector:
         self._runtime = runtime
 
     def collect(self) -> Iterable[Metric]:
-        from inference_svc.server.inference_service import worker_stats
-
         stats = worker_stats(self._runtime)
         streaming = stats.streaming
         for name in _GAUGES:

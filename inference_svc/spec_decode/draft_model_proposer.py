@@ -19,8 +19,9 @@ from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
+from inference_svc.sampling.logprobs import SampledToken
 from inference_svc.sampling.sampler import SampleResult, likeliest_beside, sample
-from inference_svc.sampling.sampling_params import SampledToken, SamplingState
+from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.sequence import Sequence
 from inference_svc.spec_decode.proposer import ROOT, Draft, DraftRequest
 

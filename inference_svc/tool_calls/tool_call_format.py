@@ -9,8 +9,8 @@ from typing import Any, Literal
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.tool_calls.json_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL
 from inference_svc.tool_calls.qwen3_coder_arguments import PARAMETER
-from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL
 
 ToolCallFormat = Literal["hermes", "llama3_json", "mistral", "qwen3_coder", "json"]
 # Texts in a chat template that identify its format; the first format that matches is used.

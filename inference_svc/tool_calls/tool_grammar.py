@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.structured_output.grammar_compiler import for_compiler
+from inference_svc.tool_calls.json_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
 from inference_svc.tool_calls.qwen3_coder_arguments import FUNCTION, FUNCTION_END, parameter_rules
 from inference_svc.tool_calls.tool_call_format import ToolCallFormat, parameters_schema
-from inference_svc.tool_calls.tool_call_parser import HERMES, HERMES_END, LLAMA, MISTRAL, first_keys
 
 # Maps a marker to its special token; None if it is ordinary text.
 SpecialToken = Callable[[str], int | None]

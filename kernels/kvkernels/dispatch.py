@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
@@ -20,7 +18,9 @@ from kvkernels.cpu import cpu_attention
 from kvkernels.cpu import f32_gemm as cpu_dense
 from kvkernels.cpu import kv_pack as cpu_chunks
 from kvkernels.cpu import quantized_gemm as cpu_quantized
-from kvkernels.cuda import cuda_kv_pack, device_visible_memory
+from kvkernels.cuda import cuda_kv_pack
+from kvkernels.cuda.chunk_transfer import ChunkTransfer
+from kvkernels.cuda.copy_engine import CudaCopyEngine
 from kvkernels.cuda.cuda_attention import HEAD_DIMS
 from kvkernels.cuda.cuda_library import Kernels
 from kvkernels.cuda.kernel_select import kernels_for, supports
@@ -75,22 +75,9 @@ def _cuda_kernels(pool: Tensor, half: int) -> Kernels | None:
 
 
 @cache
-def _copy_stream(device: torch.device) -> Any:
-    cuda: Any = torch.cuda
-    return cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _on_copy_stream(device: torch.device) -> Iterator[None]:
-    """Run the block's work on a copy stream; synchronize at the end.
-
-    The copy stream waits for the work already enqueued.
-    """
-    stream = _copy_stream(device)
-    stream.wait_stream(torch.cuda.default_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+def _transfer(device: torch.device, use: str) -> ChunkTransfer:
+    """Return the transfer of a device for a use, so that stores do not wait for loads."""
+    return ChunkTransfer(CudaCopyEngine(device))
 
 
 def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader, payload: Payload) -> None:
@@ -98,16 +85,12 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
 
     ``keys`` and ``values`` are ``[layers, kv_heads, pool_tokens, head_dim]``; ``slots`` int64 ``[tokens]`` on the
     CPU. ``payload`` is ``header.payload_bytes`` long and owned by the caller. Returns when the bytes are written.
-    Raises ValueError for a payload in device memory if no kernel supports the pool.
+    Raises ValueError for a payload in device memory.
     """
-    kernels = _cuda_kernels(keys, 0)
+    kernels, memory = _cuda_kernels(keys, 0), _on_host(payload)
     if kernels is not None:
-        with device_visible_memory.device_address(payload) as address:
-            if address is not None:
-                with _on_copy_stream(keys.device):
-                    cuda_kv_pack.pack(kernels, keys, values, slots.to(keys.device), header, address)
-                return
-    memory = _on_host(payload)
+        _transfer(keys.device, "pack").pack(kernels, keys, values, slots, header, memory)
+        return
     if cpu_chunks.serves(keys):
         cpu_chunks.pack(keys, values, slots, header, memory)
     else:
@@ -145,33 +128,24 @@ def unpack_chunks(
             unpacking(layers)
             yield layers
         return
+    ours = [piece for piece in pieces if _kernels_of(keys, piece) is not None]
+    others = [piece for piece in pieces if _kernels_of(keys, piece) is None]
     for layers in groups:
-        for piece in pieces:
-            _unpack(keys, values, piece, layers)
+        if ours and (kernels := _kernels_of(keys, ours[0])) is not None:
+            _transfer(keys.device, "unpack").unpack(kernels, keys, values, ours, layers)
+        for piece in others:
+            arrays = layout_of(piece.header).arrays(_on_host(piece.payload))
+            kv_pack_reference.unpack(keys, values, piece.slots, piece.header, arrays, piece.rotation, layers)
+        if others and keys.is_cuda:
+            torch.cuda.current_stream(keys.device).synchronize()  # the reader may use another stream
         yield layers
 
 
-def _unpack(keys: Tensor, values: Tensor, piece: ChunkPlacement, layers: range) -> None:
-    rotation, header = piece.rotation, piece.header
-    kernels = _cuda_kernels(keys, 0 if rotation is None else len(rotation[0]))
-    if kernels is not None:
-        with device_visible_memory.device_address(piece.payload) as address:
-            if address is not None:
-                with _on_copy_stream(keys.device):
-                    angles = None if rotation is None else _angles(rotation, keys.device)
-                    slots = piece.slots.to(keys.device)
-                    cuda_kv_pack.unpack(kernels, keys, values, slots, header, address, angles, layers)
-                return
-    arrays = layout_of(header).arrays(_on_host(piece.payload))
-    kv_pack_reference.unpack(keys, values, piece.slots, header, arrays, rotation, layers)
+def _kernels_of(keys: Tensor, piece: ChunkPlacement) -> Kernels | None:
+    return _cuda_kernels(keys, 0 if piece.rotation is None else len(piece.rotation[0]))
 
 
 def _on_host(payload: Payload) -> memoryview:
     if isinstance(payload, memoryview):
         return payload
     raise ValueError("the payload is in device memory, and no kernel for this pool can reach it")
-
-
-def _angles(rotation: tuple[Array, Array], device: torch.device) -> tuple[Tensor, Tensor]:
-    cosine, sine = (torch.from_numpy(x).to(device) for x in rotation)
-    return cosine, sine

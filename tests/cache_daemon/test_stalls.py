@@ -80,7 +80,7 @@ class Bench:
         header.prefix_hash = keys.prefix_hash(header.parent_prefix_hash, ids)
         header.content_hash = keys.content_hash(root, ids)
         account = self.store.accounts.account_of(header.tenant)
-        slot = tiers.allocate(header.payload_bytes, account)
+        slot = tiers.take_slot(header.payload_bytes, account)
         assert slot is not None
         chunk = Chunk(header, ids, account, slot, arena_state=Residency.PRESENT, last_used_at=tiers.clock())
         tiers.index_chunk(chunk)

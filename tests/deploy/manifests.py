@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,17 @@ import yaml
 Resource = dict[str, Any]
 DEPLOY = Path(__file__).parents[2] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
-BUILDS = ["base", *sorted(f"overlays/{p.name}" for p in (KUBERNETES / "overlays").iterdir())]
+COMBINATIONS = [
+    "remote+fleet",
+    "cpu+fleet+remote+mtls",
+    "gpu+fleet+remote",
+    "remote+node-cache",
+    "node-cache+fleet+remote+mtls+gpu",
+    "gpu-shared+fleet+remote+mtls",
+    "vllm+remote+mtls",
+    "remote+mtls+node-cache+vllm+gpu",
+]
+BUILDS = ["base", *sorted(f"overlays/{p.name}" for p in (KUBERNETES / "overlays").iterdir()), *COMBINATIONS]
 
 
 @cache
@@ -22,13 +34,28 @@ def _built(name: str) -> list[Resource]:
     command = next((c for c in (["kustomize", "build"], ["kubectl", "kustomize"]) if shutil.which(c[0])), None)
     if command is None:
         pytest.skip("neither kustomize nor kubectl is installed")
-    done = subprocess.run([*command, str(KUBERNETES / name)], capture_output=True, text=True, timeout=60, check=False)
+    with tempfile.TemporaryDirectory() as made:
+        folder = _combined(name, Path(made)) if "+" in name else KUBERNETES / name
+        done = subprocess.run([*command, str(folder)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
 
 
+def _combined(components: str, folder: Path) -> Path:
+    """Write an overlay of components, in this order."""
+    above = os.path.relpath(KUBERNETES, folder)
+    overlay = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "resources": [f"{above}/base"],
+        "components": [f"{above}/components/{name}" for name in components.split("+")],
+    }
+    (folder / "kustomization.yaml").write_text(yaml.safe_dump(overlay), encoding="utf-8")
+    return folder
+
+
 def resources(name: str) -> list[Resource]:
-    """Return all resources of ``base`` or ``overlays/NAME``, read-only.
+    """Return all resources of ``base``, ``overlays/NAME`` or components ``A+B``, read-only.
 
     Skips the test if no program can render them.
     """
@@ -54,4 +81,10 @@ def settings(name: str, container: Resource) -> dict[str, str]:
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         found |= maps[source["configMapRef"]["name"]]
-    return found | {e["name"]: e["value"] for e in container.get("env", []) if "value" in e}
+    for variable in container.get("env", []):
+        reference = variable.get("valueFrom", {}).get("configMapKeyRef")
+        if reference is not None:
+            found[variable["name"]] = maps[reference["name"]][reference["key"]]
+        elif "value" in variable:
+            found[variable["name"]] = variable["value"]
+    return found

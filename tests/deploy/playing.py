@@ -100,7 +100,8 @@ def pod_of(folder: Path, model_settings: dict[str, str]) -> str:
     for container in first:
         assert container.pop("restartPolicy") == "Always"
     spec["containers"] = [*first, *spec["containers"]]
-    names = [volume["name"] for volume in spec["volumes"]] + ["store"]
+    claims = [claim["metadata"]["name"] for claim in nodes["spec"]["volumeClaimTemplates"]]
+    names = [volume["name"] for volume in spec["volumes"]] + claims
     spec["volumes"] = [_volume(name, _as_a_kubelet_makes_it(folder / f"volume-{name}", spec)) for name in names]
     spec["volumes"] += [_volume(f"host-{i}", Path(path)) for i, path in enumerate(_READABLE)]
     for container in spec["containers"]:

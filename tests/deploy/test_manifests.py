@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,17 @@ from tests.deploy.custom_resources import SCHEMAS
 from tests.deploy.manifests import BUILDS, Resource, containers, of_kind, pods, resources, settings
 
 KUBERNETES = "1.34"  # the first whose resource claims are stable
-CONFIGS: dict[str, Any] = {"daemon": DaemonConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the manifests tell vLLM."""
+
+    cache_socket: Path
+    port: int
+
+
+OURS: dict[str, Any] = {"daemon": DaemonConfig, "worker": WorkerConfig, "gateway": GatewayConfig}
 OVERHEAD = 512 << 20  # of a daemon, beside its memory for chunks
 
 
@@ -34,20 +45,25 @@ def check(resource: Resource) -> None:
 
 
 def process_of(container: Resource) -> str:
+    if container.get("command") == ["vllm", "serve"]:
+        return "vllm"
     return str(container["args"][0]) if "args" in container else ""
 
 
 def built(name: str) -> list[tuple[Resource, Resource]]:
-    """Return ``(pod, container)`` for each of our services."""
-    return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c) in CONFIGS]
+    """Return ``(pod, container)`` for each of our services, and for vLLM."""
+    return [(pod, c) for pod in pods(name) for c in containers(pod) if process_of(c) in {*OURS, "vllm"}]
 
 
 def config_of(name: str, container: Resource, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a container's settings as the process reads them. Raises ValidationError."""
+    if process_of(container) == "vllm":
+        (port,) = [a.removeprefix("--port=") for a in container["args"] if a.startswith("--port=")]
+        return EngineConfig(Path(settings(name, container)["KVSIDECAR_CACHE_SOCKET"]), int(port))
     with monkeypatch.context() as patch:
         for key, value in settings(name, container).items():
             patch.setenv(key, value)
-        return CONFIGS[process_of(container)]()
+        return OURS[process_of(container)]()
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -67,7 +83,9 @@ def test_a_misspelt_field_is_refused() -> None:
 @pytest.mark.parametrize("name", BUILDS)
 def test_settings_are_those_of_the_processes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _, container in built(name):
-        config = CONFIGS[process_of(container)]
+        if process_of(container) == "vllm":
+            continue
+        config = OURS[process_of(container)]
         prefix = config.model_config["env_prefix"]
         given = {k.removeprefix(prefix).lower() for k in settings(name, container) if k.startswith(prefix)}
         assert given
@@ -100,7 +118,7 @@ def test_who_shares_memory_is_one_user_in_a_folder_of_its_own(name: str, monkeyp
         if process_of(container) != "gateway":
             assert "runAsUser" not in container["securityContext"]
         config = config_of(name, container, monkeypatch)
-        if process_of(container) == "gateway" and config.nodes:
+        if getattr(config, "nodes", ""):
             continue  # it reaches others by their address
         sockets = [getattr(config, field, None) for field in ("socket", "cache_socket")]
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
@@ -114,9 +132,12 @@ def test_the_daemon_that_workers_ask_is_there(name: str, monkeypatch: pytest.Mon
     found = [(process_of(c), config_of(name, c, monkeypatch)) for _, c in built(name)]
     daemons = {config.socket for process, config in found if process == "daemon"}
     workers = [config for process, config in found if process == "worker"]
+    engines = [config for process, config in found if process == "vllm"]
     gateways = [config for process, config in found if process == "gateway" and not config.nodes]
-    assert {asking.cache_socket for asking in (*workers, *gateways)} == daemons
-    assert sorted(gateways[0].targets) == sorted(str(worker.socket) for worker in workers)
+    assert {asking.cache_socket for asking in (*workers, *engines, *gateways)} == daemons
+    assert bool(workers) == bool(gateways) != bool(engines)
+    for gateway in gateways:
+        assert sorted(gateway.targets) == sorted(str(worker.socket) for worker in workers)
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -143,40 +164,80 @@ def test_probes_and_metrics_are_where_the_processes_listen(name: str, monkeypatc
         config = config_of(name, container, monkeypatch)
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         probes = [value for key, value in container.items() if key.endswith("Probe")]
-        assert len(probes) >= 2
+        assert {"startupProbe", "livenessProbe"} <= container.keys()
+        # Requests are answered without a daemon, so the state of one beside a worker must not stop them.
+        assert ("readinessProbe" in container) != (container.get("restartPolicy") == "Always")
         for probe in probes:
             if "grpc" in probe:
                 assert config.health_tcp == f"0.0.0.0:{probe['grpc']['port']}"
             else:
                 assert ports[next(iter(p for p in probe.values() if isinstance(p, dict)))["port"]] == config.port
-        if process_of(container) != "gateway":
+        if process_of(container) in {"daemon", "worker"}:
             assert (config.metrics_host, config.metrics_port in ports.values()) == ("0.0.0.0", True)
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_services_policies_and_monitors_name_ports_that_exist(name: str) -> None:
+def test_services_policies_and_monitors_name_ports_that_exist(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = {port["name"] for _, container in built(name) for port in container["ports"]}
+    daemons = [config_of(name, c, monkeypatch) for _, c in built(name) if process_of(c) == "daemon"]
+    listeners = {int(str(daemon.tcp).rpartition(":")[2]) for daemon in daemons if daemon.tcp}
     services = of_kind(name, "Service")
     targets = {port["targetPort"] for service in services for port in service["spec"]["ports"]}
     allowed = {
         port["port"]
         for policy in of_kind(name, "NetworkPolicy")
-        for rule in policy["spec"]["ingress"]
+        for rule in policy["spec"].get("ingress", [])
         for port in rule["ports"]
     }
     (monitor,) = of_kind(name, "ServiceMonitor")
     wanted = monitor["spec"]["selector"]["matchLabels"].items()
     scraped = [s for s in services if wanted <= s["metadata"].get("labels", {}).items()]
     named = {port["name"] for service in scraped for port in service["spec"]["ports"]}
-    assert targets <= ports
-    assert allowed <= ports
+    assert targets <= ports | listeners
+    assert allowed <= ports | listeners
     assert {endpoint["port"] for endpoint in monitor["spec"]["endpoints"]} <= named
     assert {port for port in ports if port.startswith("metrics-")} <= {e["port"] for e in monitor["spec"]["endpoints"]}
 
 
 @pytest.mark.parametrize("name", BUILDS)
+def test_policies_let_daemons_reach_their_remote_tier(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    templates = [r["spec"]["template"] for r in of_kind(name, "StatefulSet", "DaemonSet")]
+    for template in templates:
+        for container in containers(template["spec"]):
+            if process_of(container) != "daemon" or not config_of(name, container, monkeypatch).remote:
+                continue
+            labels = template["metadata"]["labels"].items()
+            opened = [
+                port["port"]
+                for policy in of_kind(name, "NetworkPolicy")
+                if policy["spec"]["podSelector"].get("matchLabels", {}).items() <= labels
+                for rule in policy["spec"].get("egress", [])
+                for port in rule["ports"]
+            ]
+            assert {53, 6379} <= set(opened)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_what_a_daemon_is_told_to_read_is_mounted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _, container in built(name):
+        if process_of(container) == "daemon":
+            config = config_of(name, container, monkeypatch)
+            mounts = {Path(mount["mountPath"]) for mount in container["volumeMounts"]}
+            files = [config.remote_ca, config.tls_cert, config.tls_key, config.tls_client_ca, config.tenants]
+            assert {file.parent for file in files if file is not None} <= mounts
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_model_outlives_its_pod(name: str) -> None:
+    (nodes,) = of_kind(name, "StatefulSet")
+    claims = {claim["metadata"]["name"] for claim in nodes["spec"]["volumeClaimTemplates"]}
+    worker = next(c for c in containers(nodes["spec"]["template"]["spec"]) if c["name"] == "worker")
+    assert {m["mountPath"] for m in worker["volumeMounts"] if m["name"] in claims} == {"/var/cache/kvsidecar"}
+
+
+@pytest.mark.parametrize("name", BUILDS)
 def test_a_daemons_memory_fits_into_its_limit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    workers = sum(process_of(c) == "worker" for _, c in built(name))
+    workers = sum(process_of(c) in {"worker", "vllm"} for _, c in built(name))
     for _, container in built(name):
         if process_of(container) == "daemon":
             config = config_of(name, container, monkeypatch)
@@ -193,6 +254,14 @@ def test_the_daemon_outlives_the_worker_and_ends_after_it() -> None:
     assert pod["terminationGracePeriodSeconds"] >= drained + shutdown.SECONDS
     run = next(volume for volume in pod["volumes"] if volume["name"] == "run")
     assert run["emptyDir"]["medium"] == "Memory"
+
+
+def test_vllm_finishes_its_answers_before_it_is_told_to_end() -> None:
+    (pod,) = pods("overlays/vllm")
+    (engine,) = [c for c in containers(pod) if process_of(c) == "vllm"]
+    sleep = engine["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert sleep >= GatewayConfig().drain_seconds
+    assert pod["terminationGracePeriodSeconds"] >= sleep + shutdown.SECONDS
 
 
 @pytest.mark.parametrize("name", ["base", "overlays/fleet"])

@@ -35,13 +35,15 @@ def test_the_manifests_have_its_images() -> None:
         for image in yaml.safe_load(path.read_text()).get("images", [])
         if image["name"] == "kvsidecar"
     ]
+    written = "".join(path.read_text() for path in (ROOT / "deploy" / "kubernetes").rglob("*.yaml"))
+    tags += re.findall(r"image: kvsidecar(?:-vllm)?:(\S+)", written)
     assert len(tags) >= 4
     assert {tag.removesuffix("-cuda") for tag in tags} == {__version__}
 
 
-@pytest.mark.parametrize("name", ["container/Containerfile", "README.md"])
+@pytest.mark.parametrize("name", ["container/Containerfile", "container/Containerfile.vllm", "README.md"])
 def test_the_commands_that_build_images_name_it(name: str) -> None:
-    named = re.findall(r"kvsidecar:(\d+\.\d+\.\d+)", (ROOT / "deploy" / name).read_text())
+    named = re.findall(r"kvsidecar(?:-vllm)?:(\d+\.\d+\.\d+)", (ROOT / "deploy" / name).read_text())
     assert named
     assert set(named) == {__version__}
 

@@ -12,7 +12,7 @@ from kvkernels.cuda.awq_gemm import _AwqParams
 from kvkernels.cuda.cuda_attention import _AttentionParams, _CombineParams
 from kvkernels.cuda.cuda_kv_pack import _KvPackParams
 from kvkernels.cuda.cuda_library import KernelLaunchError, SharedLibrary
-from kvkernels.cuda.device_visible_memory import device_address, register_range, unregister_range
+from kvkernels.cuda.imported_memory import checked_address, in_use, register_range, unregister_range
 
 REPORT = cuda_sources.folder() / "resources.json"
 LOG = """\
@@ -112,13 +112,11 @@ def test_without_a_device_the_table_says_so() -> None:
 def test_device_memory_is_used_and_given_up_under_one_lock() -> None:
     part = DeviceBytes(4096 + 64, 32)
     register_range(4096, 4096)
-    with device_address(part) as address:
-        assert address == 4160
+    with in_use():
+        assert checked_address(part) == 4160
     given_up: list[str] = []
     unregister_range(4096, lambda: given_up.append("once"))
     unregister_range(4096, lambda: given_up.append("twice"))
     assert given_up == ["once"]
-    with pytest.raises(ValueError, match="its session has ended"), device_address(part):
-        pass
-    with device_address(memoryview(bytearray(8))) as address:
-        assert address is None
+    with pytest.raises(ValueError, match="its session has ended"), in_use():
+        checked_address(part)

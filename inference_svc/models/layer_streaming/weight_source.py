@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from kvkernels.awq_dequantize import reference_weight
 from kvkernels.cpu import f32_gemm
-from kvkernels.cuda.awq_gemm import reference_weight
 from kvsidecar.errors import ModelUnsupported
 from torch import Tensor, nn
 

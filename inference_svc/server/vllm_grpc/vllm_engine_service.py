@@ -23,13 +23,14 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.daemon_address import daemon_address
-from inference_svc.server.inference_service import InferenceService, worker_stats
+from inference_svc.server.inference_service import InferenceService
 from inference_svc.server.otel_observer import RequestObserver
 from inference_svc.server.runtime import Runtime
 from inference_svc.server.vllm_grpc.tokenizer_zip import zip_tokenizer
 from inference_svc.server.vllm_grpc.vllm_kv_events import kv_event_batches
 from inference_svc.server.vllm_grpc.vllm_request import to_requests
 from inference_svc.server.vllm_grpc.vllm_response import VllmResponse
+from inference_svc.server.worker_stats import worker_stats
 
 SERVICE: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 _PIECE_BYTES, _MAX_SUBSCRIBERS = 64 << 10, 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 
-from inference_svc.sampling.sampling_params import SampledToken
+from inference_svc.sampling.logprobs import SampledToken
 from inference_svc.sequence.sequence import FinishReason, Sequence, SequenceOutput
 
 _FINISH = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

@@ -1,8 +1,4 @@
-"""GEMM with AutoAWQ's 4-bit weights on CUDA: repacking, dequantization, reference, launch.
-
-AutoAWQ's GEMM format: ``qweight`` int32 ``[in, out / 8]``, ``qzeros`` int32 ``[in / group, out / 8]``, ``scales``
-``[in / group, out]``; nibble i of a word holds column ``[0, 2, 4, 6, 1, 3, 5, 7][i]``; ``W = (q - zero) * scale``.
-"""
+"""GEMM with AutoAWQ's 4-bit weights on CUDA: repacking, reference, launch."""
 
 from __future__ import annotations
 
@@ -12,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvkernels.awq_dequantize import unpack_columns
 from kvkernels.cuda.cuda_library import Kernels, pointer, stream_of, type_name
 
-_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
 _THREADS = 128
 MAX_ROWS = 16
 GROUPS = (32, 64, 128)
@@ -51,21 +47,6 @@ class AwqWeights:
         return int(self.codes.shape[1]) * 64
 
 
-def unpack_columns(words: Tensor) -> Tensor:
-    """Unpack AutoAWQ's int32 ``[rows, out / 8]`` to codes ``[rows, out]`` (uint8)."""
-    shifts = torch.tensor([4 * _COLUMN_OF_NIBBLE.index(c) for c in range(8)], device=words.device)
-    return (words[..., None] >> shifts & 15).to(torch.uint8).flatten(-2)
-
-
-def pack_columns(codes: Tensor) -> Tensor:
-    """Pack codes ``[rows, out]`` (0 to 15) to AutoAWQ's int32 ``[rows, out / 8]``: inverse of ``unpack_columns``."""
-    parts = codes.reshape(*codes.shape[:-1], -1, 8).to(torch.int32)
-    words = torch.zeros(parts.shape[:-1], dtype=torch.int32, device=codes.device)
-    for nibble, column in enumerate(_COLUMN_OF_NIBBLE):
-        words |= parts[..., column] << 4 * nibble
-    return words
-
-
 def repack(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> AwqWeights:
     """Repack a layer for the kernels, once. Raises ValueError for an unsupported shape."""
     inputs, outputs = qweight.shape[0], qweight.shape[1] * 8
@@ -96,13 +77,6 @@ def dequantize_reference(weights: AwqWeights) -> Tensor:
     codes = codes.permute(1, 2, 5, 3, 0, 6, 4, 7).reshape(weights.outputs, weights.inputs).to(weights.scales.dtype)
     scales, zeros = (x.t().repeat_interleave(weights.group, 1) for x in (weights.scales, weights.zeros))
     return (codes - zeros) * scales
-
-
-def reference_weight(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
-    """Dequantize AutoAWQ's tensors to ``[out, in]`` in the scales' dtype, in plain torch."""
-    group = qweight.shape[0] // scales.shape[0]
-    zeros = unpack_columns(qzeros).repeat_interleave(group, 0).to(scales.dtype)
-    return ((unpack_columns(qweight).to(scales.dtype) - zeros) * scales.repeat_interleave(group, 0)).t().contiguous()
 
 
 def _params(weights: AwqWeights, **more: object) -> _AwqParams:

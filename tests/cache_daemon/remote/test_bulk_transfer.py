@@ -27,7 +27,7 @@ SALT = b"one"
 
 
 async def pushed(a: FleetNode, salt: bytes = SALT) -> TransferProgress:
-    chunks = [chunk async for chunk in a.bench.store.bulk.iter_chunks(a.bench.root(salt))]
+    chunks = [chunk async for chunk in a.bench.store.listing.iter_chunks(a.bench.root(salt))]
     return [now async for now in a.remote.transfer.push(chunks)][-1]
 
 
@@ -90,7 +90,7 @@ async def test_an_engine_that_fails_says_how_far_it_came_and_goes_on_from_there(
     engine = Slow()
     async with node(engine, write="never", arena_bytes=16 * 4096) as a:
         await a.read(prompt(10), SALT)
-        chunks = [chunk async for chunk in a.bench.store.bulk.iter_chunks(a.bench.root(SALT))]
+        chunks = [chunk async for chunk in a.bench.store.listing.iter_chunks(a.bench.root(SALT))]
         steps = a.remote.transfer.push(chunks)
         before = await anext(steps)
         while not before.done:

@@ -203,7 +203,7 @@ async def test_an_engine_that_restarts_empty_is_filled_by_command_at_once() -> N
             await a.sent()
         assert heads(engine) == 0
         assert a.stats.remote_withheld >= 4
-        chunks = [chunk async for chunk in a.bench.store.bulk.iter_chunks(a.bench.root())]
+        chunks = [chunk async for chunk in a.bench.store.listing.iter_chunks(a.bench.root())]
         async for carried in a.remote.transfer.push(chunks):
             last = carried
         assert (last.chunks, last.lost, heads(engine)) == (4, 0, 4)

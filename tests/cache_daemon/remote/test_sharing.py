@@ -9,7 +9,7 @@ import pytest
 from kvsidecar import keys
 
 from cache_daemon.auth.tenant_limits import TenantLimits
-from cache_daemon.remote.fetch_insert import RemoteChunkInserter
+from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, name_of, node, parent_of, prompt, until
 from tests.cache_daemon.stores import opened

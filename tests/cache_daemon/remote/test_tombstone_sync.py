@@ -306,7 +306,7 @@ async def test_a_mark_is_written_down_behind_what_it_says_was_deleted(monkeypatc
 
 
 async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", SOON)
+    monkeypatch.setattr("cache_daemon.store.chunk_deleter._REMOVAL_TIMEOUT_SECONDS", SOON)
     async with node(InMemoryBackend()) as a:
         await a.read(prompt(3))
         await a.bench.store.settle()
@@ -322,7 +322,7 @@ async def test_a_deletion_is_on_disk_when_it_is_answered(monkeypatch: pytest.Mon
 async def test_a_deletion_waits_for_a_disk_that_has_much_to_remove(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as it goes on: here it takes longer than what a disk that hangs is given."""
     monkeypatch.setattr("cache_daemon.durable.group_commit_writer._GROUP_REMOVALS", 1)
-    monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr("cache_daemon.store.chunk_deleter._REMOVAL_TIMEOUT_SECONDS", 3.0)
     async with node(InMemoryBackend()) as a:
         await a.read(prompt(12))
         await a.bench.store.settle()
@@ -332,7 +332,7 @@ async def test_a_deletion_waits_for_a_disk_that_has_much_to_remove(monkeypatch: 
 
 
 async def test_a_deletion_that_the_disk_does_not_take_says_so_until_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr("cache_daemon.store.chunk_deleter._REMOVAL_TIMEOUT_SECONDS", 0.2)
     async with opened() as bench:
         key, _ = await bench.put([1, 2])
         await bench.store.settle()
@@ -342,7 +342,7 @@ async def test_a_deletion_that_the_disk_does_not_take_says_so_until_it_has(monke
                 await bench.store.delete(bench.root(), key)
         assert await bench.found([1, 2]) == 0
         assert len(list(bench.tier.inner.load())) == 1
-        monkeypatch.setattr("cache_daemon.store.bulk_ops._REMOVAL_TIMEOUT_SECONDS", SOON)
+        monkeypatch.setattr("cache_daemon.store.chunk_deleter._REMOVAL_TIMEOUT_SECONDS", SOON)
         bench.tier._apply_errors.clear()
         with pytest.raises(ChunkNotFound):
             await bench.store.delete(bench.root(), key)

@@ -11,8 +11,8 @@ from kvsidecar.errors import ChunkNotFound, LimitExceeded
 
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.remote.backend import RemoteFailed
-from cache_daemon.remote.fetch import RemotePrefetcher
 from cache_daemon.remote.fetch_request import FetchRequest
+from cache_daemon.remote.remote_prefetcher import RemotePrefetcher
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.remote.nodes import CHUNK, Gated, Slow, node, parent_of, prompt, until

@@ -262,7 +262,12 @@ def attach(node: Node, hello: pb.Hello) -> None:
 @pytest.mark.parametrize(
     ("hello", "code", "named"),
     [
-        (pb.Hello(protocol_version=9), grpc.StatusCode.INVALID_ARGUMENT, "protocol_version is 9"),
+        (pb.Hello(), grpc.StatusCode.INVALID_ARGUMENT, "protocol_version is 0"),
+        (
+            pb.Hello(protocol_version=2, newest_protocol_version=1),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "newest_protocol_version 1",
+        ),
         (
             pb.Hello(protocol_version=2, descriptor=descriptor(), namespace=b"x" * 32),
             grpc.StatusCode.FAILED_PRECONDITION,

@@ -19,8 +19,10 @@ from kvsidecar.chunk_layout import new_header
 
 from cache_daemon.config import DaemonConfig
 from cache_daemon.observability.call_metrics import CallMetrics, FailureWindow
+from cache_daemon.rpc import stream_rpc
 from cache_daemon.server import SERVICE, serve
 from cache_daemon.store.chunk_store import ChunkStore
+from cache_daemon.store.sessions import Session
 from tests.cache_daemon.conftest import GEOMETRY, descriptor, payload_of
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
@@ -86,7 +88,7 @@ async def test_an_unexpected_error_of_attach_is_internal_logged_and_counted(
     monkeypatch.setattr(CallMetrics, "__init__", noted)
     async with serving(tmp_path) as channel:
         stub: Any = CacheServiceStub(channel)
-        monkeypatch.setattr(ChunkStore, "record_heartbeat", broken)
+        monkeypatch.setattr(Session, "record_heartbeat", broken)
         described = descriptor()
         hello = pb.Hello(protocol_version=2, descriptor=described, namespace=keys.namespace_id(described))
         said = [pb.AttachRequest(hello=hello), pb.AttachRequest(heartbeat=pb.Heartbeat())]
@@ -99,8 +101,14 @@ async def test_an_unexpected_error_of_attach_is_internal_logged_and_counted(
         assert counted[0].totals["Attach", "INTERNAL"] == 1
 
 
-async def test_a_fetch_that_its_client_cancels_is_no_failure(tmp_path: Path) -> None:
-    """gRPC raises its own InternalError in a handler that writes to a cancelled call."""
+async def test_a_write_that_grpc_refuses_after_a_cancel_is_no_failure_of_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC raises its own InternalError in a handler that writes to a call whose client has just cancelled it."""
+
+    async def refused(*_: object) -> Any:
+        raise grpc.aio.InternalError("Failed grpc_call_start_batch")
+
     async with serving(tmp_path) as channel:
         stub: Any = CacheServiceStub(channel)
         described, ids = descriptor(), list(range(32))
@@ -109,13 +117,14 @@ async def test_a_fetch_that_its_client_cancels_is_no_failure(tmp_path: Path) -> 
         header.checksum = keys.checksum(data)
         start = pb.StoreStart(descriptor=described, header=header)
         stored = await stub.Store(iter([pb.StoreRequest(start=start), pb.StoreRequest(data=data)]))
-        asked = pb.FetchRequest(namespace=keys.namespace_id(described), prefix_hash=stored.prefix_hash)
+        monkeypatch.setattr(stream_rpc, "_written", refused)
         with structlog.testing.capture_logs() as lines:
-            for i in range(300):
-                call = stub.Fetch(asked)
-                await asyncio.sleep(i * 5e-6)
-                call.cancel()
-        await becomes(channel, "", SERVING)
+            for _ in range(12):
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.Fetch(
+                        pb.FetchRequest(namespace=keys.namespace_id(described), prefix_hash=stored.prefix_hash)
+                    ).read()
+            await becomes(channel, "", SERVING)
         assert [line for line in lines if line["event"] == "a call failed"] == []
 
 

@@ -200,7 +200,7 @@ class Traffic:
         chunk = found[-1][0]
 
         async def work() -> None:
-            async with daemon.store.open_chunk(chunk) as payload:
+            async with daemon.store.reader.promoted(chunk) as payload:
                 assert bytes(payload) == scene.payload_of(chunk.key, chunk.size_bytes)
 
         daemon.call("stream", None, chunk.root, work())

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import cache_daemon.remote.fetch as fetch
+import cache_daemon.remote.remote_prefetcher as fetch
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.simulation.loop import Order, SimulatedLoop
 from tests.cache_daemon.simulation.substitution import Substitution

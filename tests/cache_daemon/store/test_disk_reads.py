@@ -32,7 +32,23 @@ async def test_a_read_that_fails_leaves_nothing_loading_and_can_be_tried_again()
         assert await bench.found([1, 2, 3]) == 0
         bench.store.check_integrity()
         assert await bench.found([1, 2, 3]) == 3, "the disk's trouble is over"
+        stats = bench.store.stats()
+        assert (stats.corrupt_chunks, stats.failed_reads) == (0, 1)
+
+
+async def test_a_chunk_that_its_successors_transaction_has_just_removed_is_not_corrupt() -> None:
+    async with opened() as bench:
+        await bench.put([1, 2])
+        await cool(bench, [1, 2])
+        bench.tier.fault_reads(1, ReadResult.MISSING)
+        chunk = bench.store.probe(bench.root(), keys.token_bytes([1, 2]))[0][0]
+        chunk.write_state.superseder_count += 1  # its removal is on disk, and its outcome on the way to the loop
+        assert await bench.found([1, 2]) == 0
         assert bench.store.stats().corrupt_chunks == 0
+        chunk.write_state.superseder_count -= 1
+        bench.tier.fault_reads(1, ReadResult.MISSING)
+        assert await bench.found([1, 2]) == 0
+        assert bench.store.stats().corrupt_chunks == 1, "without a successor, the disk has lost it"
 
 
 async def test_a_corrupt_chunk_goes_with_all_that_continues_it() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 import lmdb
 import pytest
 from kvsidecar.cache.v1.cache_pb2 import DeleteRequest
+from kvsidecar.errors import StoreUnavailable
 
 from benchmarks.node import Node
+from cache_daemon.durable.lmdb_tier import LmdbTier
 from tests.cache_daemon.conftest import Peer, payload_of, store_file
 
 
@@ -156,7 +159,7 @@ def test_a_file_that_is_no_store_stops_the_start_with_a_sentence(tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
-def test_a_store_of_another_version_is_refused(start: Callable[..., Node], tmp_path: Path) -> None:
+def test_a_store_of_another_format_is_kept_aside_with_a_message(start: Callable[..., Node]) -> None:
     node = start()
     fill(node, 1)
     node.kill("daemon")
@@ -165,12 +168,17 @@ def test_a_store_of_another_version_is_refused(start: Callable[..., Node], tmp_p
     with environment.begin(write=True, db=meta) as txn:
         txn.put(b"format", b"99")
     environment.close()
-    tmp_path.chmod(0o700)
-    store = str(node.folder / "store")
-    done = run_daemon("--socket", str(tmp_path / "s"), "--store", store, "--arena-bytes", "1MiB")
-    assert done.returncode == 1
-    assert "99" in done.stderr
-    assert store_file(node).exists()
+    store = store_file(node)
+    before = store.read_bytes()
+    with pytest.raises(StoreUnavailable, match="has format version '99', this release needs version '2'"):
+        LmdbTier(store.parent, 1 << 20)  # as a command that only reads would open it
+    node.start_daemon()
+    assert node.cache_stats().chunks == 0
+    kept = store.with_name("data.mdb.format-99")
+    assert kept.read_bytes() == before
+    fill(node, 1)
+    (line,) = [line for line in (node.folder / "log").read_text().splitlines() if "kept aside" in line]
+    assert json.loads(line)["kept_as"] == str(kept)
 
 
 def test_a_second_daemon_on_the_store_or_the_socket_is_refused(start: Callable[..., Node], tmp_path: Path) -> None:

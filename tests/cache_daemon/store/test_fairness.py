@@ -12,7 +12,7 @@ from kvsidecar.errors import QuotaExceeded
 
 from benchmarks.eviction_policies import POLICIES
 from cache_daemon.store.chunk import Residency
-from cache_daemon.store.persistence import _MAX_EXTRA_EVICTIONS
+from cache_daemon.store.disk_evictor import _MAX_EXTRA_EVICTIONS
 from tests.cache_daemon.stores import Bench, opened
 
 PAGE = 4096
@@ -128,10 +128,11 @@ async def test_a_full_budget_evicts_a_bounded_number_of_chunks_at_once() -> None
         await bench.store.settle()
         persistence, before = bench.store._persistence, bench.store.stats().durable_evictions
         assert persistence is not None
-        persistence.budget_bytes = bench.store.stats().durable_bytes
-        persistence._max_bytes = float(persistence.budget_bytes // 2)
-        persistence._target_bytes = persistence._max_bytes
-        persistence._shrink_some()
+        evictor = persistence.evictor
+        evictor.budget_bytes = bench.store.stats().durable_bytes
+        evictor._max_bytes = float(evictor.budget_bytes // 2)
+        evictor._target_bytes = evictor._max_bytes
+        evictor._shrink_some()
         assert bench.store.stats().durable_evictions - before == _MAX_EXTRA_EVICTIONS
-        while bench.store.stats().durable_bytes > persistence._max_bytes:  # noqa: ASYNC110
+        while bench.store.stats().durable_bytes > evictor._max_bytes:  # noqa: ASYNC110
             await asyncio.sleep(0)

@@ -131,6 +131,7 @@ def test_a_guest_sees_what_its_salts_open_and_nothing_else(node: Any) -> None:
             lambda: list(guest.Carry(pb.CarryRequest(namespace=NAMESPACE, tenant_salt=b"secret", direction=1))),
             lambda: guest.Delete(pb.DeleteRequest(prefix=pb.PrefixRef(root=root))),
             lambda: guest.Pin(pb.PinRequest(prefix=pb.PrefixRef(root=root, prefix_hash=key))),
+            lambda: list(guest.Fetch(pb.FetchRequest(root=root, prefix_hash=key))),
         ):
             assert code_of(operators_only)[0] == grpc.StatusCode.PERMISSION_DENIED
         # A root is no namespace: with it, an empty salt once opened every tenant.

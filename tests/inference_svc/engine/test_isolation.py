@@ -13,11 +13,11 @@ from kvsidecar.errors import GenerationFailed, ModelUnsupported, status_of
 from inference_svc.engine import batch_sampler
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.gateway.worker_router import is_retryable
+from inference_svc.gateway.worker_retry import is_retryable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.models.loader import LoadedModel, load
 from inference_svc.sampling.sampler import SampleResult
-from inference_svc.sampling.sampling_params import SamplingState
+from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.generation_request import CacheParams
 from inference_svc.sequence.kv_connector import NullKVConnector
 from inference_svc.sequence.sequence import FinishReason, Sequence

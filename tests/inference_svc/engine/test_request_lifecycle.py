@@ -14,7 +14,8 @@ from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.layerwise_load import LayerLoadFailed, LayerReadyEvent
 from inference_svc.models.loader import load
-from inference_svc.sampling.sampling_params import SampledToken, SamplingParams
+from inference_svc.sampling.logprobs import SampledToken
+from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest
 from inference_svc.sequence.kv_connector import NullKVConnector

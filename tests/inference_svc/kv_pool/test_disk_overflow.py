@@ -19,9 +19,9 @@ from inference_svc.kv_pool import disk_overflow
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.sequence.sequence import FinishReason
-from inference_svc.server.inference_service import worker_stats
 from inference_svc.server.python_api import Engine as Api
 from inference_svc.server.worker_metrics import WorkerCollector
+from inference_svc.server.worker_stats import worker_stats
 from tests.inference_svc.server.test_load import idle
 from tests.inference_svc.windowed import Windowed, prompt, windowed
 

@@ -21,8 +21,11 @@ from numpy.typing import NDArray
 from inference_svc.models.loader import DEMO_MODEL, load
 from inference_svc.request.request_builder import RequestBuilder
 from inference_svc.request.request_options import DEFAULT_MAX_TOKENS
+from inference_svc.sampling.logprobs import SampledToken
+from inference_svc.sampling.penalties import TokenCounts
 from inference_svc.sampling.sampler import sample
-from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState, TokenCounts
+from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.sequence import Sequence
 
 LOGITS = torch.tensor([0.0, 1.0, 2.0, 3.0, -1.0])

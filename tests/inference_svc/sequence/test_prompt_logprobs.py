@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from inference_svc.engine.engine import Engine
 from inference_svc.models.loader import DEMO_MODEL
-from inference_svc.sampling.sampling_params import PromptLogprob, SamplingParams
+from inference_svc.sampling.logprobs import PromptLogprob
+from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import CacheParams, GenerationRequest
 from inference_svc.sequence.prompt_logprobs import MAX_SCORED_ROWS, row_budget

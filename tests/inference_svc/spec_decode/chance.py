@@ -67,7 +67,7 @@ def loop_of(
     guessing = Speculator(proposers or {SpeculationMode.NGRAM: NgramProposer()}, costs or free_rows(), 8, branches)
     services = EngineServices(model, pool, NullKVConnector(), None, guessing, EngineStats())
     loop = EngineCore(services, EngineLimits(), 4096, lambda event: None)
-    loop._sampler = kind(guessing, loop._planner.branch_tables, 4096, loop._finish, loop._sampling_failed)
+    loop._sampler = kind(guessing, loop._builder.branch_tables, 4096, loop._finish, loop._sampling_failed)
     return loop
 
 

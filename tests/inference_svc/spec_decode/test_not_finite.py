@@ -59,7 +59,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def guessing(engine: Engine, proposer: Any) -> Speculator:
     found = Speculator({SpeculationMode.NGRAM: proposer}, free_rows(), 8, 3)
-    engine.speculator = engine._core._speculator = engine._core._planner._speculator = found
+    engine.speculator = engine._core._speculator = engine._core._builder._speculator = found
     return found
 
 

@@ -315,7 +315,7 @@ def test_windows_and_contexts_beyond_the_pool_have_branches_too(name: str, tmp_p
         guessing = Speculator({SpeculationMode.NGRAM: Knowing(want)}, free_rows(), 8, 3)
         core = made.engine._core
         made.engine.speculator = core._speculator = core._sampler._speculator = guessing
-        core._planner._services = replace(core._planner._services, speculator=guessing)
+        core._builder._services = replace(core._builder._services, speculator=guessing)
         request = Asked(ids, 100, SpeculationMode.NGRAM if want else SpeculationMode.OFF)
         made.engine.submit(request.sequence)
         found = request.tokens()
@@ -337,7 +337,7 @@ def test_200_requests_of_which_a_third_are_cancelled_leave_no_page() -> None:
     """In a pool so small that some are preempted, too, and branches find no page."""
     chance, model = random.Random(1), table(3)
     loop = loop_of(model, branches=3)
-    loop.pool = loop._planner._pool  # one and the same
+    loop.pool = loop._builder._pool  # one and the same
     while loop.pool.free_pages > 24:
         assert loop.pool.allocate(PAGE_TOKENS) is not None
     waiting = [sequence(prompt(i, chance.randrange(2, 90)), chance.randrange(1, 60), seed=i) for i in range(200)]
@@ -347,7 +347,7 @@ def test_200_requests_of_which_a_third_are_cancelled_leave_no_page() -> None:
         for one in [waiting.pop() for _ in range(min(len(waiting), 4))]:
             loop.handle(RequestSubmitted(one))
         loop.step()
-        assert loop._planner.branch_tables.tables == []
+        assert loop._builder.branch_tables.tables == []
         for one in [s for s in loop.running if id(s) in cancelled and s.num_generated > 3]:
             one.cancelled.set()
             loop.handle(CancelRequested(one))
@@ -371,7 +371,7 @@ def test_a_failing_forward_gives_branches_back_and_goes_on() -> None:
     loop = loop_of(model, {SpeculationMode.NGRAM: Misled()}, branches=2)
     (answer,) = answers(loop, [sequence([0, 1, 2], 20, temperature=0.0)])
     assert answer == [(3 + i) % VOCABULARY for i in range(20)]
-    assert loop._planner.branch_tables.tables == []
+    assert loop._builder.branch_tables.tables == []
     loop.pool.check_integrity()
 
 

@@ -16,8 +16,10 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import MAX_GRAMMAR_BYTES
 from llguidance import LLMatcher, LLParserLimits, hf
 
+from inference_svc.sampling.logprobs import SampledToken
 from inference_svc.sampling.sampler import sample
-from inference_svc.sampling.sampling_params import SampledToken, SamplingParams, SamplingState
+from inference_svc.sampling.sampling_params import SamplingParams
+from inference_svc.sampling.sampling_state import SamplingState
 from inference_svc.sequence.detokenizer import IncrementalDetokenizer
 from inference_svc.sequence.generation_request import GenerationRequest
 from inference_svc.sequence.sequence import FinishReason, Sequence

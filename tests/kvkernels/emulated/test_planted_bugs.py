@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvkernels import awq_dequantize
 from kvkernels.cuda import awq_gemm, cuda_sources, emulator
 
 from tests.kvkernels.emulated.conftest import Emulated
@@ -36,7 +37,7 @@ def attends(emulated: Emulated) -> None:
 def multiplies(emulated: Emulated) -> None:
     words, zeros, scales = layer(256, 64, 64, torch.float16)
     x = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).half()
-    expected = x.double() @ awq_gemm.reference_weight(words, zeros, scales).double().t()
+    expected = x.double() @ awq_dequantize.reference_weight(words, zeros, scales).double().t()
     for last_first in (False, True):
         emulated.last_warp_first(last_first)
         got = awq_gemm.gemm(emulated, x, awq_gemm.repack(words, zeros, scales), 1)

@@ -14,7 +14,6 @@ import grpc
 import pytest
 import torch
 from google.protobuf.message import DecodeError
-from kvkernels.cuda import device_visible_memory
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
@@ -223,14 +222,14 @@ def test_a_slow_link_is_given_up_when_time_is_over(remote: Remote, attach: Attac
     assert there.read() == len(PROMPT)
 
 
-@pytest.mark.parametrize("missing", ["memory", "pinned memory", "a thread"])
+@pytest.mark.parametrize("missing", ["memory", "a thread"])
 def test_who_cannot_receive_leaves_no_call_open(
     missing: str, remote: Remote, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is kept, and with it everything that it refers to: nothing is left to a collection of garbage."""
     here = attach(remote.address(), f"lacks {missing}")
     here.store()
-    transport, calls, pinned = here.session.transport, list[Any](), set[int]()
+    transport, calls = here.session.transport, list[Any]()
     assert isinstance(transport, stream_transport.StreamTransport)
     fetch = transport._fetch
 
@@ -238,20 +237,12 @@ def test_who_cannot_receive_leaves_no_call_open(
         calls.append(fetch(*arguments, **options))
         return calls[-1]
 
-    transport._fetch, transport._pins = opened, missing == "pinned memory"
+    transport._fetch = opened
 
     def none(*_: Any, **__: Any) -> Any:
         raise MemoryError(f"there is not enough of {missing}")
 
-    def pin(buffer: memoryview) -> bool:
-        if pinned:
-            none()
-        pinned.add(device_visible_memory.address_of(buffer))
-        return True
-
     with monkeypatch.context() as lacking:
-        lacking.setattr(device_visible_memory, "pin", pin)
-        lacking.setattr(device_visible_memory, "unpin", pinned.remove)
         if missing == "memory":
             lacking.setattr(stream_transport.np, "empty", none)
         elif missing == "a thread":
@@ -259,10 +250,8 @@ def test_who_cannot_receive_leaves_no_call_open(
         found = here.match()
         with pytest.raises(MemoryError, match=f"enough of {missing}"):
             list(found.session.read(found.lease_id, found.matches, 5.0))
-        assert not pinned
         assert not any(call.is_active() for call in calls)
     here.lookup.release(found)
-    transport._pins = False
     assert here.read() == len(PROMPT)
     nothing_held(remote.node)
 

@@ -8,14 +8,19 @@ from typing import Annotated
 import typer
 
 from kvsidecar import __version__
-from kvsidecar.cli import bench_command, events_command, model_commands, node_commands, service_commands, warm
+from kvsidecar.cli import (
+    bench_command,
+    events_command,
+    generate_command,
+    model_commands,
+    node_commands,
+    service_commands,
+    warm,
+)
 from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import chat as chat_command
 from kvsidecar.cli import cost as cost_command
 from kvsidecar.cli import doctor as doctor_command
-from kvsidecar.cli.http_client import ApiKey, Url, asking
-from kvsidecar.cli.worker_client import Adapter, Address, console, show_costs
-from kvsidecar.client import Completion
 from kvsidecar.errors import KVSidecarError
 
 app = typer.Typer(
@@ -42,32 +47,6 @@ def kvsidecar(
 ) -> None: ...
 
 
-def _read(text: str) -> str:
-    return sys.stdin.read() if text == "-" else text
-
-
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
-    worker: Address = None,
-    max_tokens: Annotated[int, typer.Option(help="Maximum tokens to generate.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable.")] = None,
-    model: Adapter = "",
-    url: Url = "",
-    api_key: ApiKey = "",
-) -> None:
-    """Continue a text."""
-    with asking(worker, url, api_key) as client:
-        final: Completion | None = None
-        for part in client.stream(
-            _read(prompt), max_tokens=max_tokens, temperature=temperature, seed=seed, model=model
-        ):
-            console.print(part.text, end="", markup=False, highlight=False, soft_wrap=True)
-            final = part.final or final
-    console.print()
-    show_costs(final)
-
-
 def _add_commands() -> None:
     """Add the commands in the order of ``--help``."""
     run = {command.__name__: command for command in service_commands.commands()}
@@ -80,7 +59,7 @@ def _add_commands() -> None:
     app.command("stop", rich_help_panel=_NODE)(node_commands.stop)
     app.command("doctor", rich_help_panel=_NODE)(doctor_command.doctor)
     app.command("chat", rich_help_panel=_ASK)(chat_command.chat)
-    app.command("generate", rich_help_panel=_ASK)(generate)
+    app.command("generate", rich_help_panel=_ASK)(generate_command.generate)
     app.command("warm", rich_help_panel=_ASK)(warm.warm)
     app.command("bench", rich_help_panel=_ASK)(bench_command.bench)
     app.command("pull", rich_help_panel=_MODELS)(model_commands.pull)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from kvkernels.chunk_payload import DeviceBytes
-from kvkernels.cuda import device_visible_memory
+from kvkernels.cuda import imported_memory
 
 from kvsidecar.cache.v1.cache_pb2 import ARENA_KIND_CUDA_IPC, Welcome
 from kvsidecar.kv_transfer.cuda_ipc import (
@@ -32,7 +32,7 @@ class CudaArena:
             self._memory = _imported(welcome, device)
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
-        device_visible_memory.register_range(self._memory.address, len(self))
+        imported_memory.register_range(self._memory.address, len(self))
 
     def __len__(self) -> int:
         return self._memory.size_bytes
@@ -43,7 +43,7 @@ class CudaArena:
 
     def close(self) -> None:
         """Release the memory once no kernel uses it. Idempotent."""
-        device_visible_memory.unregister_range(self._memory.address, self._memory.close)
+        imported_memory.unregister_range(self._memory.address, self._memory.close)
 
 
 def _imported(welcome: Welcome, device: int) -> SharedDeviceMemory:

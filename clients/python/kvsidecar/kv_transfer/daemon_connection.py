@@ -24,8 +24,8 @@ from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
 from kvsidecar.kv_transfer.stream_transport import StreamTransport
 from kvsidecar.kv_transfer.trace_context import with_trace_context
 from kvsidecar.net.channel import ServiceAddress
+from kvsidecar.protocol_versions import SPOKEN
 
-PROTOCOL_VERSION = 2
 CONNECT_SECONDS = 2.0
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 2.0
 _CHANNEL_OPTIONS = [
@@ -60,7 +60,7 @@ class DaemonConnection:
         maps: bool = True,
         log: Logger | None = None,
     ) -> None:
-        """Create the connection; ``gpu`` is the CUDA device that accesses chunks, if any.
+        """Create the connection; ``gpu`` is the CUDA device that reads chunks, if any.
 
         The session reads payloads in shared memory where the daemon offers it, and streams them over TCP where it does
         not. With ``maps=False`` the session only looks up and leases; it can neither read nor write payloads.
@@ -115,7 +115,8 @@ class DaemonConnection:
         """Run one session from attach to end; return whether it became usable."""
         outgoing: _Outgoing = queue.SimpleQueue()
         hello = pb.Hello(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=SPOKEN.oldest,
+            newest_protocol_version=SPOKEN.newest,
             client_name=self._name,
             descriptor=self.descriptor,
             namespace=self.namespace,
@@ -204,7 +205,7 @@ class DaemonConnection:
         if self._maps and welcome.memory_socket:
             session.transport = SharedMemoryTransport(welcome, self._gpu)
         elif self._maps:
-            session.transport = StreamTransport(welcome, session.stub, channel, self._gpu)
+            session.transport = StreamTransport(welcome, session.stub, channel)
         if welcome.HasField("summary"):
             with contextlib.suppress(OSError):  # without the filter every prompt is looked up
                 session.summary = BloomFilter(map_summary(welcome))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 
 from kvkernels import Payload
-from kvkernels.cuda import device_visible_memory
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -20,7 +19,7 @@ class SharedMemoryTransport:
     zero_copy = True
 
     def __init__(self, welcome: pb.Welcome, gpu: int | None = None) -> None:
-        """Map the memory; ``gpu`` is the CUDA device that accesses it directly, if any.
+        """Map the memory; ``gpu`` is the CUDA device that imports an arena in device memory, if any.
 
         Raises OSError when the daemon refuses, ValueError when this process cannot map the memory.
         """
@@ -30,11 +29,8 @@ class SharedMemoryTransport:
         else:
             self._arena = map_arena(welcome)
         self._staging = memoryview(b"")
-        self._pinned: list[int] = []  # addresses of page-locked memory
         try:
             self._staging = map_staging(welcome)
-            if gpu is not None:
-                self._pin()
         except BaseException:
             self.close()
             raise
@@ -53,18 +49,9 @@ class SharedMemoryTransport:
         return items
 
     def close(self) -> None:
-        pinned, self._pinned = self._pinned, []
-        for address in pinned:
-            device_visible_memory.unpin(address)
         if isinstance(self._arena, CudaArena):
             self._arena.close()
         self._arena = self._staging = memoryview(b"")
-
-    def _pin(self) -> None:
-        """Page-lock the memory for a CUDA device, where the driver allows it."""
-        for view in (self._arena, self._staging):
-            if isinstance(view, memoryview) and len(view) and device_visible_memory.pin(view):
-                self._pinned.append(device_visible_memory.address_of(view))
 
     def _payload(self, match: pb.ChunkMatch) -> Payload:
         """Return a chunk's payload. Raises ValueError for an offset outside the arena."""

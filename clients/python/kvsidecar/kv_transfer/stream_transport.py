@@ -18,7 +18,6 @@ from typing import Any
 import grpc
 import numpy as np
 from kvkernels import Payload
-from kvkernels.cuda import device_visible_memory
 
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
@@ -42,14 +41,9 @@ class StreamTransport:
 
     zero_copy = False
 
-    def __init__(
-        self, welcome: pb.Welcome, stub: CacheServiceStub, channel: grpc.Channel, gpu: int | None = None
-    ) -> None:
-        """Create the transport; ``channel`` is the stub's.
-
-        ``gpu`` is the CUDA device that reads payloads from the receive buffers, if any.
-        """
-        self._session_id, self._stub, self._pins = welcome.session_id, stub, gpu is not None
+    def __init__(self, welcome: pb.Welcome, stub: CacheServiceStub, channel: grpc.Channel) -> None:
+        """Create the transport; ``channel`` is the stub's."""
+        self._session_id, self._stub = welcome.session_id, stub
         self._fetch: Any = channel.unary_stream(
             _FETCH, request_serializer=pb.FetchRequest.SerializeToString, response_deserializer=decode_message
         )
@@ -62,7 +56,7 @@ class StreamTransport:
             names = [match.prefix_hash for match in group]
             request = pb.FetchRequest(session_id=self._session_id, lease_id=lease_id, prefix_hashes=names)
             left = max(0.0, ends - time.monotonic())
-            with _FetchStream(partial(self._fetch, request, timeout=left), group, self._pins) as arriving:
+            with _FetchStream(partial(self._fetch, request, timeout=left), group) as arriving:
                 yield from arriving
 
     def write(self, granted: Sequence[tuple[int, pb.Reservation]], fill: Fill, timeout: float) -> list[pb.CommitItem]:
@@ -117,10 +111,10 @@ class _FetchStream:
     A thread receives and checksums them while earlier ones are used.
     """
 
-    def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch], pins: bool) -> None:
+    def __init__(self, fetch: Callable[[], Any], matches: Sequence[pb.ChunkMatch]) -> None:
         """Allocate buffers, then call ``fetch``, which makes the daemon keep all chunks.
 
-        Raises the exceptions of allocation, pinning or starting a thread, and leaves nothing open.
+        Raises the exceptions of allocation or starting a thread, and leaves nothing open.
         """
         self._matches = matches
         size = max(match.payload_bytes for match in matches)
@@ -129,10 +123,7 @@ class _FetchStream:
         self._thread = threading.Thread(target=self._receive, name="kv-fetch", daemon=True)
         with ExitStack() as held:
             for _ in matches[:_NUM_BUFFERS]:
-                buffer = np.empty(size, np.uint8).data
-                if pins and size and device_visible_memory.pin(buffer):
-                    held.callback(device_visible_memory.unpin, device_visible_memory.address_of(buffer))
-                self._free.put(buffer)
+                self._free.put(np.empty(size, np.uint8).data)
             self._call = fetch()
             held.callback(self._end)
             self._heard = time.monotonic()

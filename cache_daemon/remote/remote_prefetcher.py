@@ -1,0 +1,346 @@
+"""Prefetch from the remote tier, before a prompt is matched.
+
+The caller sends the ends of the prompt's chunks, so the prefetcher knows their names and finds them in one round trip.
+It then decides whether loading them is faster than computing them. If so, it loads them in order, until all are loaded
+or computing the rest would be faster. Chunks become visible as after a commit: verified, after their parent, and as a
+whole.
+
+A slot is allocated only when its payload has arrived, so a cancelled or late caller leaves no slots behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvsidecar import keys
+
+from cache_daemon.remote.backend import RemoteFailed
+from cache_daemon.remote.deletion_epochs import DeletionEpochs, EpochChange
+from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, InflightLookup, InflightLookups
+from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter, consume_exception
+from cache_daemon.remote.remote_record import RemoteRecord
+from cache_daemon.remote.remote_tier import RemoteTier
+from cache_daemon.store.sessions import LeaseGuard
+from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.yield_timer import YieldTimer
+
+# Timeout of a lookup: a minimum, a multiple of its usual latency, a maximum, and a share of the computing time.
+_LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR, _LOOKUP_MAX_SECONDS, _LOOKUP_SHARE = 0.25, 8.0, 1.0, 0.5
+# Longest fetch, also where the cost of computing is unknown.
+_MAX_FETCH_SECONDS = 10.0
+# Fewer tokens are not worth a lookup; one lookup has at most this many chunks.
+_MIN_TOKENS, _MAX_CHUNKS = 16, 1024
+# Maximal number of groups of payloads that are downloading, or downloaded and not inserted; and the time without an
+# answer after which a download has failed.
+_MAX_DOWNLOADS, _STALLED_SECONDS = 8, 5.0
+_MEASURE_SECONDS = 5.0
+
+
+@dataclass
+class FetchCounters:
+    """Totals since the start."""
+
+    lookups: int = 0  # lookups sent to the backend
+    hits: int = 0  # fetches that added tokens
+    tokens: int = 0
+    bypassed: int = 0  # fetches not tried, since computing is faster
+    late: int = 0  # fetches stopped, since computing became faster
+
+
+@dataclass(frozen=True)
+class _ChunkSpan:
+    """A chunk of the caller's prompt."""
+
+    key: bytes
+    start: int
+    end: int
+
+
+class RemotePrefetcher:
+    """Fetches chunks of a prompt from the remote tier before it is matched.
+
+    Runs on the event loop.
+    """
+
+    def __init__(
+        self,
+        tiers: TierManager,
+        inserter: RemoteChunkInserter,
+        tier: RemoteTier,
+        epochs: DeletionEpochs,
+        lookups: InflightLookups,
+    ) -> None:
+        self._tiers, self._inserter, self._tier = tiers, inserter, tier
+        self._epochs, self._lookups = epochs, lookups
+        self._inflight_by_key: dict[bytes, asyncio.Future[bool]] = {}  # a result of False: the fetch was cancelled
+        self._downloads = _Downloads(tier)
+        self._measurement: asyncio.Task[None] | None = None
+        self.counters = FetchCounters()
+
+    async def fetch(self, request: FetchRequest) -> FetchResult:
+        """Extend the stored prefix of a prompt by chunks of the remote tier.
+
+        Raises nothing. Cancelling the caller leaves no slots or leases behind.
+        """
+        began = time.perf_counter()
+        tokens = 0
+        if self._tier.reads.allows_calls and not self._lookups.is_deleting(request.root):
+            try:
+                tokens = await self._fetch_missing(request, began)
+            except (RemoteFailed, TimeoutError):
+                tokens = 0
+        elif request.hints.chunk_ends:
+            self._tier.demand.set()
+        return FetchResult(tokens, time.perf_counter() - began)
+
+    async def _fetch_missing(self, request: FetchRequest, began: float) -> int:
+        spans, ahead = await self._missing_chunks(request)
+        if not spans:
+            return 0
+        prefill_seconds = request.hints.seconds_per_token * ahead
+        if prefill_seconds and self._tier.latency.estimate_seconds(0, 2) > prefill_seconds:
+            self._record_bypass()
+            return 0
+        while (running := self._inflight_by_key.get(spans[0].key)) is not None:
+            # Another request fetches the same chunks. The result is matched later, unless that request was cancelled.
+            limit = min(request.hints.timeout_seconds, prefill_seconds or _LOOKUP_SECONDS)
+            await asyncio.wait({running}, timeout=max(0.0, began + limit - time.perf_counter()))
+            if not running.done() or running.result():
+                return 0
+        future, done = asyncio.get_running_loop().create_future(), True
+        self._inflight_by_key[spans[0].key] = future
+        try:
+            with self._lookups.track(request.root) as lookup:
+                return await self._look_up(request, lookup, spans, prefill_seconds, began)
+        except asyncio.CancelledError:
+            done = False
+            raise
+        finally:
+            del self._inflight_by_key[spans[0].key]
+            future.set_result(done)
+
+    # ---- missing chunks -------------------------------------------------------------------------------------
+
+    async def _missing_chunks(self, request: FetchRequest) -> tuple[list[_ChunkSpan], int]:
+        """Return the prompt's chunks that are not stored.
+
+        Also returns the number of tokens that they would add. Returns no chunks if these are too few.
+        """
+        out: list[_ChunkSpan] = []
+        parent, start, yield_timer = request.root, 0, YieldTimer()
+        for end in request.hints.chunk_ends:
+            ids = request.ids[start * keys.TOKEN_BYTES : end * keys.TOKEN_BYTES]
+            parent = keys.prefix_hash(parent, ids)
+            if out or self._tiers.index.get(parent) is None:
+                out.append(_ChunkSpan(parent, start, end))
+                if len(out) == _MAX_CHUNKS:
+                    break
+            start = end
+            await yield_timer.maybe_yield()
+        ahead = out[-1].end - self._num_cached_tokens(request) if out else 0
+        return (out, ahead) if ahead >= _MIN_TOKENS else ([], 0)
+
+    def _num_cached_tokens(self, request: FetchRequest) -> int:
+        return sum(n for _, n in self._tiers.index.match(request.root, request.ids))
+
+    async def _look_up(
+        self,
+        request: FetchRequest,
+        lookup: InflightLookup,
+        spans: list[_ChunkSpan],
+        prefill_seconds: float,
+        began: float,
+    ) -> int:
+        self.counters.lookups += 1
+        usual = min(
+            _LOOKUP_MAX_SECONDS, max(_LOOKUP_SECONDS, _LOOKUP_LATENCY_FACTOR * self._tier.latency.latency_seconds)
+        )
+        patience = min(usual, request.hints.timeout_seconds, prefill_seconds * _LOOKUP_SHARE or _LOOKUP_SECONDS)
+        found = await self._tier.find(request.root, [span.key for span in spans], patience)
+        was_invalidated = lookup.invalidated
+        if self._epochs.observe(request.root, found.epochs) is EpochChange.DELETION_LOST:
+            return 0
+        # This lookup already has the epoch of after the deletion: the deletion just observed must not invalidate it.
+        lookup.invalidated = was_invalidated
+        lookup.keys = frozenset(record.header.prefix_hash for record in found.leading)
+        records = await self._verify_chain(request, spans, found.leading)
+        before = self._num_cached_tokens(request)
+        while records and spans[len(records) - 1].end - before < _MIN_TOKENS:
+            records.pop()
+        if not records or lookup.invalidated:
+            return 0
+        ready = _prefill_deadlines(request.hints.seconds_per_token, records, [span.end - before for span in spans])
+        spent = time.perf_counter() - began
+        chosen = self._num_worth_fetching(
+            records, ready, min(request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
+        )
+        if not chosen:
+            self._record_bypass(records)
+            return 0
+        limit = min(ready[chosen - 1], request.hints.timeout_seconds, _MAX_FETCH_SECONDS) - spent
+        await self._download(request, lookup, records[:chosen], limit)
+        tokens = max(0, self._num_cached_tokens(request) - before)
+        self.counters.tokens += tokens
+        self.counters.hits += tokens > 0
+        return tokens
+
+    @staticmethod
+    async def _verify_chain(
+        request: FetchRequest, spans: Sequence[_ChunkSpan], records: Sequence[RemoteRecord]
+    ) -> list[RemoteRecord]:
+        """Return the leading records that match the prompt's chunks, tokens included."""
+        out: list[RemoteRecord] = []
+        yield_timer = YieldTimer()
+        for span, record in zip(spans, records, strict=False):
+            await yield_timer.maybe_yield()
+            header = record.header
+            ids = request.ids[span.start * keys.TOKEN_BYTES : span.end * keys.TOKEN_BYTES]
+            if (
+                header.start_position != span.start
+                or not request.accepts(header)
+                or keys.token_bytes(header.token_ids[:]) != ids
+            ):
+                break
+            out.append(record)
+        return out
+
+    def _num_worth_fetching(self, records: Sequence[RemoteRecord], ready: Sequence[float], left: float) -> int:
+        """Count the leading records that arrive before they could be computed.
+
+        ``ready`` has the prefill time up to each record; ``left`` is the remaining time in seconds.
+        """
+        size = best = 0
+        for n, (record, computed) in enumerate(zip(records, ready, strict=True), 1):
+            size += record.stored_length
+            takes = self._tier.latency.estimate_seconds(size)
+            if takes <= left and takes <= computed:
+                best = n
+        return best
+
+    # ---- download -------------------------------------------------------------------------------------------
+
+    async def _download(
+        self, request: FetchRequest, lookup: InflightLookup, records: Sequence[RemoteRecord], limit: float
+    ) -> None:
+        """Download groups concurrently, and insert their chunks in order."""
+        began, size = time.perf_counter(), 0
+        deadline, groups = began + limit, self._tier.group_by_call(records)
+        lease = LeaseGuard([], self._tiers.on_released)
+        try:
+            with self._downloads.start(groups) as downloads:
+                for download in downloads:
+                    if not await self._insert(request, lookup, download, deadline, lease):
+                        return
+                    size += sum(record.stored_length for record in download.group)
+        finally:
+            if time.perf_counter() >= deadline:  # if no payload arrived, the first group was too large
+                size = size or sum(record.stored_length for record in groups[0])
+            self._tier.latency.record_transfer(size, time.perf_counter() - began)
+            lease.release()
+
+    async def _insert(
+        self, request: FetchRequest, lookup: InflightLookup, download: _Download, deadline: float, lease: LeaseGuard
+    ) -> bool:
+        """Wait for a group and insert it. Returns False at the end of the prefix."""
+        payloads = await download.wait_payloads(max(0.0, deadline - time.perf_counter()))
+        if payloads is None:
+            self.counters.late += time.perf_counter() >= deadline
+            return False
+        placed = await self._inserter.insert(
+            request, download.group, payloads, lease, lambda: lookup.invalidated, delay_persist=True
+        )
+        download.inserted.set()
+        return placed
+
+    # ---- bypass ---------------------------------------------------------------------------------------------
+
+    def _record_bypass(self, records: Sequence[RemoteRecord] = ()) -> None:
+        """Count a prompt that is faster to compute.
+
+        Starts a measurement of the backend now and then, in the background.
+        """
+        self.counters.bypassed += 1
+        self._tier.demand.set()
+        idle = self._measurement is None or self._measurement.done()
+        if records and idle and time.monotonic() - self._tier.latency.bandwidth_measured_at > _MEASURE_SECONDS:
+            self._measurement = asyncio.create_task(self._measure(self._tier.group_by_call(records)[0]))
+
+    async def _measure(self, group: list[RemoteRecord]) -> None:
+        began = time.perf_counter()
+        try:
+            await self._tier.read_payloads(group, _MEASURE_SECONDS)
+        except RemoteFailed:
+            return
+        self._tier.latency.record_transfer(sum(e.stored_length for e in group), time.perf_counter() - began)
+
+    async def close(self) -> None:
+        """Cancel the measurement."""
+        if self._measurement is not None:
+            self._measurement.cancel()
+            await asyncio.wait({self._measurement})
+
+
+@dataclass(eq=False)
+class _Download:
+    """A group of records whose payloads are downloaded."""
+
+    group: list[RemoteRecord]
+    inserted: asyncio.Event = field(default_factory=asyncio.Event)  # set once the payloads are inserted
+    _payloads: list[list[bytes] | None] | None = None
+    _done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self, tier: RemoteTier, room: asyncio.Semaphore) -> None:
+        """Hold a download slot until the payloads are inserted. Raises RemoteFailed."""
+        async with room:
+            try:
+                self._payloads = await tier.read_payloads(self.group, _STALLED_SECONDS)
+            finally:
+                self._done.set()
+            await self.inserted.wait()
+
+    async def wait_payloads(self, seconds: float) -> list[list[bytes] | None] | None:
+        """Return the payloads, which the caller then owns; None if they failed or are late."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._done.wait()
+        payloads, self._payloads = self._payloads, None
+        return payloads
+
+
+class _Downloads:
+    """Downloads of one tier, with one limit for all prompts."""
+
+    def __init__(self, tier: RemoteTier) -> None:
+        self._tier, self._slots = tier, asyncio.Semaphore(_MAX_DOWNLOADS)
+
+    @contextlib.contextmanager
+    def start(self, groups: Sequence[list[RemoteRecord]]) -> Iterator[list[_Download]]:
+        """Download groups in order; the end of the block cancels the remaining ones.
+
+        Slots are granted in the order of requests. So the group that is inserted next has a slot, or gets one before
+        later groups, and prompts do not deadlock.
+        """
+        downloads = [_Download(group) for group in groups]
+        tasks = [asyncio.create_task(download.run(self._tier, self._slots)) for download in downloads]
+        try:
+            yield downloads
+        finally:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(consume_exception)
+
+
+def _prefill_deadlines(seconds_per_token: float, records: Sequence[RemoteRecord], tokens: Sequence[int]) -> list[float]:
+    """Return the seconds in which the caller could compute up to each record.
+
+    If the caller gives no ``seconds_per_token``, the writers' own prefill times count.
+    """
+    out, known = [], 0.0
+    for record, ahead in zip(records, tokens, strict=False):
+        known += record.header.prefill_seconds
+        out.append(seconds_per_token * ahead or known or _MAX_FETCH_SECONDS)
+    return out

@@ -1,0 +1,68 @@
+"""Served models: names that requests may use, and the workers behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from kvsidecar.errors import Unavailable, UnknownModel
+
+from inference_svc.gateway import openai_format
+from inference_svc.gateway.model_aliases import ModelAliases
+from inference_svc.gateway.worker_router import Worker, WorkerRouter
+
+
+class ServedModels:
+    """The models and adapters of a gateway's workers, and their aliases."""
+
+    def __init__(self, router: WorkerRouter, aliases: ModelAliases) -> None:
+        self._router, self._aliases = router, aliases
+
+    def answer_model(self, model: str) -> str:
+        """Return the model name for answers: the requested one, or the served one."""
+        return model or next((w.model.model_id for w in self._router.workers if w.alive), "")
+
+    def fingerprint(self, model: str) -> str | None:
+        """Return ``system_fingerprint`` of a model; None while no worker is known to serve it."""
+        served = self.resolve(model)
+        found = next((w for w in self._router.workers if w.was_up and w.serves(served)), None)
+        return None if found is None else openai_format.fingerprint(found.model)
+
+    def worker(self, name: str) -> Worker:
+        """Return a worker that serves the model, or any for an empty name.
+
+        Raises UnknownModel, Unavailable.
+        """
+        self.check(name)
+        served = self.resolve(name)
+        found = next((w for w in self._router.alive if w.serves(served)), None)
+        if found is None:
+            raise no_worker(name)
+        return found
+
+    def check(self, name: str) -> None:
+        """Raise UnknownModel for an unknown name.
+
+        Models of a worker that is down still count, since it will restart.
+        """
+        served, name = self._served(), self.resolve(name)
+        if name and served and name not in served:
+            raise UnknownModel.among(name, sorted(served))
+
+    def resolve(self, name: str) -> str:
+        """Return the served model behind a name that may be an alias."""
+        return self._aliases.resolve(name, self._served())
+
+    def _served(self) -> set[str]:
+        return {name for w in self._router.workers if w.was_up for name in w.names}
+
+    def entries(self, workers: Iterable[Worker]) -> list[dict[str, Any]]:
+        """Return the entries of all models of workers, and of their aliases."""
+        served = {name: w.model for w in workers for name in w.names}
+        found = self._aliases.with_aliases(served)
+        return [openai_format.model(model, name, self._router.started) for name, model in found.items()]
+
+
+def no_worker(model: str) -> Unavailable:
+    """Return the error for a model that no running worker serves."""
+    return Unavailable(f"no worker that serves {model[:80]!r} is up; try again in a moment")

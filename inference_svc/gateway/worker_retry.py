@@ -1,0 +1,83 @@
+"""Calls workers, and retries on another worker while the client has received nothing."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+from kvsidecar.errors import KVSidecarError, Unavailable
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.gateway.gateway_metrics import GatewayMetrics
+from inference_svc.gateway.http_tracing import FIRST_TOKEN, GENERATE_STREAM, current_span
+from inference_svc.gateway.worker_router import Worker, WorkerRouter
+from inference_svc.gateway.worker_wait import WorkerWait
+
+
+class WorkerRetry:
+    """Generates one choice at a time. Runs on the event loop."""
+
+    def __init__(self, config: GatewayConfig, router: WorkerRouter, metrics: GatewayMetrics, wait: WorkerWait) -> None:
+        self._config, self._router, self._metrics, self._wait = config, router, metrics, wait
+
+    async def stream(
+        self, request: pb.GenerateRequest, whole: bool, wait_seconds: float | None
+    ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        """Yield the messages of one choice, from the first worker that completes it.
+
+        If a worker fails before anything was yielded, another worker or its own successor replaces it. A request that
+        kills workers kills at most as many as there are, or two.
+        """
+        tried: list[str] = []
+        timer, max_tries = self._metrics.answer(), max(2, len(self._router.workers))
+        while True:
+            excluded = set(tried) if len(tried) < len(self._router.workers) else set()
+            worker = await self._wait.pick(request, excluded, wait_seconds)
+            tried.append(worker.target)
+            buffered: list[pb.GenerateStreamResponse] = []
+            try:
+                async for part in self._call(worker, request):
+                    if not timer.started:
+                        current_span().event(FIRST_TOKEN)
+                    timer.add(worker.model.model_id, part)
+                    if whole:
+                        buffered.append(part)
+                    else:
+                        yield part
+                for part in buffered:
+                    yield part
+                return
+            except KVSidecarError as error:
+                if not is_retryable(error):
+                    raise
+                worker.down(str(error))
+                if timer.started and not whole:
+                    raise Unavailable("the worker broke off its answer; send the request again") from error
+                if len(tried) == max_tries:
+                    raise Unavailable(
+                        f"{max_tries} workers went away while they had this request; try again"
+                    ) from error
+                self._metrics.retries.inc()
+
+    async def _call(self, worker: Worker, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateStreamResponse]:
+        worker.in_flight += 1
+        with current_span().call(GENERATE_STREAM) as span:
+            call = worker.client.stub.GenerateStream(
+                pb.GenerateStreamRequest(request=request),
+                timeout=self._config.request_seconds,
+                metadata=span.metadata(),
+            )
+            try:
+                async for part in call:
+                    yield part
+            except grpc.RpcError as error:
+                raise worker.error_of(error) from error
+            finally:
+                call.cancel()
+                worker.in_flight -= 1
+
+
+def is_retryable(error: KVSidecarError) -> bool:
+    """Return whether another worker may succeed."""
+    return isinstance(error, Unavailable)

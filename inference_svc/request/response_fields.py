@@ -1,0 +1,59 @@
+"""Fields of a response: log probabilities and stop reasons as protocol messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.sampling.logprobs import PromptLogprob, SampledToken
+from inference_svc.sequence.sequence import FinishReason, Sequence
+
+Decode = Callable[[list[int]], str]
+
+
+def token_logprob(drawn: SampledToken, decode: Decode) -> pb.TokenLogprob:
+    """Build the message of a sampled token or prompt token, with its likeliest alternatives."""
+    return pb.TokenLogprob(
+        token_id=drawn.token,
+        text=decode([drawn.token]),
+        logprob=drawn.logprob or 0.0,
+        top=[pb.TokenLogprob(token_id=t, text=decode([t]), logprob=p) for t, p in drawn.top],
+        rank=drawn.rank if isinstance(drawn, PromptLogprob) else 0,
+    )
+
+
+def prompt_logprobs(sequence: Sequence, decode: Decode) -> list[pb.TokenLogprob]:
+    """Build the prompt logprobs of a sequence that has its first token; empty unless requested.
+
+    Takes the time of one tokenizer call per distinct token.
+    """
+    if sequence.request.num_prompt_logprobs is None:
+        return []
+    texts: dict[int, str] = {}
+
+    def text(tokens: list[int]) -> str:
+        (token,) = tokens
+        if token not in texts:
+            texts[token] = decode(tokens)
+        return texts[token]
+
+    scored: Iterable[SampledToken] = (SampledToken(sequence.tokens[0]), *sequence.prompt_logprobs)
+    return [token_logprob(one, text) for one in scored]
+
+
+def copy_stop_reason(part: pb.GenerateStreamResponse, answer: pb.GenerateResponse) -> None:
+    """Copy the stop reason of a stream's last part to a complete answer."""
+    kind = part.WhichOneof("stopped_by")
+    if kind is not None:
+        setattr(answer, kind, getattr(part, kind))
+
+
+def set_stop_reason(sequence: Sequence, finish: FinishReason, answer: pb.GenerateStreamResponse) -> None:
+    """Set the stop string or the request's own stop token that ended the sequence."""
+    if finish is not FinishReason.STOP:
+        return
+    if sequence.detokenizer.stopped:
+        answer.stop_string = sequence.detokenizer.stopped_by
+    elif sequence.tokens[-1] in sequence.request.own_stop_token_ids:
+        answer.stop_token_id = sequence.tokens[-1]

@@ -1,0 +1,33 @@
+"""Log probabilities of sampled tokens, with their likeliest alternatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """Token with its log probability and the likeliest alternatives, if requested."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class PromptLogprob(SampledToken):
+    """Prompt token with its log probability, alternatives and rank (likeliest: 1)."""
+
+    rank: int = 0
+
+
+def add_logprobs(token: int, line: Tensor, most: int) -> SampledToken:
+    """Adds log probabilities from ``line [vocabulary]``: those of the allowed tokens, at temperature 1."""
+    if not most:
+        return SampledToken(token, float(line[token]))
+    top = torch.topk(line, min(most, len(line)))
+    likeliest = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return SampledToken(token, float(line[token]), tuple((i, p) for i, p in likeliest if p > float("-inf")))

@@ -1,0 +1,60 @@
+"""The fake CUDA driver: a ``libcuda.so.1`` for this process."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+T4_SHARED_BYTES, H100_SHARED_BYTES = 65_536, 232_448
+
+
+@cache
+def compiled(name: str, soname: str = "") -> ctypes.CDLL:
+    """Compile and load ``name.c`` beside this file. With a soname, later loads of that name find it."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the test doubles with")
+    target = Path(tempfile.mkdtemp(prefix="kvsidecar-double-")) / f"{soname or name}.so"
+    source = Path(__file__).with_name(f"{name}.c")
+    flags = ["-shared", "-fPIC", "-O1", "-w", *([f"-Wl,-soname,{soname}"] if soname else [])]
+    subprocess.run([compiler, *flags, str(source), "-o", str(target), "-ldl", "-lpthread"], check=True)
+    return ctypes.CDLL(str(target))
+
+
+class FakeDriver:
+    """Controls the fake driver. It stays loaded, without devices, after ``close``."""
+
+    def __init__(self, devices: int = 1, shared_bytes: int = H100_SHARED_BYTES) -> None:
+        self._c = compiled("fake_driver", "libcuda.so.1")
+        self._c.fake_reset(devices, shared_bytes)
+
+    def kill(self, ordinal: int = 0) -> None:
+        """Poison a device's context: every later call there fails with error 700."""
+        self._c.fake_kill(ordinal)
+
+    def run_kernels_with(self, launcher: object) -> None:
+        """Run launched kernels by a ``kvk_launch``, the emulator's."""
+        self._c.fake_kernels(ctypes.cast(launcher, ctypes.c_void_p))  # type: ignore[arg-type]
+
+    @property
+    def refused(self) -> int:
+        """Number of calls that came without a current context."""
+        return int(self._c.fake_refused())
+
+    @property
+    def launches(self) -> int:
+        return int(self._c.fake_launches())
+
+    @property
+    def current(self) -> int:
+        """Ordinal of this thread's context; -1 for none."""
+        return int(self._c.fake_current())
+
+    def close(self) -> None:
+        self._c.fake_reset(0, 0)
