@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 from kvsidecar.integrations.vllm import transfer_stats as vllm
 
@@ -38,7 +40,7 @@ def exported() -> dict[str, str]:
     found |= {f"kvsidecar_worker_{name}": kind for name, kind in _WORKER_EXTRA.items()}
     of_fleet = FleetMetrics()
     of_fleet.watch(NodeDiscovery([], httpx.AsyncClient(), 1.0))
-    for registry in (GatewayMetrics(WorkerRouter([])).registry, of_fleet.registry):
+    for registry in (GatewayMetrics(WorkerRouter([]), Path()).registry, of_fleet.registry):
         for family in registry.collect():
             found[family.name + _SUFFIXES.get(family.type, "")] = "gauge" if family.type == "info" else family.type
     return found | _VLLM

@@ -53,6 +53,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                 f" / (sum(rate(kvsidecar_gateway_requests_total{{{ANSWERS}}}[$__rate_interval])) > 0)"),
                ("stores whose disk fails", "sum(kvsidecar_cache_durable_failing)"),
                ("daemons without their remote tier", "sum(kvsidecar_cache_remote_failing)"),
+               ("processes killed for memory", f"{rate('kvsidecar_cache_oom_kills_total')} * 60"),
                ("vLLM engines without a daemon", "count(vllm:kvsidecar_attached == 0)"))),
         Panel("Is it full?", "percentunit",
               (("arena", "sum(kvsidecar_cache_arena_used_bytes) / sum(kvsidecar_cache_arena_bytes)"),
