@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from kvsidecar.byte_sizes import format_size
@@ -147,7 +148,7 @@ def _parser() -> FlagParser:
     return parser
 
 
-def _number(name: str, most: int) -> object:
+def _number(name: str, most: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= most:
             raise argparse.ArgumentTypeError(f"{name} is {text!r}; allowed are 1 to {most:,}")
