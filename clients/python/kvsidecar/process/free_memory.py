@@ -97,8 +97,8 @@ def _left(folder: Path, files: _GroupFiles) -> int | None:
     most, used = map(int, texts)
     cached = {name: int(n) for name, n in (line.split() for line in _lines(folder / "memory.stat"))}
     # Version 1 counts nested groups under separate names.
-    files = sum(cached.get(f"total_{name}", cached.get(name, 0)) for name in ("inactive_file", "active_file"))
-    return most - used + files
+    cached_files = sum(cached.get(f"total_{name}", cached.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return most - used + cached_files
 
 
 def _lines(path: Path) -> list[str]:
