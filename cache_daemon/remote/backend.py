@@ -13,6 +13,10 @@ from typing import Protocol
 Item = tuple[str, bytes | memoryview]
 
 
+# Length limit of values without a limit of their own, and the substitute for a longer value: no valid value is empty.
+MAX_VALUE_BYTES, OVERSIZE = 64 << 20, b""
+
+
 class RemoteFailed(Exception):
     """The backend failed. The text contains no secret, no key and no value."""
 
@@ -32,6 +36,16 @@ def translating_errors(reason: Callable[[Exception], str]) -> Iterator[None]:
         raise RemoteFailed(reason(error)) from error
 
 
+def value_limits(names: Sequence[str], max_bytes: Sequence[int]) -> Sequence[int]:
+    """Return the length limit of each name's value."""
+    return max_bytes or [MAX_VALUE_BYTES] * len(names)
+
+
+def limited(value: bytes | None, max_bytes: int) -> bytes | None:
+    """Return a value as ``get_many`` does: OVERSIZE if it is too long."""
+    return OVERSIZE if value is not None and len(value) > max_bytes else value
+
+
 class RemoteBackend(Protocol):
     """A client of Valkey, S3 or Azure. Call ``connect`` first, and again after a failure.
 
@@ -47,8 +61,13 @@ class RemoteBackend(Protocol):
         """Open new connections, regardless of the state of earlier ones. Raises RemoteFailed."""
         ...
 
-    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
-        """Return values in the order of their names, None for missing ones. Raises RemoteFailed."""
+    async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
+        """Return values in the order of their names, None for missing ones. Raises RemoteFailed.
+
+        ``max_bytes`` are the lengths that the values may have, by default ``MAX_VALUE_BYTES``. A longer value is
+        returned as ``OVERSIZE`` and not transferred: another program may have written it. An empty value may count as
+        missing.
+        """
         ...
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import inf
@@ -121,12 +121,14 @@ class RemoteCoordinator:
         """Offer the chunks that a prompt used; see ``WriteBehindQueue.enqueue_used``."""
         self._write_behind.enqueue_used(chunks)
 
-    def delete(self, root: bytes, key: bytes, *, is_known: bool = True) -> asyncio.Future[int]:
+    def delete(
+        self, root: bytes, key: bytes, *, is_known: bool = True, owner: Hashable | None = None
+    ) -> asyncio.Future[int]:
         """Enqueue a deletion, and stop the reads and writes that it concerns.
 
         See ``DeletionWriter.enqueue``.
         """
-        done = self._deletions.enqueue(root, key, is_known=is_known)
+        done = self._deletions.enqueue(root, key, is_known=is_known, owner=owner)
         self._write_behind.on_deletion(root, key)
         self._lookups.invalidate(root)
         return done

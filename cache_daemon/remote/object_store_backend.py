@@ -15,7 +15,7 @@ from typing import Any
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
-from cache_daemon.remote.backend import Item, RemoteFailed, translating_errors
+from cache_daemon.remote.backend import OVERSIZE, Item, RemoteFailed, limited, translating_errors, value_limits
 from cache_daemon.remote.certificates import tls_error_reason
 
 _MAX_CONCURRENT_CALLS = 64
@@ -58,15 +58,19 @@ class ObjectStoreBackend(ABC):
     def _new(self, **options: Any) -> Any:
         """Create a client of the store."""
 
-    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
-        store = self._store(lane)
-        return list(await asyncio.gather(*(self._get(store, name) for name in names)))
+    async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
+        store, limits = self._store(lane), value_limits(names, max_bytes)
+        return list(
+            await asyncio.gather(*(self._get(store, name, limit) for name, limit in zip(names, limits, strict=True)))
+        )
 
-    async def _get(self, store: Any, name: str) -> bytes | None:
+    async def _get(self, store: Any, name: str, max_bytes: int) -> bytes | None:
         async with self._call_slots:
             with translating_errors(_reason), contextlib.suppress(*self._missing):
                 answer = await self._obstore.get_async(store, name)
-                return bytes(await answer.bytes_async())
+                if answer.meta["size"] > max_bytes:
+                    return OVERSIZE
+                return limited(bytes(await answer.bytes_async()), max_bytes)
             return None
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from kvsidecar.errors import ConfigurationError
 
 from cache_daemon.remote.address import Credentials, RemoteAddress
-from cache_daemon.remote.backend import Item, RemoteFailed, translating_errors
+from cache_daemon.remote.backend import Item, RemoteFailed, limited, translating_errors, value_limits
 from cache_daemon.remote.certificates import tls_error_reason
 
 # Callers' timeouts are shorter; this one only ends abandoned requests.
@@ -88,13 +88,18 @@ class RedisBackend:
             return glide.GlideClusterClientConfiguration(**settings)
         return glide.GlideClientConfiguration(**settings, database_id=address.database)
 
-    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
-        client = self._client(lane)
+    async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
+        client, limits = self._client(lane), value_limits(names, max_bytes)
+        if not names:
+            return []
+        reads: Any = (self._glide.ClusterBatch if self._address.cluster else self._glide.Batch)(is_atomic=False)
+        for name, limit in zip(names, limits, strict=True):
+            reads.getrange(name, 0, limit)  # MGET would transfer a value of any length; a missing one is empty
         with translating_errors(_reason):
-            found = await client.mget(list(names)) if names else []
+            found = await client.exec(reads, raise_on_error=True)
         if not isinstance(found, list) or len(found) != len(names) or not all(isinstance(v, _VALUE) for v in found):
             raise RemoteFailed("its answer is not what was asked for")
-        return found
+        return [limited(value or None, limit) for value, limit in zip(found, limits, strict=True)]
 
     async def put_many(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         client = self._client(0)

@@ -38,6 +38,8 @@ from cache_daemon.remote.key_schema import RECORD_VERSION
 
 EPOCH_BYTES = 16
 MAX_PARTS = 4096
+# A header with the maximal number of tokens takes a third of it.
+MAX_RECORD_BYTES = 64 << 10
 _MAX_UNIX_SECONDS = 1 << 40  # Unix seconds; in milliseconds they still fit into expiry notes
 _MAGIC = b"KVSR"
 _PREFIX = struct.Struct(f"<4sBBHQQQ{EPOCH_BYTES}s")
@@ -68,6 +70,11 @@ class RemoteRecord:
     stored_checksum: int
     expires_at: int
     epoch: bytes
+
+    @property
+    def max_part_bytes(self) -> int:
+        """Length limit of a part: all parts but the last, which has a byte or more, have the same length."""
+        return self.stored_length if self.num_parts == 1 else (self.stored_length - 1) // (self.num_parts - 1)
 
 
 def record_epoch_of(everything: bytes | None, tenant: bytes | None) -> bytes | None:
@@ -175,7 +182,7 @@ def encode_record(cipher: Cipher, name: str, entry: RemoteRecord) -> bytes:
 
 def decode_record(cipher: Cipher, name: str, record: bytes) -> RemoteRecord:
     """Decode a record, and verify its header against its own hashes and layout. Raises InvalidRecord."""
-    if len(record) < _PREFIX.size + _CHECKSUM.size or record[:4] != _MAGIC:
+    if not _PREFIX.size + _CHECKSUM.size <= len(record) <= MAX_RECORD_BYTES or record[:4] != _MAGIC:
         raise InvalidRecord("it is no record")
     body = record[: -_CHECKSUM.size]
     if record[-_CHECKSUM.size :] != _digest(name, body):

@@ -25,6 +25,7 @@ from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.latency_model import LatencyModel
 from cache_daemon.remote.remote_record import (
     MAX_PARTS,
+    MAX_RECORD_BYTES,
     InvalidRecord,
     RemoteRecord,
     TenantEpochs,
@@ -42,6 +43,7 @@ _CALL_BYTES = 4 << 20
 # Timeout of a write, or of the lookup before it; it grows with the bytes.
 _WRITE_SECONDS, _WRITE_BYTES_PER_SECOND = 2.0, 4e6
 _PAGE, _MAX_CORRUPT_RECORDS = 256, 1024
+_MAX_EPOCH_BYTES = 256
 _TRIAL_SECONDS = 0.002
 # Records verified before other work runs on the event loop.
 _RECORDS_PER_SLICE = 32
@@ -127,7 +129,7 @@ class RemoteTier:
         began = time.perf_counter()
         try:
             everything, tenant, chunks, *records = await self._read(
-                lambda lane: self.backend.get_many(wanted, lane), seconds, 0
+                lambda lane: self.backend.get_many(wanted, lane, [MAX_RECORD_BYTES] * len(wanted)), seconds, 0
             )
         except RemoteFailed:
             self.latency.record_timeout(min(time.perf_counter() - began, seconds))
@@ -151,23 +153,22 @@ class RemoteTier:
     async def read_epochs(self, roots: Sequence[bytes]) -> list[TenantEpochs]:
         """Read the epochs of some tenants, in one round trip. Raises RemoteFailed."""
         wanted = [self.key_schema.global_epoch_key, *(name for root in roots for name in self._epoch_keys(root)[1:])]
-        everything, *found = await self._read(lambda lane: self.backend.get_many(wanted, lane), _WRITE_SECONDS, 0)
+        everything, *found = await self._read_small(wanted)
         return [
             TenantEpochs(everything, tenant, chunks) for tenant, chunks in zip(found[::2], found[1::2], strict=True)
         ]
 
     async def read_global_epoch(self) -> bytes | None:
         """Read the epoch of everything under the prefix. Raises RemoteFailed."""
-        return (
-            await self._read(
-                lambda lane: self.backend.get_many([self.key_schema.global_epoch_key], lane), _WRITE_SECONDS, 0
-            )
-        )[0]
+        return (await self._read_small([self.key_schema.global_epoch_key]))[0]
 
     async def read_deletions_epoch(self) -> bytes | None:
         """Read the value that each deletion replaces. Raises RemoteFailed."""
-        names = [self.key_schema.deletions_epoch_key]
-        return (await self._read(lambda lane: self.backend.get_many(names, lane), _WRITE_SECONDS, 0))[0]
+        return (await self._read_small([self.key_schema.deletions_epoch_key]))[0]
+
+    async def _read_small(self, names: Sequence[str]) -> list[bytes | None]:
+        limits = [_MAX_EPOCH_BYTES] * len(names)
+        return await self._read(lambda lane: self.backend.get_many(names, lane, limits), _WRITE_SECONDS, 0)
 
     def _decode(self, root: bytes, key: bytes, record: bytes | None, mark: bytes | None) -> RemoteRecord | None:
         if record is None or mark is None:
@@ -189,12 +190,13 @@ class RemoteTier:
         """
         names = [self._payload_keys(entry) for entry in entries]
         flat = [name for of_one in names for name in of_one]
+        limits = [entry.max_part_bytes for entry in entries for _ in range(entry.num_parts)]
         size = sum(entry.stored_length for entry in entries)
         tried_until = time.monotonic() + seconds
         # A lookup that has begun must complete, so it waits for the trial calls.
         while self.reads.trials_full and time.monotonic() < tried_until:  # noqa: ASYNC110
             await asyncio.sleep(_TRIAL_SECONDS)
-        found = await self._read(lambda lane: self.backend.get_many(flat, lane), seconds, size)
+        found = await self._read(lambda lane: self.backend.get_many(flat, lane, limits), seconds, size)
         values = iter(found)
         out: list[list[bytes] | None] = []
         for entry, of_one in zip(entries, names, strict=True):
@@ -363,7 +365,7 @@ class RemoteTier:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
-                await self.backend.get_many([self.key_schema.global_epoch_key])
+                await self.backend.get_many([self.key_schema.global_epoch_key], 0, [_MAX_EPOCH_BYTES])
         except TimeoutError as error:
             raise RemoteFailed("it does not answer in time") from error
         self.latency.record_round_trip(time.perf_counter() - began)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvsidecar import keys
@@ -23,9 +23,10 @@ from cache_daemon.remote.remote_tier import RemoteTier
 
 NOTE_PREFIX = b"remote-forget:"
 # Maximal number of pending deletions, per tenant and in all. The deletion of a tenant counts as one beside those of its
-# chunks.
+# chunks. One caller may leave so many, and all callers that do not use the private socket, since they can name any
+# number of tenants.
 MAX_PER_TENANT, MAX_DELETIONS = 256, 16384
-
+MAX_PER_CALLER, MAX_OF_CALLERS = MAX_DELETIONS // 4, MAX_DELETIONS * 3 // 4
 
 _PAGE, _LOOKUP_TIMEOUT_SECONDS = 256, 2.0
 # Maximal number of tombstones per tenant.
@@ -129,6 +130,7 @@ class PendingDeletion:
     key: bytes
     is_known: bool
     done: asyncio.Future[int]
+    owner: Hashable | None = None  # the caller, None on the private socket
     started: bool = False
     epoch: bytes = b""  # new epoch of a tenant or of everything; it may already be written
     bumped_generation: int = -1  # backend generation in which the epoch was already bumped
@@ -141,6 +143,7 @@ class DeletionQueue:
     def __init__(self) -> None:
         self._waiting: OrderedDict[tuple[bytes, bytes], PendingDeletion] = OrderedDict()
         self._roots: Counter[bytes] = Counter()
+        self._owners: Counter[Hashable] = Counter()  # without the private socket
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -149,7 +152,7 @@ class DeletionQueue:
         """Return True if a deletion of the tenant, or of everything, is pending."""
         return root in self._roots or b"" in self._roots
 
-    def check(self, root: bytes, key: bytes) -> None:
+    def check(self, root: bytes, key: bytes, owner: Hashable | None) -> None:
         """Raise LimitExceeded when one more deletion would exceed the limit."""
         if (root, key) in self._waiting:
             return
@@ -158,13 +161,19 @@ class DeletionQueue:
                 f"{MAX_PER_TENANT} deletions of this tenant wait for the remote tier, the most that may; delete all "
                 "of the tenant, or try again when it has done them"
             )
+        if owner is not None and (self._owners[owner] >= MAX_PER_CALLER or self._owners.total() >= MAX_OF_CALLERS):
+            raise LimitExceeded(
+                f"{self._owners[owner]} deletions of this caller wait for the remote tier, and "
+                f"{self._owners.total()} of all callers beyond the private socket; at most {MAX_PER_CALLER} and "
+                f"{MAX_OF_CALLERS} may; try again when it has done some"
+            )
         if len(self._waiting) >= MAX_DELETIONS and (root or key):
             raise LimitExceeded(
                 f"{MAX_DELETIONS} deletions wait for the remote tier, the most that may; try again when it has done "
                 "some"
             )
 
-    def add(self, root: bytes, key: bytes, known: bool) -> PendingDeletion:
+    def add(self, root: bytes, key: bytes, known: bool, owner: Hashable | None) -> PendingDeletion:
         """Add a deletion, or return the pending one."""
         old = self._waiting.get((root, key))
         if old is not None:
@@ -172,8 +181,11 @@ class DeletionQueue:
             if old.started and old.repeat is None:
                 old.repeat = asyncio.get_running_loop().create_future()
             return old
-        new = self._waiting[root, key] = PendingDeletion(root, key, known, asyncio.get_running_loop().create_future())
+        done = asyncio.get_running_loop().create_future()
+        new = self._waiting[root, key] = PendingDeletion(root, key, known, done, owner)
         self._roots[root] += 1
+        if owner is not None:
+            self._owners[owner] += 1
         return new
 
     def first(self) -> PendingDeletion:
@@ -198,6 +210,10 @@ class DeletionQueue:
         self._roots[deletion.root] -= 1
         if not self._roots[deletion.root]:
             del self._roots[deletion.root]
+        if deletion.owner is not None:
+            self._owners[deletion.owner] -= 1
+            if not self._owners[deletion.owner]:
+                del self._owners[deletion.owner]
         return True
 
 
@@ -226,17 +242,18 @@ class DeletionWriter:
         """
         return self._queue.concerns(root)
 
-    def enqueue(self, root: bytes, key: bytes, *, is_known: bool) -> asyncio.Future[int]:
+    def enqueue(self, root: bytes, key: bytes, *, is_known: bool, owner: Hashable | None = None) -> asyncio.Future[int]:
         """Delete a chunk with its subtree, a tenant without ``key``, everything without ``root``.
 
         Returns a future of the number of chunks deleted, if known. ``is_known`` False makes it look up the chunk first.
-        Raises LimitExceeded, with nothing changed.
+        ``owner`` is the caller whose limit counts, None on the private socket. Raises LimitExceeded, with nothing
+        changed.
         """
-        self._queue.check(root, key)
-        return self._enqueue(root, key, is_known)
+        self._queue.check(root, key, owner)
+        return self._enqueue(root, key, is_known, owner)
 
-    def _enqueue(self, root: bytes, key: bytes, is_known: bool) -> asyncio.Future[int]:
-        deletion = self._queue.add(root, key, is_known)
+    def _enqueue(self, root: bytes, key: bytes, is_known: bool, owner: Hashable | None = None) -> asyncio.Future[int]:
+        deletion = self._queue.add(root, key, is_known, owner)
         self._write_note(NOTE_PREFIX + root + key, b"\1")
         return deletion.repeat or deletion.done
 

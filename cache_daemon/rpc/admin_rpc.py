@@ -49,7 +49,7 @@ class AdminServicer(ServicerBase):
             self.principal_of(context).require_operator("delete everything")
             root = b""
         key = request_validation.check_hash("prefix_hash", prefix.prefix_hash, optional=True)
-        return pb.DeleteResponse(deleted=await self.store.delete(root, key))
+        return pb.DeleteResponse(deleted=await self.store.delete(root, key, self.external_caller(context)))
 
     @streaming
     async def Carry(self, request: pb.CarryRequest, context: Context) -> AsyncIterator[pb.CarryResponse]:

@@ -78,9 +78,13 @@ class ServicerBase:
         """True for the listener of the daemon's own user, whose callers share its memory."""
         return bool(self.memory_socket)
 
+    def external_caller(self, context: Context) -> Principal | None:
+        """Return the caller whose own limits count; None on the private socket."""
+        return None if self.private else self.principal_of(context)
+
     def stream(self, context: Context, kind: str, share: CallerLimits) -> AbstractContextManager[None]:
         """Count a streaming call while the block runs. Raises LimitExceeded."""
-        return self.shared.open_streams.one(kind, share, None if self.private else self.principal_of(context))
+        return self.shared.open_streams.one(kind, share, self.external_caller(context))
 
     def large(self, context: Context, size_bytes: int) -> AbstractContextManager[None]:
         """Count a large request while the block runs. Raises LimitExceeded."""

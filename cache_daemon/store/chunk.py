@@ -133,9 +133,15 @@ class Chunk:
     def prefill_seconds(self) -> float:
         return self.header.prefill_seconds
 
+    @property
+    def deadline(self) -> float:
+        """Time at which the TTL of requests or of the tenant ends, on the store's clock; a use may postpone it."""
+        ttl = self.tenant.limits.ttl_seconds
+        return self.expires_at if ttl is None else min(self.expires_at, self.last_used_at + ttl)
+
     def is_expired(self, now: float) -> bool:
-        """Return True if the TTL of requests or of the tenant has passed. A pinned chunk never expires."""
-        return not self.pins and (self.expires_at < now or self.tenant.is_expired(now - self.last_used_at))
+        """Return True if the deadline has passed. A pinned chunk never expires."""
+        return not self.pins and self.deadline < now
 
     @property
     def in_use(self) -> bool:

@@ -95,16 +95,14 @@ class ChunkDeleter:
 
         Returns their number.
         """
-        dropped, yield_timer = 0, YieldTimer()
-        for chunk in self._ttl.expired():
-            if chunk.indexed and chunk.is_expired(self.tiers.clock()):  # no request has extended its TTL meanwhile
-                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
-        if not self.tiers.accounts.has_ttl:
-            return dropped
-        now = self.tiers.clock()
-        async for chunk in self._listing.iter_chunks(b""):
-            if chunk.indexed and chunk.is_expired(now):
-                dropped += await self._remove_subtree(chunk, LossCause.EXPIRED, yield_timer)
+        dropped, yield_timer, now = 0, YieldTimer(), self.tiers.clock()
+        if self._ttl.limits_changed():
+            async for chunk in self._listing.iter_chunks(b""):
+                self._ttl.schedule(chunk)
+        while (due := self._ttl.next_due(now)) is not None:
+            if due.is_expired(now):
+                dropped += await self._remove_subtree(due, LossCause.EXPIRED, yield_timer)
+            await yield_timer.maybe_yield()
         return dropped
 
     async def _remove_subtree(self, chunk: Chunk, cause: LossCause, yield_timer: YieldTimer) -> int:

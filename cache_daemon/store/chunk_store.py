@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -23,7 +23,7 @@ import structlog
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse, Welcome
 from kvsidecar.chunk_layout import Geometry
-from kvsidecar.errors import ChunkNotFound, FailedPrecondition
+from kvsidecar.errors import ChunkNotFound, FailedPrecondition, LimitExceeded
 
 from cache_daemon.diagnostics.miss_explainer import MissExplainer
 from cache_daemon.durable.durable_tier import DurableTier
@@ -51,6 +51,7 @@ from cache_daemon.store.promoter import Promoter
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
+from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.store_config import StoreConfig
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
@@ -97,7 +98,7 @@ class ChunkStore:
         self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
             arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
-            StoreContext(self.events, self.accounts, self.counters, config.clock),
+            StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
@@ -259,12 +260,13 @@ class ChunkStore:
         """End one pin. Returns the number of chunks of the prefix. Raises ChunkNotFound."""
         return self._pins.remove(root, prefix_hash)
 
-    async def delete(self, root: bytes, prefix_hash: bytes) -> int:
+    async def delete(self, root: bytes, prefix_hash: bytes, owner: Hashable | None = None) -> int:
         """Delete a chunk with its subtree, a tenant's chunks, or everything.
 
-        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. Returns the number of
-        chunks. Raises ChunkNotFound, StoreUnavailable, and LimitExceeded when too many deletions are pending in the
-        remote tier.
+        Without ``prefix_hash`` it deletes the tenant's chunks, without ``root`` too everything. ``owner`` is the caller
+        whose limits count, None on the private socket. Returns the number of chunks. Raises ChunkNotFound,
+        StoreUnavailable, and LimitExceeded when too many deletions are pending in the remote tier; the chunks are then
+        deleted on this node all the same.
         """
         found = self.tiers.index.get(prefix_hash)
         if found is None:  # the chunk may be reserved
@@ -272,8 +274,14 @@ class ChunkStore:
         async with self._deleter.await_disk_removal():
             if self.remote is None or (found is not None and found.root != root):
                 return await self._deleter.delete(root, self.find(root, prefix_hash) if prefix_hash else None)
-            there = self.remote.delete(root, prefix_hash, is_known=found is not None)  # from now on no fetch reads it
+            there: asyncio.Future[int] | LimitExceeded
+            try:  # from now on no fetch reads it
+                there = self.remote.delete(root, prefix_hash, is_known=found is not None, owner=owner)
+            except LimitExceeded as error:
+                there = error
             here = await self._deleter.delete(root, found) if found is not None or not prefix_hash else 0
+            if isinstance(there, LimitExceeded):
+                raise LimitExceeded(f"{here} chunks were deleted on this node, none in the remote tier: {there}")
             deleted = max(here, await self.remote.await_deletion(there))
             if prefix_hash and not deleted:
                 self.find(root, prefix_hash)

@@ -37,6 +37,7 @@ class IndexRestorer:
         loaded = await loop.run_in_executor(reading, lambda: list(durable.load()))
         notes = await loop.run_in_executor(reading, durable.notes)
         tiers = self.inserter.tiers
+        tiers.clock.advance_to(max((item.last_use for item in loaded), default=0) / 1000)
         now = tiers.clock()
         unfit = 0
         for n, item in enumerate(loaded):

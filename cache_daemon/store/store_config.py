@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from cache_daemon.eviction.eviction_policy import EvictionPolicy
-from cache_daemon.store.tier_manager import Clock
+from cache_daemon.store.store_clock import WallClock
 
 
 @dataclass(frozen=True)
@@ -20,5 +20,5 @@ class StoreConfig:
     new_policy: Callable[[], EvictionPolicy]
     durable_budget_bytes: int = 0
     staging_bytes: int = 64 << 20
-    clock: Callable[[], float] = field(default_factory=Clock)
+    clock: Callable[[], float] = field(default_factory=WallClock)
     span: Callable[[str], AbstractContextManager[object]] = lambda _: nullcontext()

@@ -18,11 +18,6 @@ class TenantAccount:
     entries: int = 0
     pinned_bytes: int = 0
 
-    def is_expired(self, idle_seconds: float) -> bool:
-        """Return True if a chunk unused for ``idle_seconds`` has passed the tenant's TTL."""
-        ttl = self.limits.ttl_seconds
-        return ttl is not None and idle_seconds > ttl
-
 
 class TenantAccounts:
     """Accounts of tenants that have chunks or are about to; weakly referenced.
@@ -39,6 +34,7 @@ class TenantAccounts:
         self._limits_of = limits_of or (lambda _: TenantLimits())
         self._account_id_of = account_of or (lambda tenant: tenant)
         self._tenants: WeakValueDictionary[bytes, TenantAccount] = WeakValueDictionary()
+        self.num_reloads = 0
 
     def account_of(self, tenant_id: bytes) -> TenantAccount:
         """Return the account of a tenant."""
@@ -50,13 +46,9 @@ class TenantAccounts:
 
     def reload(self) -> None:
         """Read all limits again. Stored chunks stay on their account."""
+        self.num_reloads += 1
         for tenant in list(self._tenants.values()):
             tenant.limits = self._limits_of(tenant.id)
-
-    @property
-    def has_ttl(self) -> bool:
-        """Return True if the TTL of any tenant can expire chunks."""
-        return any(t.limits.ttl_seconds is not None for t in list(self._tenants.values()))
 
     def __len__(self) -> int:
         return len(self._tenants)

@@ -7,7 +7,6 @@ chunks to evict.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ from cache_daemon.store.counters import Counters
 from cache_daemon.store.event_log import EventLog
 from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.prefix_index import PrefixIndex
+from cache_daemon.store.store_clock import StoreClock
 from cache_daemon.store.tenant_accounts import TenantAccount, TenantAccounts
 from cache_daemon.store.tier_quotas import TierLedger
 
@@ -40,7 +40,7 @@ class StoreContext:
     events: EventLog
     accounts: TenantAccounts
     counters: Counters
-    clock: Callable[[], float]
+    clock: StoreClock
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class TierManager:
     events: EventLog = field(init=False)
     accounts: TenantAccounts = field(init=False)
     counters: Counters = field(init=False)
-    clock: Callable[[], float] = field(init=False)
+    clock: StoreClock = field(init=False)
     zombies: set[Chunk] = field(default_factory=set)  # not indexed, but in use
     on_indexed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_unindexed: list[Callable[[Chunk], None]] = field(default_factory=list)
@@ -352,13 +352,3 @@ class TierManager:
         for chunk in self.index:
             entries[chunk.tenant] = entries.get(chunk.tenant, 0) + 1
         assert all(t.entries == n for t, n in entries.items()), "a tenant's entries do not add up"
-
-
-class Clock:
-    """Unix time in seconds that never decreases while the process runs."""
-
-    def __init__(self) -> None:
-        self._base = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        return self._base + time.monotonic()

@@ -1,16 +1,25 @@
 """Chunk expiry: the TTL index.
 
 A request may set a TTL on the chunks that it uses or stores. The longest TTL wins; a request without one removes the
-expiry. A parent never expires before its children, because removing it would remove them before their own expiry.
+expiry. A parent never expires before its children, because removing it would remove them before their own expiry. A
+tenant's TTL limits all of that, from the last use on.
+
+Chunks are scheduled by deadline, so a sweep visits due chunks only. Deadlines rise with every use, so a chunk keeps its
+place until it is due, and is then scheduled again.
 """
 
 from __future__ import annotations
 
 from math import inf
 
+from sortedcontainers import SortedList
+
 from cache_daemon.durable.record_format import EXPIRY_NOTE_PREFIX, decode_expiry, encode_expiry
 from cache_daemon.store.chunk import Chunk, Residency
 from cache_daemon.store.tier_manager import TierManager
+
+# Delay until a pinned chunk that would be expired is looked at again.
+_PINNED_SECONDS = 10.0
 
 
 class TtlIndex:
@@ -21,6 +30,9 @@ class TtlIndex:
         self._expiring: dict[bytes, Chunk] = {}  # indexed chunks with an expiry, by prefix hash
         self._changed: dict[bytes, None] = {}  # since the last persist_changes
         self._persisted: set[bytes] = set()
+        self._due: SortedList[tuple[float, bytes]] = SortedList()  # scheduled times, with the prefix hash
+        self._scheduled: dict[bytes, float] = {}
+        self._num_reloads = tiers.accounts.num_reloads
         tiers.on_indexed.append(self._on_indexed)
         tiers.on_unindexed.append(self._on_unindexed)
 
@@ -38,10 +50,40 @@ class TtlIndex:
                 self._changed[chunk.key] = None
             chunk = self._tiers.parent_of(chunk)
 
-    def expired(self) -> list[Chunk]:
-        """Return expired chunks; a pinned chunk and its ancestors stay."""
-        now = self._tiers.clock()
-        return [chunk for chunk in self._expiring.values() if chunk.expires_at < now and not chunk.pins]
+    # ---- schedule -------------------------------------------------------------------------------------------
+
+    def schedule(self, chunk: Chunk, earliest: float = -inf) -> None:
+        """Schedule an indexed chunk for its deadline, but not before ``earliest``, unless it is scheduled earlier."""
+        at = max(chunk.deadline, earliest)
+        if at < self._scheduled.get(chunk.key, inf):
+            self._unschedule(chunk.key)
+            self._scheduled[chunk.key] = at
+            self._due.add((at, chunk.key))
+
+    def next_due(self, now: float) -> Chunk | None:
+        """Take the next chunk whose scheduled time has passed.
+
+        It is expired, or was used or pinned since it was scheduled; then it is scheduled again.
+        """
+        if not self._due or self._due[0][0] >= now:
+            return None
+        key = self._due[0][1]
+        self._unschedule(key)
+        chunk = self._tiers.index.get(key)
+        assert chunk is not None, "a chunk that leaves the index leaves the schedule"
+        if not chunk.is_expired(now):
+            self.schedule(chunk, now + _PINNED_SECONDS if chunk.pins else now)
+        return chunk
+
+    def limits_changed(self) -> bool:
+        """Return True once after a reload of tenants' limits: all chunks must be scheduled again."""
+        before, self._num_reloads = self._num_reloads, self._tiers.accounts.num_reloads
+        return before != self._num_reloads
+
+    def _unschedule(self, key: bytes) -> None:
+        at = self._scheduled.pop(key, None)
+        if at is not None:
+            self._due.remove((at, key))
 
     # ---- over restarts --------------------------------------------------------------------------------------
 
@@ -68,6 +110,7 @@ class TtlIndex:
             return
         chunk.expires_at = expires_at
         self._expiring[key] = chunk
+        self.schedule(chunk)
 
     def finish_restore(self) -> None:
         """Repair lost notes: a chunk without a note, and its ancestors, never expire."""
@@ -79,11 +122,13 @@ class TtlIndex:
         if chunk.expires_at < inf:
             self._expiring[chunk.key] = chunk
             self._changed[chunk.key] = None
+        self.schedule(chunk)
         self.extend(self._tiers.parent_of(chunk), chunk.expires_at)
 
     def _on_unindexed(self, chunk: Chunk) -> None:
         self._expiring.pop(chunk.key, None)
         self._changed.pop(chunk.key, None)
+        self._unschedule(chunk.key)
         self._forget(chunk.key)
 
     def _forget(self, key: bytes) -> None:
@@ -96,7 +141,11 @@ class TtlIndex:
         listed = {chunk.key: chunk for chunk in self._tiers.index if chunk.expires_at < inf}
         assert listed == self._expiring, "chunks that end do not add up"
         assert all(self._is_persisted_or_changed(chunk) for chunk in listed.values()), "a term that nobody writes down"
+        assert list(self._due) == sorted((at, key) for key, at in self._scheduled.items()), "the schedule differs"
+        reloaded = self._tiers.accounts.num_reloads != self._num_reloads
         for chunk in self._tiers.index:
+            latest = max(chunk.deadline, self._tiers.clock() + _PINNED_SECONDS)
+            assert reloaded or chunk.deadline == inf or self._scheduled[chunk.key] <= latest, "a chunk is due too late"
             parent = self._tiers.parent_of(chunk)
             assert parent is None or parent.expires_at >= chunk.expires_at, "a chunk outlives what it continues"
 

@@ -13,7 +13,7 @@ from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.sessions import SessionTable
 from cache_daemon.store.ttl import TtlIndex
 
-_TICK_SECONDS, _RECENCY_TICKS, _SWEEP_TICKS = 1.0, 15, 10
+_TICK_SECONDS, _RECENCY_TICKS = 1.0, 15
 
 log = structlog.get_logger("cache_daemon")
 
@@ -56,8 +56,7 @@ class Upkeep(BackgroundTask):
                 self._persistence.write_recency()
                 self._ttl.persist_changes()
         self._sessions.expire_leases()
-        if tick % _SWEEP_TICKS == 0:
-            await self.sweep()
+        await self.sweep()
 
     async def sweep(self) -> None:
         """Remove expired chunks."""

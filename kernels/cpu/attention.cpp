@@ -239,6 +239,12 @@ template <class T> class Tile {
         if (with_values && !in_place_)
           load_value_page<T, PAIRED>(values_ + page * PAGE / WORD * dim_, value_page_[page], dim_);
       }
+      if (first_key_ + KEYS < to && first_key_ + KEYS <= last_)
+        for (int page = 0; page < KEYS / PAGE; page++) {
+          const int64_t next = pages[KEYS / PAGE + page] * dim_;
+          prefetch_page(keys + next);
+          if (with_values) prefetch_page(values + next);
+        }
       if (with_values && !whole)
         for (int key = 0; key < KEYS; key++)
           if (first_key_ + key < oldest_ || first_key_ + key > last_) zero_value<PAIRED>(values_, key, dim_);
@@ -248,6 +254,11 @@ template <class T> class Tile {
         if (above && within) work(group);
       }
     }
+  }
+
+  // Starts reading a page of keys or values that the next block needs, while this block is computed.
+  KVK_INLINE void prefetch_page(const T* page) {
+    for (int64_t byte = 0; byte < PAGE * dim_ * (int64_t)sizeof(T); byte += 64) __builtin_prefetch((const char*)page + byte);
   }
 
   // Computes base-2 logits; masked keys get a large negative value.

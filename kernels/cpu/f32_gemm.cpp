@@ -19,6 +19,7 @@ namespace {
 constexpr int OUTPUTS = 32;
 constexpr int64_t BLOCK = 128;  // inputs; a widened strip and a few rows of this length fit into the L1 cache
 constexpr int64_t TILE = 192;   // rows per work item
+constexpr int64_t SPAN_BLOCKS = 8;  // blocks before the next strip; a tile's rows of one span fit into the L2 cache
 constexpr int64_t MAX_STREAMED_ROWS = 96;     // up to this many rows, weights are streamed; above, rows are transposed
 // Rows, and vectors of outputs, whose sums fit into registers.
 #if defined(__AVX512F__)
@@ -182,21 +183,28 @@ template <class Weights> void widen(Weights weights, int64_t inputs, float* wide
     });
 }
 
-// Many rows: transposed for sequential access, and each weight is widened once.
+// Many rows: transposed for sequential access, and each weight is widened once. A strip passes through all blocks of a
+// span of inputs before the next strip, so that its sums stay in the caches between blocks.
 template <class Weights>
 void multiply_many_rows(const F32GemmJob& job, int64_t first, int64_t end, int64_t strip, int64_t last) {
-  alignas(64) float transposed[TILE * BLOCK + LANES], wide[BLOCK * OUTPUTS];
-  for (int64_t block = 0; block < job.inputs; block += BLOCK) {
-    const int64_t inputs = smaller_of(BLOCK, job.inputs - block);
-    for (int64_t row = first; row < end; row += MAX_ROWS)
-      transpose_rows(job.x + row * job.inputs + block, job.inputs, smaller_of(MAX_ROWS, end - row), inputs,
-                transposed + (row - first) * BLOCK);
-    for (int64_t s = strip; s < last; s++) {
-      widen(Weights::of(job.weight, s, job.inputs, block), inputs, wide);
+  alignas(64) static thread_local float transposed[SPAN_BLOCKS][TILE * BLOCK + LANES];
+  alignas(64) float wide[BLOCK * OUTPUTS];
+  const auto rows_from = [&](int64_t row) { return smaller_of(MAX_ROWS, end - row); };
+  for (int64_t span = 0; span < job.inputs; span += SPAN_BLOCKS * BLOCK) {
+    const int64_t span_end = smaller_of(span + SPAN_BLOCKS * BLOCK, job.inputs);
+    for (int64_t block = span; block < span_end; block += BLOCK)
       for (int64_t row = first; row < end; row += MAX_ROWS)
-        multiply_rows(job, TransposedRows{transposed + (row - first) * BLOCK}, smaller_of(MAX_ROWS, end - row),
-                      Plain<float>{(const char*)wide}, s, block, job.y + row * job.outputs);
-    }
+        transpose_rows(job.x + row * job.inputs + block, job.inputs, rows_from(row),
+                       smaller_of(BLOCK, job.inputs - block),
+                       transposed[(block - span) / BLOCK] + (row - first) * BLOCK);
+    for (int64_t s = strip; s < last; s++)
+      for (int64_t block = span; block < span_end; block += BLOCK) {
+        widen(Weights::of(job.weight, s, job.inputs, block), smaller_of(BLOCK, job.inputs - block), wide);
+        const float* rows = transposed[(block - span) / BLOCK];
+        for (int64_t row = first; row < end; row += MAX_ROWS)
+          multiply_rows(job, TransposedRows{rows + (row - first) * BLOCK}, rows_from(row),
+                        Plain<float>{(const char*)wide}, s, block, job.y + row * job.outputs);
+      }
   }
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from cache_daemon.remote.backend import Item
+from cache_daemon.remote.backend import Item, limited, value_limits
 
 
 class InMemoryBackend:
@@ -21,8 +21,9 @@ class InMemoryBackend:
     async def connect(self) -> None:
         """There is nothing to connect to."""
 
-    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
-        return [self._get(name) for name in names]
+    async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
+        limits = value_limits(names, max_bytes)
+        return [limited(self._get(name), limit) for name, limit in zip(names, limits, strict=True)]
 
     def _get(self, name: str) -> bytes | None:
         value, ends = self.values.get(name, (None, None))

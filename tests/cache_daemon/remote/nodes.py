@@ -126,12 +126,12 @@ class Slow(InMemoryBackend):
         self.put_gate = asyncio.Event()
         self.put_gate.set()
 
-    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
+    async def get_many(self, names, lane=0, max_bytes=()):  # type: ignore[no-untyped-def]
         self.calls += 1
         if self.fails:
             raise RemoteFailed("told to")
         if len(names) == 1 and names[0].endswith("/mark"):
-            return await super().get_many(names, lane)
+            return await super().get_many(names, lane, max_bytes)
         if self.hangs_at:
             self._since += 1
             if self._since >= self.hangs_at:
@@ -140,7 +140,7 @@ class Slow(InMemoryBackend):
         else:
             self._since = 0
         await asyncio.sleep(self.seconds)
-        return await super().get_many(names, lane)
+        return await super().get_many(names, lane, max_bytes)
 
     async def put_many(self, items, ttl_seconds):  # type: ignore[no-untyped-def]
         if self.fails:
@@ -165,8 +165,8 @@ class Gated(InMemoryBackend):
         self.arrive, self.waiting, self.downloaded = asyncio.Event(), False, 0
         self.arrive.set()
 
-    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
-        found = await super().get_many(names, lane)
+    async def get_many(self, names, lane=0, max_bytes=()):  # type: ignore[no-untyped-def]
+        found = await super().get_many(names, lane, max_bytes)
         if not names[0].endswith(("/mark", "/head")):
             self.waiting = True
             await self.arrive.wait()

@@ -24,7 +24,7 @@ from benchmarks.remote_servers import (
 )
 from cache_daemon.durable.lmdb_tier import LmdbTier
 from cache_daemon.remote.address import Credentials, parse_remote
-from cache_daemon.remote.backend import RemoteBackend, RemoteFailed
+from cache_daemon.remote.backend import OVERSIZE, RemoteBackend, RemoteFailed
 from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.redis_backend import RedisBackend
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
@@ -75,10 +75,17 @@ async def engine(request: pytest.FixtureRequest, urls: dict[str, str]) -> AsyncI
 
 async def test_values_come_back_in_the_order_asked(engine: RemoteBackend) -> None:
     large = bytes(range(256)) * 4096
-    await engine.put_many([("a/1", b"one"), ("a/2", memoryview(large)), ("b/1", b"")], None)
+    await engine.put_many([("a/1", b"one"), ("a/2", memoryview(large)), ("b/1", b"x")], None)
     for lane in range(engine.lanes):
-        assert await engine.get_many(["b/1", "a/2", "a/none", "a/1"], lane) == [b"", large, None, b"one"]
+        assert await engine.get_many(["b/1", "a/2", "a/none", "a/1"], lane) == [b"x", large, None, b"one"]
     assert await engine.get_many([]) == []
+
+
+async def test_a_value_that_is_too_long_is_not_transferred(engine: RemoteBackend) -> None:
+    await engine.put_many([("l/1", b"x" * 64), ("l/2", b"x" * 65), ("l/3", b"y" * 200_000)], None)
+    names, limits = ["l/1", "l/2", "l/none", "l/3"], [64, 64, 64, 200_000]
+    for lane in range(engine.lanes):
+        assert await engine.get_many(names, lane, limits) == [b"x" * 64, OVERSIZE, None, b"y" * 200_000]
 
 
 async def test_values_are_replaced_and_deleted(engine: RemoteBackend) -> None:

@@ -225,10 +225,10 @@ class Held(InMemoryBackend):
         super().__init__()
         self.reads = list[asyncio.Future[None]]()
 
-    async def get_many(self, names, lane=0):  # type: ignore[no-untyped-def]
+    async def get_many(self, names, lane=0, max_bytes=()):  # type: ignore[no-untyped-def]
         self.reads.append(asyncio.get_running_loop().create_future())
         await self.reads[-1]
-        return await super().get_many(names, lane)
+        return await super().get_many(names, lane, max_bytes)
 
 
 async def test_an_engine_that_may_be_back_is_asked_by_few_of_many() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 from kvsidecar import keys
 
 from cache_daemon.durable.encryption import NullCipher
-from cache_daemon.remote.backend import Item
+from cache_daemon.remote.backend import OVERSIZE, Item
 from cache_daemon.remote.key_schema import KeySchema
 from cache_daemon.remote.remote_record import InvalidRecord, decode_payload, encode_record
 from cache_daemon.remote.remote_tier import EncodedChunk, RemoteTier
@@ -85,3 +86,35 @@ async def test_all_payloads_of_a_batch_are_there_before_any_record() -> None:
         names.index(name) for name in tier.key_schema.payload_keys(root, key, found.stored_checksum, found.num_parts)
     ]
     assert max(parts) < head
+
+
+async def test_a_record_or_payload_that_is_longer_than_it_can_be_is_neither_kept_nor_hashed() -> None:
+    """Another program has put 100 MB where a record of some hundred bytes should be, or a part of a payload."""
+    tier, root, key = await tier_with_a_chunk([1000.0], None)
+    backend = tier.backend
+    assert isinstance(backend, InMemoryBackend)
+    record = (await tier.find(root, [key], 1)).records[0]
+    assert record is not None
+    for name, found in (
+        (tier._payload_keys(record)[0], tier.read_payloads([record], 1)),
+        (tier.key_schema.record_key(root, key), tier.find(root, [key], 1)),
+    ):
+        backend.values[name] = bytes(100 << 20), None
+        tracemalloc.start()
+        try:
+            answer = await found
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+        assert answer == [[OVERSIZE]] if isinstance(answer, list) else answer.records == [None]
+    assert tier.counters.rejected == 1
+    assert (root, key) in tier.corrupt_records
+
+
+@pytest.mark.parametrize(("length", "part_bytes"), [(1, 1), (100, 100), (100, 99), (100, 10), (101, 10), (99, 1)])
+def test_no_part_that_a_node_writes_is_longer_than_its_record_allows(length: int, part_bytes: int) -> None:
+    cut = [range(length)[at : at + part_bytes] for at in range(0, length, part_bytes)]
+    record = replace(stored(NullCipher(), compressible=False, compress=False)[0], stored_length=length,
+                     num_parts=len(cut))  # fmt: skip
+    assert max(map(len, cut)) <= record.max_part_bytes
+    assert record.max_part_bytes * (record.num_parts - 1) < length or record.num_parts == 1

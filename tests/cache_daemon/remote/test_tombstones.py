@@ -117,13 +117,39 @@ async def test_the_same_deletion_waits_once_and_a_tenant_may_have_some(monkeypat
         assert (a.stats.remote_deletions, len(futures)) == (1, 1)
         for number in range(7):
             a.remote.delete(root, bytes([number]) * 32)
-        with pytest.raises(LimitExceeded, match="8 deletions of this tenant"):
+        with pytest.raises(LimitExceeded, match=r"3 chunks were deleted on this node.*8 deletions of this tenant"):
             await store.delete(root, keys.prefix_hash(root, prompt(1)))
-        assert a.stats.chunks == 3, "nothing was deleted"
+        assert a.stats.chunks == 0, "here they are deleted all the same"
         a.remote.delete(a.bench.root(b"other"), b"x" * 32)
         engine.fails = False
         await until(lambda: a.stats.remote_deletions == 0)
         assert all(done.done() for done in futures)
+
+
+async def test_a_caller_cannot_fill_the_queue_of_deletions_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_daemon.remote.tombstones.MAX_PER_CALLER", 4)
+    monkeypatch.setattr("cache_daemon.remote.tombstones.MAX_OF_CALLERS", 6)
+    engine = Slow()
+    async with node(engine) as a:
+        engine.fails = True
+
+        def delete(number: int, owner: str | None) -> None:
+            a.remote.delete(a.bench.root(bytes([number])), b"x" * 32, owner=owner)
+
+        for number in range(4):
+            delete(number, "guest")
+        with pytest.raises(LimitExceeded, match="4 deletions of this caller"):
+            delete(4, "guest")
+        delete(3, "guest")  # it waits already
+        for number in range(10, 12):
+            delete(number, "other")
+        with pytest.raises(LimitExceeded, match="6 of all callers"):
+            delete(12, "other")
+        delete(13, None)
+        engine.fails = False
+        await until(lambda: a.stats.remote_deletions == 0)
+        delete(4, "guest")
+        await until(lambda: a.stats.remote_deletions == 0)
 
 
 async def test_a_deletion_that_runs_does_not_serve_who_asks_after_it_began() -> None:

@@ -47,9 +47,9 @@ class Connection:
     async def connect(self) -> None:
         await self._there()
 
-    async def get_many(self, names: Sequence[str], lane: int = 0) -> list[bytes | None]:
+    async def get_many(self, names: Sequence[str], lane: int = 0, max_bytes: Sequence[int] = ()) -> list[bytes | None]:
         await self._there()
-        found = await self._engine.get_many(names, lane)
+        found = await self._engine.get_many(names, lane, max_bytes)
         await self._back()
         return found
 

@@ -15,7 +15,7 @@ from kvsidecar.errors import ChunkNotFound, InvalidRequest, QuotaExceeded
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.store import persistence
 from cache_daemon.store.chunk import Residency
-from cache_daemon.store.tier_manager import Clock
+from cache_daemon.store.store_clock import WallClock
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
 from tests.cache_daemon.stores import FakeClock, opened
 
@@ -238,17 +238,34 @@ async def test_a_clock_that_was_set_between_two_lives_loses_nothing() -> None:
     for days in (-400, 1):
         clock = FakeClock(bench.clock.now + days * 86_400)
         async with opened(tier=inner, limits=limits, clock=clock) as again:
-            assert [c.last_used_at <= clock.now for c in again.store.tiers.index] == [True, True]
+            assert [c.last_used_at <= again.store.now for c in again.store.tiers.index] == [True, True]
             await again.store.sweep()
             assert await again.found([1]) == 1
             assert await again.found([2], salt=b"brief") == (days < 0), "a day is more than its time to live"
 
 
-def test_a_clock_that_is_set_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+async def test_what_is_used_before_the_clock_is_set_does_not_expire_when_it_is() -> None:
+    """A machine without a battery starts in 1970, until NTP answers."""
+    inner, limits = MemoryTier(), {b"brief": TenantLimits(ttl_seconds=100.0)}
+    async with opened(tier=inner, limits=limits) as bench:
+        await bench.put([1], salt=b"brief")
+    async with opened(tier=inner, limits=limits, clock=FakeClock(5.0)) as unset:
+        assert await unset.found([1], salt=b"brief") == 1
+        assert unset.store.now - bench.clock.now < 60
+    async with opened(tier=inner, limits=limits, clock=FakeClock(bench.clock.now + 60)) as again:
+        await again.store.sweep()
+        assert await again.found([1], salt=b"brief") == 1
+
+
+def test_a_clock_that_is_set_back_goes_on_and_one_that_is_set_forward_is_followed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = WallClock()
     before = clock()
     monkeypatch.setattr(time, "time", lambda: 0.0)
     assert before <= clock() < before + 60
+    monkeypatch.setattr(time, "time", lambda: before + 1e6)
+    assert before + 1e6 <= clock() < before + 1e6 + 60
 
 
 # ---- keeping ------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from benchmarks.node import Node
 from benchmarks.peer import payload_of
 from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.store.chunk import Chunk
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -123,6 +124,56 @@ async def test_pins_and_tenants_limits_count_as_ever() -> None:
         await bench.store.sweep()
         assert await ask(bench, [1], salt=b"t") == 0, "a tenant's time to live wins where it is shorter"
         assert (await ask(bench, [2], 1), await ask(bench, [3], 1)) == (1, 1)
+
+
+async def test_a_sweep_looks_at_no_chunk_that_is_not_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    async with opened(limits={b"t": TenantLimits(ttl_seconds=100)}) as bench:
+        for n in range(4):
+            await put(bench, [n], 50)
+            await put(bench, [10 + n], FOREVER, salt=b"t")
+        await ask(bench, [1], 200)
+        is_expired = Chunk.is_expired
+        monkeypatch.setattr(Chunk, "is_expired", lambda self, now: looked.append(self.ids) or is_expired(self, now))
+        bench.clock.now += 49
+        await bench.store.sweep()
+        assert not looked
+        bench.clock.now += 2
+        await bench.store.sweep()
+        assert {ids[0] for ids in looked} == {0, 1, 2, 3}
+        assert bench.store.stats().chunks == 5, "one is kept for longer, and those of the tenant"
+        bench.clock.now += 51
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 1
+        bench.clock.now += 100
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 0
+        assert len(looked) < 40
+
+
+async def test_limits_that_are_read_again_hold_for_stored_chunks() -> None:
+    limits = {keys.tenant_id(b"t"): TenantLimits()}
+    async with opened() as bench:
+        bench.store.accounts._limits_of = lambda account: limits.get(account, TenantLimits())
+        await put(bench, [1], FOREVER, salt=b"t")
+        await put(bench, [2], FOREVER)
+        limits[keys.tenant_id(b"t")] = TenantLimits(ttl_seconds=10)
+        bench.store.accounts.reload()
+        bench.clock.now += 11
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 1
+
+
+async def test_a_pinned_chunk_goes_when_its_pin_and_its_time_are_over() -> None:
+    async with opened() as bench:
+        pinned = await put(bench, [1], 10)
+        bench.store.pin(bench.root(), pinned)
+        bench.clock.now += 100
+        await bench.store.sweep()
+        bench.store.unpin(bench.root(), pinned)
+        bench.clock.now += 11
+        await bench.store.sweep()
+        assert bench.store.stats().chunks == 0
 
 
 async def test_it_holds_over_a_restart_and_notes_do_not_gather() -> None:

@@ -103,6 +103,6 @@ def _left(folder: Path, files: _GroupFiles) -> int | None:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="ascii").splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []
