@@ -28,6 +28,8 @@ GAUGES = {
     "remote_bytes_per_second": "Measured read throughput of the remote tier, in bytes per second",
     "loop_stall_ms": "Longest stall of the event loop in the last minute, in milliseconds",
 }
+SECONDS = {"loop_stall_ms": "loop_stall_seconds", "remote_latency_ms": "remote_latency_seconds"}
+"""Gauges in milliseconds, which Prometheus also gets in seconds: the names in ``_ms`` stay for one version."""
 COUNTERS = {
     "prompts": "Prompts that workers served, except those that bypass the cache",
     "prompt_tokens": "Tokens of these prompts",

@@ -65,7 +65,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
               (("time to first token, p95", quantile(0.95, FIRST)),
                ("Match, mean", "sum(rate(kvsidecar_cache_call_seconds_total{method='Match'}[$__rate_interval])) / "
                                "(sum(rate(kvsidecar_cache_calls_total{method='Match'}[$__rate_interval])) > 0)"),
-               ("stall of a daemon's event loop, longest", "max(kvsidecar_cache_loop_stall_ms) / 1000"))),
+               ("stall of a daemon's event loop, longest", "max(kvsidecar_cache_loop_stall_seconds)"))),
     ),
     "Reuse": (
         Panel("Cached share of prompt tokens", "percentunit",
@@ -82,6 +82,16 @@ ROWS: dict[str, tuple[Panel, ...]] = {
               (("prompt", rate("kvsidecar_worker_prompt_tokens_total")),
                ("prompt, cached", rate("kvsidecar_worker_cached_tokens_total")),
                ("generated", rate("kvsidecar_worker_generated_tokens_total")))),
+    ),
+    "Cost and gain": (
+        Panel("Seconds of prefill saved, and spent on loads, per second", "short",
+              (("prefill saved", rate("kvsidecar_worker_saved_prefill_seconds_total")),
+               ("loads", rate("kvsidecar_worker_load_seconds_total")),
+               ("loads of vLLM", rate("vllm:kvsidecar_load_seconds_total"))),
+              "Reuse pays while the first is above the second."),
+        Panel("Bytes loaded and stored", "Bps",
+              (("loaded", rate("kvsidecar_worker_loaded_bytes_total")),
+               ("stored", rate("kvsidecar_worker_stored_bytes_total")))),
     ),
     "Load": (
         Panel("Running requests", "short", (("{{instance}}", "kvsidecar_worker_running"),)),
@@ -125,8 +135,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Sessions, leases, reservations", "short",
               (("sessions", "sum(kvsidecar_cache_sessions)"), ("leases", "sum(kvsidecar_cache_leases)"),
                ("reservations", "sum(kvsidecar_cache_reservations)"))),
-        Panel("Longest stall of the daemon's event loop", "ms", (("{{instance}}", "kvsidecar_cache_loop_stall_ms"),),
-              "All calls wait that long. Above 100: see the runbook."),
+        Panel("Longest stall of the daemon's event loop", "s",
+              (("{{instance}}", "kvsidecar_cache_loop_stall_seconds"),),
+              "All calls wait that long. Above 0.1: see the runbook."),
         Panel("Time per call", "s",
               (("{{method}}", f"{rate('kvsidecar_cache_call_seconds_total', 'method')} / "
                 f"({rate('kvsidecar_cache_calls_total', 'method')} > 0)"),)),
@@ -158,7 +169,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel("Remote bytes", "Bps",
               (("read", rate("kvsidecar_cache_remote_read_bytes_total")),
                ("written", rate("kvsidecar_cache_remote_written_bytes_total")))),
-        Panel("Remote latency", "ms", (("{{instance}}", "kvsidecar_cache_remote_latency_ms"),)),
+        Panel("Remote latency", "s", (("{{instance}}", "kvsidecar_cache_remote_latency_seconds"),)),
         Panel("Remote failures", "short",
               (("unavailable now", "sum(kvsidecar_cache_remote_failing)"),
                ("failed calls", rate("kvsidecar_cache_remote_failures_total")),

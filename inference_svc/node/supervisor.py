@@ -140,10 +140,14 @@ class Supervisor:
         while await asyncio.to_thread(health_status, self._url, PROBE_SECONDS) != HTTPStatus.OK:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
         name = self._worker.public_name
-        log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers)
         shown, beside = _browser_urls(self._config.host, self._config.port)
         page = f"a page at {shown}, " if self._config.page else ""
-        print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
+        said = f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat"
+        on_terminal = sys.stdout.isatty()  # else standard output may be a log, which has lines of JSON alone
+        detail = {} if on_terminal else {"detail": said}
+        log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers, **detail)
+        if on_terminal:
+            print(said, flush=True)
 
     def _daemon_command(self) -> list[str]:
         flags = self._explicit("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")

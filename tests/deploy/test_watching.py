@@ -125,7 +125,7 @@ SCRAPED = {
     'vllm:time_to_first_token_seconds_bucket{job="n",instance="a:1",le="+Inf"}': "0+60x10",
     'kvsidecar_cache_call_seconds_total{job="n",instance="a:3",method="Match"}': "0+3x10",
     'kvsidecar_cache_calls_total{job="n",instance="a:3",method="Match",status="OK"}': "0+60x10",
-    'kvsidecar_cache_loop_stall_ms{job="n",instance="a:3"}': "40x10",
+    'kvsidecar_cache_loop_stall_seconds{job="n",instance="a:3"}': "0.04x10",
 }
 ANSWERS = {
     "all engines": 0.75,
