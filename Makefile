@@ -72,7 +72,7 @@ VLLM_VENV  := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.installed
 .PHONY: test-vllm test-vllm-own
 test-vllm: $(VLLM_STAMP)  ## Run the tests that need vLLM (3.5 GB, in .venv-vllm)
-	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations tests/examples/test_vllm_restart.py
+	$(VLLM_VENV)/bin/python -m pytest -q tests/integrations tests/examples/test_vllm_restart.py tests/deploy/test_vllm_pod.py
 
 VLLM_OWN := .engines/vllm-own-$(lastword $(subst ==, ,$(VLLM)))
 test-vllm-own: $(VLLM_STAMP) $(VLLM_OWN)/.fetched  ## Run vLLM's own unit tests of connectors against ours

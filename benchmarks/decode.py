@@ -1,6 +1,6 @@
 """Decode speed by batch size: this engine at 16 and fewer bits, transformers, and the bound.
 
-``bound`` is the longer of two times on this machine: reading what a step must read (all active weights, and the keys
+``bound`` is the longer of two times on this machine: reading the data of a step (all active weights, and the keys
 and values of every sequence) at the bandwidth of reading much memory on all cores; and its arithmetic at the rate of a
 large product of the same dtype. Weights count at the bits that they are stored with, 16 unless stated. A bound that is
 beaten is an estimate, and the summary says so.

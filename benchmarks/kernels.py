@@ -1,7 +1,7 @@
 """CUDA kernels against torch's and against the device's memory bandwidth and tensor cores.
 
-Without a CUDA device it says so and exits with 0; ``make kernels`` and the emulator's tests cover what needs no device.
-``benchmarks.cpu_kernels`` measures the CPU's kernels.
+Without a CUDA device it says so and exits with 0; ``make kernels`` and the emulator's tests cover everything that needs
+no device. ``benchmarks.cpu_kernels`` measures the CPU's kernels.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Faults of the remote tier under load: two nodes with workers, and a faulty network.
 
 Each node has its own network path to one Valkey (``proxy.py``), and so small a cache that most of its reads come from
-there. Every fault lasts ``--seconds``; afterwards node B must find again what node A reads. Every prompt is a known
-document and a new question; each answer is compared with that of the same prompt computed in full (greedy, 16-bit
+there. Every fault lasts ``--seconds``; afterwards node B must find the chunks that node A reads. Every prompt is a
+known document and a new question; each answer is compared with that of the same prompt computed in full (greedy, 16-bit
 storage). With ``--out`` an interrupted run resumes with the next fault.
 
 killed, hung, full     the server: SIGKILL, SIGSTOP, no memory left
@@ -131,7 +131,7 @@ class FaultScenario:
             seen.plain_ms.append(plain.ttft_ms)
 
     def works(self) -> bool:
-        """Return True if B finds in the tier what A reads now."""
+        """Return True if B finds the chunks in the tier that A reads now."""
         prompt = self.fresh(DOCUMENT_TOKENS)
         self.nodes[0].client().generate(prompt, max_tokens=1, deadline=_DEADLINE_SECONDS)
         self.settle()

@@ -1,8 +1,8 @@
 """Repair strategies that only benchmarks run: baselines for those of the worker.
 
-``random`` says what a budget is worth when it is spent blindly. ``first_k`` recomputes the first tokens of every chunk,
-which took the beginning of their old context for the beginning of all (EPIC, Hu et al., arXiv:2410.15332). At r = 0.15
-they regain .15 and .18 of the accuracy that reuse without repair loses, ``guided`` .96.
+``random`` measures the value of a budget that is spent without a choice. ``first_k`` recomputes the first tokens of
+every chunk, which took the beginning of their old context for the beginning of all (EPIC, Hu et al., arXiv:2410.15332).
+At r = 0.15 they regain .15 and .18 of the accuracy that reuse without repair loses, ``guided`` .96.
 """
 
 from __future__ import annotations

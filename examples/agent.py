@@ -1,7 +1,7 @@
 """An agent with tools. Run it with: .venv/bin/python examples/agent.py
 
 The model reads files by calling tools until it has seen enough, then answers. Every step sends the whole history again,
-as agents do; the node computes only what the step before has added.
+as agents do; the node computes only the text that the previous step has added.
 """
 
 from __future__ import annotations

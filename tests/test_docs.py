@@ -26,6 +26,7 @@ _PATH = re.compile(
     r"`((?:tests|benchmarks|cache_daemon|inference_svc|kernels|kvkernels|kvsidecar|training|deploy|protos)/[\w./-]+)"
 )
 _TEST = re.compile(r"`([\w/]+/test_\w+\.py)(?:::(\w+))?")
+_MODULE = re.compile(r"`([\w./-]+\.(?:py|cpp|cu|h))`")
 _FUNCTION = re.compile(r"`([\w/]+\.py):(\w+)`")
 # Where paths that documents name begin.
 _FROM = (ROOT, ROOT / "clients/python", ROOT / "kernels", ROOT / "tests")
@@ -34,6 +35,11 @@ PACKAGES = [
     ROOT / "inference_svc",
     ROOT / "clients/python/kvsidecar",
     ROOT / "kernels/kvkernels",
+]
+_FILES = [
+    f"/{path.relative_to(ROOT)}"
+    for folder in ("benchmarks", "cache_daemon", "clients", "deploy", "inference_svc", "kernels", "tests", "training")
+    for path in (ROOT / folder).rglob("*.*")
 ]
 
 
@@ -65,6 +71,13 @@ def test_what_a_document_names_is_there(document: Path) -> None:
         found = [start / name for start in _FROM if (start / name).exists()]
         assert found, name
         assert f"def {test}(" in text_of(found[0]) or not test, f"{name}::{test}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_modules_that_a_document_names_are_there(document: Path) -> None:
+    """``engine/engine_core.py`` is a file whose path ends so."""
+    for name in _MODULE.findall(text_of(document)):
+        assert any(path.endswith(f"/{name}") for path in _FILES), name
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda d: str(d.relative_to(ROOT)))

@@ -341,7 +341,7 @@ class GroupCommitWriter:
                     waiting += _halves(part)
 
     def _apply(self, part: Sequence[tuple[_Put, Put]]) -> None:
-        """Write chunks and unflushed metadata in one transaction. Raises what the tier raises."""
+        """Write chunks and unflushed metadata in one transaction. Raises the tier's errors."""
         if not part and not self._unflushed:
             return
         used = {item.header.prefix_hash: item.last_use() for item, _ in part}

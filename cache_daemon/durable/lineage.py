@@ -34,7 +34,7 @@ class Lineage:
         self._ends[header.prefix_hash] = root, end + len(header.token_ids)
 
     def _geometry_of(self, header: ChunkHeader) -> Geometry:
-        """Return the geometry of a root, which is that of its namespace."""
+        """Return the geometry of a root, which its namespace determines."""
         root = header.root
         if root not in self._geometries:
             first = self._known.first_of(root)

@@ -44,7 +44,7 @@ LMDB_MAGIC = 0xBEEFC0DE.to_bytes(4, "little")
 
 
 class UnsupportedVersion(Exception):
-    """The file is intact but not a store of this version; the text says what it is.
+    """The file is intact but not a store of this version; the text describes the version.
 
     ``format`` is the format of a store of another release, else empty.
     """
@@ -58,7 +58,7 @@ class UnsupportedVersion(Exception):
 class StoreScan:
     """Everything that a scan found.
 
-    ``places`` are offset and length of stored payloads; ``commit_matches`` says that the meta page is that of the last
+    ``places`` are offset and length of stored payloads; ``commit_matches`` says that the meta page belongs to the last
     transaction.
     """
 

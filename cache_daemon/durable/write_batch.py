@@ -89,7 +89,7 @@ class WriteBatch:
         self.removed[key] = None
 
     def put(self, packed: EncodedChunk) -> None:
-        """Store a chunk and remove what it replaces, unless its parent is missing."""
+        """Store a chunk and remove the chunks that it replaces, unless its parent is missing."""
         if packed.parent != packed.put.header.root and not self.has(packed.parent):
             return
         for key in packed.put.replaces:

@@ -119,7 +119,7 @@ class Gittins:
         self._newest: tuple[Entry, _Held] | None = None
         self._presumed_inner = False
 
-    # ---- what the tier says ---------------------------------------------------------------------------------
+    # ---- calls of the tier ----------------------------------------------------------------------------------
 
     def admit(self, entry: Entry, parent: Entry | None = None) -> bool:
         held = self._observe(entry, parent, 0)

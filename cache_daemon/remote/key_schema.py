@@ -9,8 +9,8 @@
     PREFIX/FORMAT/ROOT/HASH/CHECKSUM/N     part N of its stored payload
 
 FORMAT is the version of records and chunks together; ROOT is the tenant root in hexadecimal, the hash of namespace id
-and salt (so a name reveals neither); HASH is the chunk's prefix hash; CHECKSUM is that of the stored payload, so that
-parts of two writers never mix.
+and salt (so a name reveals neither); HASH is the chunk's prefix hash; CHECKSUM is the checksum of the stored payload,
+so parts of two writers never mix.
 """
 
 from __future__ import annotations

@@ -172,7 +172,7 @@ def new_chunker(
 ) -> Chunker:
     """Build the chunker of a worker's settings; ``size`` is the maximum or average number of tokens.
 
-    ``structure`` is that of the tokenizer; without it, ``content_defined`` does not cut at paragraphs.
+    ``structure`` is the tokenizer's; without it, ``content_defined`` does not cut at paragraphs.
     """
     if strategy == "fixed":
         return FixedChunker(size)

@@ -42,7 +42,10 @@ class SampledCalls:
         return self._kept.num_bytes
 
     def keep(self, salt: bytes, message: pb.ChatMessage, tokens: Iterable[int]) -> None:
-        """Store the tokens of an answer; ``message`` is what a client makes of it, with at least one call."""
+        """Store the tokens of an answer.
+
+        ``message`` is the form in which a client sends the answer again, with at least one call.
+        """
         answer = _Answer(_digest(message), array("I", tokens))
         size = len(answer.tokens) * answer.tokens.itemsize + _OVERHEAD_BYTES
         with self._lock:

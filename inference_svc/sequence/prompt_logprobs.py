@@ -21,7 +21,7 @@ MAX_SCORED_ROWS, _PIECE = 128, 16
 
 
 def row_budget(sequences: Iterable[Sequence]) -> dict[Sequence, int]:
-    """Maximum rows of this step for each sequence that needs prompt logprobs; 0 for those that must wait.
+    """Maximum rows of this step for each sequence that needs prompt logprobs; 0 for a sequence that must wait.
 
     The oldest sequence gets rows first.
     """

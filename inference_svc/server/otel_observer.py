@@ -40,7 +40,7 @@ class ObservedRequest:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the observation; ``error`` is that of a failed request."""
+        """End the observation; ``error`` is the error of a failed request."""
 
     def answered(self, sequence: Sequence) -> None:
         """Record a complete answer."""

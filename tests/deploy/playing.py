@@ -1,4 +1,4 @@
-"""Base manifests' pod under podman, with the kubelet's steps that podman 4 lacks.
+"""A manifest's pod under podman, with the kubelet's steps that podman 4 lacks.
 
 - A native sidecar becomes a container that starts first: podman waits for the end of init containers.
 - Volumes are folders of the host, with the owner and mode that a kubelet sets by fsGroup.
@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from tests.deploy.manifests import of_kind
+from tests.deploy.manifests import of_kind, settings
 
 IMAGE = "localhost/kvsidecar-empty:test"
 _ROOT = Path(__file__).parents[2]
@@ -67,9 +67,9 @@ class Podman:
         self.close()
         raise RuntimeError("; ".join(tried) or "neither crun nor runc is installed")
 
-    def __call__(self, *arguments: str, given: bytes = b"", check: bool = True) -> str:
+    def __call__(self, *arguments: str, given: bytes = b"", check: bool = True, seconds: float = 120) -> str:
         done = subprocess.run(
-            [*self._command, *arguments], input=given, capture_output=True, timeout=120, check=False,
+            [*self._command, *arguments], input=given, capture_output=True, timeout=seconds, check=False,
             env=self._environment,
         )  # fmt: skip
         if check and done.returncode:
@@ -91,9 +91,14 @@ class Podman:
         self("import", "-", IMAGE, given=archive.getvalue())
 
 
-def pod_of(folder: Path, model_settings: dict[str, str]) -> str:
-    """Return the pod's YAML with its configuration; create its volumes' folders in ``folder``."""
-    (nodes,) = of_kind("base", "StatefulSet")
+def pod_of(
+    folder: Path, model_settings: dict[str, str], build: str = "base", engine_flags: tuple[str, ...] = ()
+) -> str:
+    """Return the pod's YAML with its configuration; create its volumes' folders in ``folder``.
+
+    ``model_settings`` and ``engine_flags`` are added to our worker, or to vLLM.
+    """
+    (nodes,) = of_kind(build, "StatefulSet")
     template = copy.deepcopy(nodes["spec"]["template"])
     spec = template["spec"]
     first = spec.pop("initContainers")
@@ -105,21 +110,27 @@ def pod_of(folder: Path, model_settings: dict[str, str]) -> str:
     spec["volumes"] = [_volume(name, _as_a_kubelet_makes_it(folder / f"volume-{name}", spec)) for name in names]
     spec["volumes"] += [_volume(f"host-{i}", Path(path)) for i, path in enumerate(_READABLE)]
     for container in spec["containers"]:
-        _here(container, model_settings)
+        given = settings(build, container) | (model_settings if container["name"] == "worker" else {})
+        _here(container, given, engine_flags)
     for key in ("topologySpreadConstraints", "serviceAccountName", "automountServiceAccountToken"):
         del spec[key]
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "kvsidecar"}, "spec": spec}
-    return yaml.safe_dump_all([*of_kind("base", "ConfigMap"), pod])
+    return yaml.safe_dump(pod)
 
 
-def _here(container: dict[str, Any], model_settings: dict[str, str]) -> None:
+def _here(container: dict[str, Any], given: dict[str, str], engine_flags: tuple[str, ...]) -> None:
     container["image"], container["imagePullPolicy"] = IMAGE, "Never"
-    container["command"] = [sys.executable, "-m", "kvsidecar.cli.root_command"]
-    given = {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p.startswith(str(_ROOT))), "HOME": "/tmp"}
-    if container["name"] == "worker":
-        given |= model_settings
-    container["env"] = [e for e in container.get("env", []) if "secretKeyRef" not in e.get("valueFrom", {})]
-    container["env"] += [{"name": name, "value": value} for name, value in given.items()]
+    if container.get("command") == ["vllm", "serve"]:
+        # The CPU's vLLM has no command. podman does not replace variables in arguments.
+        container["command"] = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+        container["args"] = [given["MODEL"] if a == "$(MODEL)" else a for a in container["args"]]
+        container["args"] += engine_flags
+    else:
+        container["command"] = [sys.executable, "-m", "kvsidecar.cli.root_command"]
+    given = given | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p.startswith(str(_ROOT))), "HOME": "/tmp"}
+    fields = [e for e in container.get("env", []) if "fieldRef" in e.get("valueFrom", {})]
+    container["env"] = fields + [{"name": name, "value": value} for name, value in given.items()]
+    container.pop("envFrom", None)
     container["volumeMounts"] += [
         {"name": f"host-{i}", "mountPath": path, "readOnly": True} for i, path in enumerate(_READABLE)
     ]

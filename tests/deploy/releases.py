@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,14 +31,16 @@ PROMPTS = tuple(TEXT.format(number) * 10 for number in range(8))
 
 @dataclass(frozen=True)
 class Release:
-    """A release's name and the folder of its sources."""
+    """A release's name, the folder of its sources, and settings for its processes."""
 
     name: str
     folder: Path = ROOT
+    settings: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, *arguments: str, **options: Any) -> subprocess.Popen[bytes]:
         """Start Python with these arguments and the release's packages."""
         own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
+        own |= self.settings
         own["PYTHONPATH"] = os.pathsep.join(str(self.folder / package) for package in PACKAGES)
         return subprocess.Popen([sys.executable, *arguments], env=own, **options)
 
@@ -156,7 +158,7 @@ class MixedNode:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        assert process.wait(60) in (0, -signal.SIGTERM)  # 0.1.0's gateway ends by the signal itself
+        assert process.wait(300) in (0, -signal.SIGTERM)  # 0.1.0's gateway ends by the signal itself
     finally:
         process.kill()
 

@@ -34,7 +34,7 @@ BAD_RESPONSE_ERRORS = (ValueError, KeyError, TypeError, AttributeError, Overflow
 
 
 class NodeFailed(Exception):
-    """The node did not answer, or could not. Another node may succeed."""
+    """The node did not answer, or was not reachable. Another node may succeed."""
 
 
 @dataclass(eq=False)

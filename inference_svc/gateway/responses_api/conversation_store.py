@@ -73,7 +73,7 @@ class ConversationStore:
         return self._stored.num_bytes
 
     def keep(self, tenant: Hashable, stored: StoredResponse) -> None:
-        """Store a response, or a conversation in place of what it was before."""
+        """Store a response, or replace a conversation."""
         self._stored.put(tenant, stored.id, stored, stored.num_bytes)
 
     def is_large(self, tenant: Hashable) -> bool:

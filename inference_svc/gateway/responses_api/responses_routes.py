@@ -41,7 +41,7 @@ class ItemsBody(BodyModel):
 
 
 class ResponsesRoutes:
-    """Handlers of what the gateway keeps for each tenant."""
+    """Handlers of the responses and conversations that the gateway keeps for each tenant."""
 
     def __init__(self, store: ConversationStore, keys: ApiKeys, bodies: BodyReader) -> None:
         self._store, self._keys, self._bodies = store, keys, bodies

@@ -31,8 +31,8 @@ def events(
 ) -> None:
     """Publish stored and removed blocks as vLLM's KV events (ZeroMQ, msgpack), until Ctrl-C.
 
-    --namespace defaults to that of the attached engine. Events contain the tokens of prompts, and every subscriber can
-    read them: listen where only routers can connect.
+    --namespace defaults to the attached engine's namespace. Events contain the tokens of prompts, and every subscriber
+    can read them: listen where only routers can connect.
     """
     try:
         from kvsidecar.events.block_ledger import BlockLedger

@@ -1,6 +1,6 @@
 """Error classes of KVSidecar: one tree, with a stable reason for each class.
 
-Every message is one sentence that names the value and what is allowed.
+Every message is one sentence that names the value and the allowed values.
 """
 
 from __future__ import annotations

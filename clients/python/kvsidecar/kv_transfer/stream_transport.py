@@ -1,7 +1,8 @@
 """Streaming transport for a daemon on another host.
 
-Fetch reads leased chunks, Fill writes reserved ones. Both directions have backpressure: gRPC's flow control bounds what
-a peer may send, and the reader receives one payload while the previous one is used, and hardly further ahead.
+Fetch reads leased chunks, Fill writes reserved ones. Both directions have backpressure: gRPC's flow control bounds the
+bytes that a peer may send, and the reader receives one payload while the previous one is used, and hardly further
+ahead.
 """
 
 from __future__ import annotations

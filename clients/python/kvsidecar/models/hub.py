@@ -2,7 +2,7 @@
 
 ``ORG/NAME`` selects safetensors where there are any, else the only GGUF file; ``ORG/NAME:QUANT`` selects the GGUF file
 with that quantization. huggingface_hub's ``HF_ENDPOINT``, ``HF_TOKEN`` and ``HF_HOME`` apply. It is imported lazily:
-its import takes as long as that of the rest of the command line.
+importing it takes as long as importing the rest of the command line.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class ModelLibrary:
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or default_data_dir() / "models"
 
-    # ---- what is there --------------------------------------------------------------------------------------
+    # ---- contents ------------------------------------------------------------------------------------------
 
     def folder_of(self, name: str) -> Path:
         """Return the folder of a pulled model, existing or not. Raises UnknownModel for an invalid name."""

@@ -46,7 +46,7 @@ class ProcessReport:
 
 
 def write_node_report(lock: TextIO, node: NodeReport) -> None:
-    """Write the report into the lock file, over that of an earlier node."""
+    """Write the report into the lock file; it replaces an earlier node's report."""
     lock.seek(0)
     lock.truncate()
     lock.write(json.dumps(asdict(node)))

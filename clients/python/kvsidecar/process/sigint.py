@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-EXIT_CODE = 128 + signal.SIGINT  # what a shell shows for a command that Ctrl-C ended
+EXIT_CODE = 128 + signal.SIGINT  # the exit code in a shell of a command that Ctrl-C ended
 
 
 @contextmanager

@@ -20,7 +20,7 @@ _SECTIONS = {
     ),
     "what is stored": (
         "chunks", "tokens", "arena_chunks", "arena_used_bytes", "arena_bytes", "durable_chunks", "durable_bytes",
-        "durable_budget_bytes", "durable_file_bytes", "pinned_bytes",
+        "durable_budget_bytes", "durable_file_bytes", "pinned_bytes", "retained_bytes",
     ),
     "what is going on": (
         "sessions", "leases", "reservations", "pending_writes", "loop_stall_ms", "restarts", "oom_kills",
@@ -44,6 +44,7 @@ _OF_A_TENANT = (
     "durable_chunks",
     "durable_bytes",
     "pinned_bytes",
+    "retained_bytes",
 )
 
 
@@ -53,7 +54,7 @@ def stats(daemon: Any, json: AsJson = False, namespace: Namespace = "", salt: Sa
 
     The hit ratio is of the tokens of all prompts that workers served, hits in their own pools included: the number that
     answers' usage and the gateway's metrics add up to. Workers report with their heartbeats, every 2 s.
-    docs/operations/monitoring.md says of each number what it means, and when to worry.
+    docs/operations/monitoring.md explains each number, and when to act.
     """
     restricted = scope(namespace, salt)
     found = daemon.Stats(pb.StatsRequest(**restricted), timeout=CALL_SECONDS)
