@@ -19,14 +19,14 @@ from typing import ClassVar
 
 import structlog
 import uvloop
-from kvsidecar.byte_sizes import format_size, parse_size
+from kvsidecar.byte_sizes import parse_size
 from kvsidecar.cli.exec_service import of_another
 from kvsidecar.cli.flags import FlagParser, add_flags
 from kvsidecar.cli.service_settings import configure_logging, read_settings, refuse_unknown_variables
 from kvsidecar.errors import ConfigurationError, KVSidecarError
 from kvsidecar.net.addresses import TcpAddress, parse_tcp, why_not_bindable
 from kvsidecar.net.http_health import health_status
-from kvsidecar.process.free_memory import free_bytes, memory_limit_bytes
+from kvsidecar.process.free_memory import free_bytes
 from kvsidecar.process.interpreter import python_command
 from kvsidecar.process.node_report import NodeReport, write_reports
 from kvsidecar.process.runtime_dir import default_data_dir, default_runtime_dir, ensure_private_dir, listener_pid
@@ -39,8 +39,9 @@ from inference_svc.models.model_check import cuda_devices
 from inference_svc.node.child_process import STOP_SECONDS, ChildProcess
 from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
+from inference_svc.node.planned_memory import warn_of_planned_memory
 from inference_svc.server.daemon_address import daemon_address
-from inference_svc.server.preflight import checked_settings, has_host_pool
+from inference_svc.server.preflight import checked_settings
 from inference_svc.server.worker_config import ModelSettings, WorkerConfig
 
 log = structlog.get_logger("serve")
@@ -319,7 +320,7 @@ def main(arguments: Sequence[str]) -> int:
                 _refuse_second_daemon(config.runtime_dir / CACHE_SOCKET)
             lock.describe(NodeReport(os.getpid(), gateway_url(config), config.workers, cache=not worker.cache_address))
             worker = checked_settings(worker)
-            _warn_of_planned_memory(config, worker)
+            warn_of_planned_memory(worker, config.workers, "0" if worker.cache_address else config.arena_bytes)
             node = Supervisor(config, worker, lock)
 
             async def run() -> int:
@@ -377,23 +378,6 @@ def _refuse_taken_port(config: ServeConfig) -> None:
         raise ConfigurationError(
             f"cannot listen on {address}: {why}; choose another --port, or stop what listens there"
         )
-
-
-def _warn_of_planned_memory(config: ServeConfig, worker: WorkerConfig) -> None:
-    """Warn if arena, staging and pools of the whole node exceed its memory; the model's weights come on top."""
-    try:
-        arena = 0 if worker.cache_address else parse_size(config.arena_bytes)
-        staging = parse_size(os.environ.get("KVSIDECAR_CACHE_STAGING_BYTES", "256MiB"))
-    except ValueError:  # the daemon will report it
-        return
-    limit, pools = memory_limit_bytes(), config.workers * worker.pool_bytes * has_host_pool(worker)
-    if arena + config.workers * staging + pools > limit:
-        log.warning(
-            "memory is planned above the limit; when it fills, the kernel ends a process (kvsidecar size tells what to "
-            "plan)",
-            arena=format_size(arena), staging=format_size(config.workers * staging), pools=format_size(pools),
-            limit=format_size(limit),
-        )  # fmt: skip
 
 
 def _refuse_second_daemon(path: Path) -> None:
