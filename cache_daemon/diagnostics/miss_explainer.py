@@ -26,6 +26,7 @@ _KINDS = {
     LossCause.DELETED: (pb.MISS_KIND_DELETED, ""),
     LossCause.CORRUPT: (pb.MISS_KIND_CORRUPT, ""),
     LossCause.EXPIRED: (pb.MISS_KIND_EXPIRED, ""),
+    LossCause.RELEASED: (pb.MISS_KIND_DELETED, "session"),
     LossCause.ARENA_FULL: (pb.MISS_KIND_EVICTED, "arena"),
     LossCause.DISK_FULL: (pb.MISS_KIND_EVICTED, "disk"),
     LossCause.ARENA_QUOTA: (pb.MISS_KIND_QUOTA, "arena"),

@@ -21,6 +21,7 @@ GAUGES = {
     "reservations": "Reservations open",
     "pending_writes": "Chunks waiting to be written to the durable tier",
     "pinned_bytes": "Payload bytes of pinned chunks",
+    "retained_bytes": "Payload bytes of retained chunks",
     "remote_pending": "Chunks waiting to be written to the remote tier",
     "remote_deletions": "Deletions not yet applied to the remote tier",
     "remote_latency_ms": "Latency of a small read of the remote tier, in milliseconds",

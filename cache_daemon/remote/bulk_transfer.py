@@ -23,6 +23,7 @@ from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.write_behind import WriteBehindQueue
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import FetchHints
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import LeaseGuard
 from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.yield_timer import YieldTimer
@@ -167,8 +168,9 @@ class TenantTransfer:
         for group in self._tier.group_by_call(await self._find_records(request, hashes)):
             payloads = await self._tier.read_payloads(group, _READ_TIMEOUT_SECONDS)
             for entry, parts in zip(group, payloads, strict=True):
-                # No request set a TTL, so the chunk keeps its expiry of the remote tier.
-                kept = replace(request, expires_at=self._tiers.clock() + self._tier.seconds_left(entry))
+                # No request asked for it, so it expires when it would have expired there.
+                deadline = self._tiers.clock() + self._tier.seconds_left(entry)
+                kept = replace(request, kept=PromptHints(deadline))
                 if await self._insert(kept, lookup, entry, parts, budget):
                     placed.append(entry.header.payload_bytes)
         return placed

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import inf
 
 from kvsidecar import keys
 from kvsidecar.cache.v1.cache_pb2 import StatsResponse
@@ -25,6 +24,7 @@ from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import RemoteWrite, WriteBehindQueue, WritePolicy
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.lookup import FetchHints
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import Session
 from cache_daemon.store.store_services import StoreServices
 
@@ -100,7 +100,7 @@ class RemoteCoordinator:
         await asyncio.get_running_loop().run_in_executor(None, self._threads.shutdown)
 
     async def fetch(
-        self, session: Session, tenant_salt: bytes, ids: bytes, hints: FetchHints, expires_at: float = inf
+        self, session: Session, tenant_salt: bytes, ids: bytes, hints: FetchHints, kept: PromptHints = NO_HINTS
     ) -> FetchResult:
         """Extend the locally stored prefix of a prompt with chunks of the remote tier.
 
@@ -108,7 +108,7 @@ class RemoteCoordinator:
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         with self._span("remote read"):
-            request = FetchRequest(root, tenant, session.geometry, ids, hints, expires_at)
+            request = FetchRequest(root, tenant, session.geometry, ids, hints, kept)
             result = await self._prefetcher.fetch(request)
         self._write_behind.wake_for_corrupt()
         return result

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
 
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry
 
 from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.store.lookup import FetchHints
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 
 
 @dataclass(frozen=True)
 class FetchRequest:
     """A tenant's prompt and the parameters of its fetch.
 
-    ``ids`` are uint32 little-endian token ids. Fetched chunks expire at ``expires_at``, on the store's clock.
+    ``ids`` are uint32 little-endian token ids. ``kept`` are the hints for fetched chunks.
     """
 
     root: bytes
@@ -26,7 +26,7 @@ class FetchRequest:
     geometry: Geometry
     ids: bytes
     hints: FetchHints
-    expires_at: float = inf
+    kept: PromptHints = NO_HINTS
 
     def accepts(self, header: ChunkHeader) -> bool:
         """Return True for a chunk of the tenant with the model's geometry."""

@@ -174,7 +174,7 @@ class RemoteChunkInserter:
                 return False
             ids, left = keys.token_bytes(header.token_ids[:]), self._tier.seconds_left(piece.record)
             new_chunk, piece.slot = (
-                NewChunk(header, ids, tenant, piece.slot, request.expires_at, is_invalidated()),
+                NewChunk(header, ids, tenant, piece.slot, request.kept.at(header.start_position), is_invalidated()),
                 None,
             )
             outcome = insertion.insert([new_chunk], delay_persist=delay_persist)[0]

@@ -1,4 +1,4 @@
-"""Admin RPCs: Pin, Unpin, Delete, Carry, List and Stats."""
+"""Admin RPCs: Pin, Unpin, Delete, ReleaseGroup, Carry, List and Stats."""
 
 from __future__ import annotations
 
@@ -50,6 +50,13 @@ class AdminServicer(ServicerBase):
             root = b""
         key = request_validation.check_hash("prefix_hash", prefix.prefix_hash, optional=True)
         return pb.DeleteResponse(deleted=await self.store.delete(root, key, self.external_caller(context)))
+
+    @unary
+    async def ReleaseGroup(self, request: pb.ReleaseGroupRequest, context: Context) -> pb.ReleaseGroupResponse:
+        root = self.root(context, request.namespace, request.tenant_salt)
+        if not request_validation.check_group(request.group):
+            raise InvalidRequest("group is empty; name the group to release")
+        return pb.ReleaseGroupResponse(released=await self.store.groups.release(root, request.group))
 
     @streaming
     async def Carry(self, request: pb.CarryRequest, context: Context) -> AsyncIterator[pb.CarryResponse]:

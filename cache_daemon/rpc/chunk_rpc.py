@@ -18,6 +18,7 @@ from cache_daemon.rpc.servicer_base import ServicerBase
 from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.prefix_index import MatchedChunk
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
 
@@ -58,13 +59,13 @@ class ChunkServicer(ServicerBase):
         )
         if self.shared.on_lookup is not None:
             self.shared.on_lookup(keys.tenant_root(session.namespace, salt), ids)
-        hints = FetchHints(
+        fetching = FetchHints(
             request_validation.check_cuts(request.cuts, len(request.token_ids)),
             request_validation.check_seconds_per_token(request.seconds_per_token),
             _remote_timeout(context),
         )
-        expires_at = self.store.deadline_of(request_validation.check_ttl(request.ttl_seconds))
-        result = await self.store.match(session, salt, ids, probes, request.window, expires_at, hints)
+        hints = self._prompt_hints(request)
+        result = await self.store.match(session, salt, ids, probes, request.window, hints, fetching)
         if result.lease_id:
             result = replace(result, lease_id=rename_handle(session.leases, result.lease_id, name))
             undo_if_cancelled(context, lambda: self.store.release(session, [result.lease_id]))
@@ -102,7 +103,7 @@ class ChunkServicer(ServicerBase):
         session, salt = self.session(context, request.session_id), self.salt(context, request.tenant_salt)
         request_validation.check_headers(request.headers)
         names = request_validation.check_reservation_ids(request.reservation_ids, len(request.headers))
-        until = self.store.deadline_of(request_validation.check_ttl(request.ttl_seconds))
+        hints = self._prompt_hints(request)
         request_validation.check_capacity(
             "reservations of this session", len(session.reservations), request_validation.MAX_RESERVATIONS
         )
@@ -115,7 +116,7 @@ class ChunkServicer(ServicerBase):
         try:
             for at in range(0, len(request.headers), _SLICE_HEADERS):
                 headers = request.headers[at : at + _SLICE_HEADERS]
-                for made, name in zip(self.store.reserve(session, salt, headers, until), names[at:], strict=False):
+                for made, name in zip(self.store.reserve(session, salt, headers, hints), names[at:], strict=False):
                     reservation_id = rename_handle(session.reservations, made.reservation_id, name)
                     reserved.append(replace(made, reservation_id=reservation_id))
                 await yield_timer.maybe_yield()
@@ -139,6 +140,16 @@ class ChunkServicer(ServicerBase):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         session = self.session(context, request.session_id)
         return pb.AbortResponse(aborted=self.store.abort(session, request.reservation_ids))
+
+    def _prompt_hints(self, request: pb.MatchRequest | pb.ReserveRequest) -> PromptHints:
+        """Return the hints of a request. Raises InvalidRequest."""
+        now = self.store.now
+        return PromptHints(
+            self.store.ttl.deadline_of(request_validation.check_ttl(request.ttl_seconds)),
+            tuple((end, now + seconds) for end, seconds in request_validation.check_retained(request.retained)),
+            request_validation.check_group(request.group),
+            request.low_priority,
+        )
 
     async def _matched(self, result: MatchResult, *, with_offsets: bool) -> pb.MatchResponse:
         """Build the response of a match.

@@ -14,6 +14,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import MAX_CUTS
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.retained_prefixes import MAX_RETAINED_PREFIXES
 
 from cache_daemon.rpc import request_validation
 
@@ -33,10 +34,12 @@ _LIMITS: dict[Descriptor, Mapping[str, int]] = {
         "token_ids": request_validation.MAX_TOKENS,
         "contents": request_validation.MAX_PROBES,
         "cuts": MAX_CUTS,
+        "retained": MAX_RETAINED_PREFIXES,
     },
     pb.ReserveRequest.DESCRIPTOR: {
         "headers": request_validation.MAX_ITEMS,
         "reservation_ids": request_validation.MAX_ITEMS,
+        "retained": MAX_RETAINED_PREFIXES,
     },
     pb.CommitRequest.DESCRIPTOR: {"items": request_validation.MAX_ITEMS},
     pb.FetchRequest.DESCRIPTOR: {"prefix_hashes": request_validation.MAX_ITEMS},

@@ -13,6 +13,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader, NamespaceDescriptor
 from kvsidecar.chunk_layout import MAX_CHUNK_TOKENS, MAX_CUTS, MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest, LimitExceeded
+from kvsidecar.retained_prefixes import MAX_RETAINED_PREFIXES, RetainedPrefixes, retained_prefixes
 
 MESSAGE_BYTES = 1 << 20
 MAX_TOKENS = 1 << 20
@@ -20,6 +21,7 @@ MAX_PROBES = 4096
 MAX_ITEMS = 1024
 MAX_PAGE = 1000
 MAX_NAME = 64
+MAX_GROUP_BYTES = 128
 MAX_STRING_BYTES = 4096
 # More than a session can reach, and far below the range of the store's counters.
 MAX_TOTAL = 1 << 48
@@ -127,10 +129,22 @@ def check_reservation_ids(names: Sequence[bytes], headers: int) -> Sequence[byte
     return names
 
 
-def check_ttl(seconds: int) -> int:
-    """Raise InvalidRequest for a TTL above the maximum."""
-    check_max("ttl_seconds", seconds, MAX_TTL_SECONDS)
+def check_ttl(seconds: int, name: str = "ttl_seconds") -> int:
+    """Raise InvalidRequest for a time above the maximum."""
+    check_max(name, seconds, MAX_TTL_SECONDS)
     return seconds
+
+
+def check_retained(prefixes: Sequence[pb.RetainedPrefix]) -> RetainedPrefixes:
+    """Return the retained prefixes of a prompt in their canonical form. Raises InvalidRequest."""
+    check_max("the number of retained prefixes", len(prefixes), MAX_RETAINED_PREFIXES)
+    return retained_prefixes((prefix.end, check_ttl(prefix.retain_seconds, "retain_seconds")) for prefix in prefixes)
+
+
+def check_group(name: str) -> str:
+    """Raise InvalidRequest for a group's name that is too long."""
+    check_max("the length of group in bytes", len(name.encode()), MAX_GROUP_BYTES)
+    return name
 
 
 def check_content_probes(contents: Sequence[pb.ContentProbe], prompt_tokens: int) -> list[tuple[int, int]]:

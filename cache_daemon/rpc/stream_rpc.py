@@ -27,6 +27,7 @@ from cache_daemon.rpc import caller_budgets, request_validation
 from cache_daemon.rpc.call_wrapper import streaming, unary
 from cache_daemon.rpc.request_decoder import decode_request
 from cache_daemon.rpc.servicer_base import ServicerBase
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import Session
 
 # A stream without progress for this long is aborted, which releases its leases.
@@ -79,21 +80,21 @@ class StreamServicer(ServicerBase):
         salt = self.salt(context, start.tenant_salt)
         request_validation.check_descriptor(start.descriptor)
         request_validation.check_headers([start.header])
-        until = self.store.deadline_of(request_validation.check_ttl(start.ttl_seconds))
+        hints = PromptHints(self.store.ttl.deadline_of(request_validation.check_ttl(start.ttl_seconds)))
         with self.stream(context, "Store", caller_budgets.STREAMS):
             session = self.store.open_session(
                 "store", start.descriptor, keys.namespace_id(start.descriptor),
                 shares_memory=False, owner=self.principal_of(context), listed=False,
             )  # fmt: skip
             try:
-                return await self._store(session, salt, start.header, until, messages)
+                return await self._store(session, salt, start.header, hints, messages)
             finally:
                 self.store.close_session(session)
 
     async def _store(
-        self, session: Session, salt: bytes, header: Any, until: float, messages: AsyncIterator[pb.StoreRequest]
+        self, session: Session, salt: bytes, header: Any, hints: PromptHints, messages: AsyncIterator[pb.StoreRequest]
     ) -> pb.StoreResponse:
-        with self.store.scoped_reservation(session, salt, header, until) as reserved:
+        with self.store.scoped_reservation(session, salt, header, hints) as reserved:
             if reserved.outcome == pb.RESERVE_OUTCOME_ALREADY_STORED:
                 return pb.StoreResponse(prefix_hash=reserved.prefix_hash, already_stored=True)
             if reserved.staged is None:

@@ -79,8 +79,9 @@ class Chunk:
     even after the chunk has left the index.
 
     Each mutable field has one writer: TierManager (``slot``, the two states, ``indexed``, ``stored_bytes``, ``hits``,
-    ``last_used_at``, ``load_future``), LeaseGuard (``leases``), Pins (``pins``), Insertion (``anchors``), TtlIndex
-    (``expires_at``) and Persistence (``write_state``).
+    ``last_used_at``, ``load_future``, ``low_priority``), LeaseGuard (``leases``), Pins (``pins``), RetainedChunks
+    (``retained_until``, ``is_retained``), Insertion (``anchors``), TtlIndex (``expires_at``), ChunkGroups (``group``)
+    and Persistence (``write_state``).
     """
 
     header: ChunkHeader  # without its token_ids: those are ``ids``
@@ -92,11 +93,15 @@ class Chunk:
     indexed: bool = True
     leases: int = 0
     pins: int = 0
+    is_retained: bool = False
     anchors: int = 0  # running insertions of its children; see Insertion
     hits: int = 0
     last_used_at: float = 0.0  # seconds, on the store's clock
-    expires_at: float = inf  # on the store's clock; the TTL that requests set, see TtlIndex
-    stored_bytes: int = 0  # bytes in the durable tier
+    expires_at: float = inf  # on the store's clock; the TTL of requests, see TtlIndex
+    retained_until: float = 0.0  # on the store's clock; wanted, see RetainedChunks
+    group: str = ""  # see ChunkGroups
+    low_priority: bool = False  # see TierLedger
+    stored_bytes: int = 0  # in the durable tier
     write_state: WriteState = field(default_factory=WriteState, repr=False)
     load_future: asyncio.Future[None] | None = field(default=None, repr=False)  # set while in_arena is ARRIVING
     inserted_at: float = field(default_factory=lambda: time.monotonic(), init=False)
@@ -132,6 +137,11 @@ class Chunk:
     @property
     def prefill_seconds(self) -> float:
         return self.header.prefill_seconds
+
+    @property
+    def is_spared(self) -> bool:
+        """Return True if eviction must not remove the chunk."""
+        return self.pins > 0 or self.is_retained
 
     @property
     def deadline(self) -> float:

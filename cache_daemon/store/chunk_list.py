@@ -61,4 +61,5 @@ class ChunkList:
             out.durable_chunks += durable
             out.durable_bytes += chunk.stored_bytes * durable
             out.pinned_bytes += chunk.size_bytes * (chunk.pins > 0)
+            out.retained_bytes += chunk.size_bytes * chunk.is_retained
         return out

@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from math import inf
 from typing import TYPE_CHECKING
 
 import structlog
@@ -35,12 +34,14 @@ from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.bloom_filter import CountingBloomFilter
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.chunk_deleter import ChunkDeleter
+from cache_daemon.store.chunk_groups import ChunkGroups
 from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.chunk_reader import ChunkReader
 from cache_daemon.store.commit import TwoPhaseCommit
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.disk_evictor import DiskEvictor
 from cache_daemon.store.event_log import EventLog
+from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.index_restorer import IndexRestorer
 from cache_daemon.store.insertion import ChunkInserter
 from cache_daemon.store.lookup import FetchHints, Lookup, MatchResult, TokenRanges
@@ -48,6 +49,8 @@ from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
 from cache_daemon.store.prefix_index import MatchedChunk, PrefixIndex
 from cache_daemon.store.promoter import Promoter
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
+from cache_daemon.store.retained_chunks import RetainedChunks
 from cache_daemon.store.reuse_verdicts import ReuseVerdicts
 from cache_daemon.store.sessions import LeaseGuard, Session, SessionTable
 from cache_daemon.store.shutdown import Shutdown
@@ -105,14 +108,16 @@ class ChunkStore:
         if disk_ledger is not None and self._writer is not None:
             evictor = DiskEvictor(self.tiers, disk_ledger, config.durable_budget_bytes)
             self._persistence = Persistence(self.tiers, evictor, self._writer)
-        self.ttl = TtlIndex(self.tiers)
-        arena_evictor = ArenaEvictor(self.tiers)
-        promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
-        self._lookup = Lookup(self.tiers, self.ttl, promoter)
-        self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
+        self.ttl, self.groups = TtlIndex(self.tiers), ChunkGroups(self.tiers)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
         self._pins = Pins(self.tiers, int(capacity_bytes * _MAX_PINNED_SHARE))
-        self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, self.ttl)
+        self.retained = RetainedChunks(self.tiers, self._pins)
+        hints = HintApplier(self.tiers, self.ttl, self.retained, self.groups)
+        arena_evictor = ArenaEvictor(self.tiers)
+        promoter = Promoter(arena_evictor, durable, self._persistence, self._threads)
+        self._lookup = Lookup(self.tiers, hints, promoter)
+        self.reader = ChunkReader(self.tiers, self._lookup, durable, self._threads)
+        self._inserter = ChunkInserter(self.tiers, arena_evictor, self._persistence, self._pins, hints)
         self._commit = TwoPhaseCommit(self.tiers, self._inserter, self.epoch, self._threads)
         self.open_session, self.reserve, self.commit = self.sessions.open, self._commit.reserve, self._commit.commit
         self.abort, self.scoped_reservation = self._commit.abort, self._commit.scoped_reservation
@@ -124,7 +129,7 @@ class ChunkStore:
             self.remote = remote.new_coordinator(
                 StoreServices(self.tiers, self._deleter, self._inserter, self._lookup, self._persistence, self._threads)
             )
-        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self._persistence)
+        self._upkeep = Upkeep(self.sessions, self._deleter, self.counters, self.ttl, self.retained, self._persistence)
 
     # ---- start and end --------------------------------------------------------------------------------------
 
@@ -202,17 +207,17 @@ class ChunkStore:
         ids: bytes,
         contents: TokenRanges = (),
         window: int = 0,
-        expires_at: float = inf,
-        hints: FetchHints | None = None,
+        hints: PromptHints = NO_HINTS,
+        fetching: FetchHints | None = None,
     ) -> MatchResult:
         """Match a prompt and lease the matched chunks; see ``Lookup.match``.
 
-        With ``hints`` and a remote tier, chunks that this node lacks are fetched first; ``window`` is then ignored.
+        With ``fetching`` and a remote tier, chunks that this node lacks are fetched first; ``window`` is then ignored.
         """
         root, fetched = keys.tenant_root(session.namespace, tenant_salt), None
-        if self.remote is not None and hints is not None and hints.chunk_ends:
-            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, hints, expires_at)
-        result = await self._lookup.match(session, root, ids, contents, window, expires_at)
+        if self.remote is not None and fetching is not None and fetching.chunk_ends:
+            window, fetched = 0, await self.remote.fetch(session, tenant_salt, ids, fetching, hints)
+        result = await self._lookup.match(session, root, ids, contents, window, hints)
         if self._persistence is not None:
             self._persistence.retry_used(m.chunk for m in result.matches)
         if self.remote is not None:
@@ -221,10 +226,6 @@ class ChunkStore:
             tokens = min(fetched.tokens, result.matched_tokens)
             result = replace(result, fetched_tokens=tokens, fetch_ms=fetched.seconds * 1e3)
         return result
-
-    def deadline_of(self, ttl_seconds: int) -> float:
-        """Return the expiry of a TTL that begins now, on the store's clock; 0 is none."""
-        return self.ttl.deadline_of(ttl_seconds)
 
     @property
     def now(self) -> float:
@@ -366,7 +367,7 @@ class ChunkStore:
         out.arena_chunks = len(tiers.arena_ledger)
         out.leases = sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
-        out.pinned_bytes = self._pins.pinned_bytes
+        out.pinned_bytes, out.retained_bytes = self._pins.pinned_bytes, self.retained.retained_bytes
         if self._durable is not None:
             out.durable_file_bytes = self._durable.usage().file_bytes
         if self._persistence is not None:
@@ -383,7 +384,7 @@ class ChunkStore:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless all slots, bytes and leases add up."""
-        for part in (self.tiers, self.ttl, self._persistence):
+        for part in (self.tiers, self.ttl, self.retained, self.groups, self._persistence):
             if part is not None:
                 part.check_integrity()
         self.sessions.check_integrity([*self.tiers.index, *self.tiers.zombies])

@@ -39,6 +39,7 @@ from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.store.common_bytes import common_bytes
 from cache_daemon.store.insertion import ChunkInserter, Insertion, InsertOutcome, NewChunk
 from cache_daemon.store.loss_cause import LossCause, LostChunk
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import Reservation, Session
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_accounts import TenantAccount
@@ -90,7 +91,7 @@ class TwoPhaseCommit:
         threads: StoreThreads,
     ) -> None:
         self._tiers, self._inserter = tiers, inserter
-        self._persistence, self._terms = inserter.persistence, inserter.ttl
+        self._persistence, self._hints = inserter.persistence, inserter.hints
         self._epoch, self._threads = epoch, threads
         self._open_reservations: dict[bytes, tuple[Session, Reservation]] = {}
         self._running: set[asyncio.Future[list[CommitOutcome.ValueType]]] = set()
@@ -98,18 +99,18 @@ class TwoPhaseCommit:
     # ---- reserve --------------------------------------------------------------------------------------------
 
     def reserve(
-        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], expires_at: float = inf
+        self, session: Session, tenant_salt: bytes, headers: Sequence[ChunkHeader], hints: PromptHints = NO_HINTS
     ) -> list[ReserveResult]:
         """Reserve staging memory for new chunks, parents before children.
 
-        The new chunks will expire at ``expires_at``, on the store's clock; for chunks already stored this extends the
-        expiry. Raises InvalidRequest for a malformed header, with nothing reserved.
+        ``hints`` apply to them and to chunks already stored. Raises InvalidRequest for a malformed header, with nothing
+        reserved.
         """
         root, tenant = keys.tenant_root(session.namespace, tenant_salt), keys.tenant_id(tenant_salt)
         for header in headers:
             self._check_header(header, session.geometry)
         account = self._tiers.accounts.account_of(tenant)
-        return [self._reserve_one(session, root, tenant, account, header, expires_at) for header in headers]
+        return [self._reserve_one(session, root, tenant, account, header, hints) for header in headers]
 
     @staticmethod
     def _check_header(header: ChunkHeader, expected: Geometry) -> None:
@@ -131,18 +132,19 @@ class TwoPhaseCommit:
         tenant: bytes,
         account: TenantAccount,
         header: ChunkHeader,
-        expires_at: float,
+        hints: PromptHints,
     ) -> ReserveResult:
         parent = header.parent_prefix_hash or root
         ids = keys.token_bytes(header.token_ids)
-        key = keys.prefix_hash(parent, ids)
+        key, at = keys.prefix_hash(parent, ids), hints.at(header.start_position)
         present = self._tiers.index.get(key)
         if present is not None:
-            self._terms.extend(present, expires_at)
+            self._hints.record_use(present, at)
+            self._hints.record_continuation(self._tiers.parent_of(present), at)
             return ReserveResult(RESERVE_OUTCOME_ALREADY_STORED, key)
         if key in self._open_reservations:
             other = self._open_reservations[key][1]
-            other.expires_at = max(other.expires_at, expires_at)
+            other.hints = other.hints.merge(at)
             return ReserveResult(RESERVE_OUTCOME_IN_PROGRESS, key)
         if not self._parent_is_known(session, root, parent, header.start_position):
             return ReserveResult(RESERVE_OUTCOME_PARENT_MISSING, key)
@@ -159,9 +161,9 @@ class TwoPhaseCommit:
         kept.root, kept.tenant, kept.parent_prefix_hash, kept.prefix_hash = root, tenant, parent, key
         kept.content_hash = keys.content_hash(root, ids)
         reservation_id = secrets.token_bytes(ID_BYTES)
-        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, expires_at)
+        session.reservations[reservation_id] = made = Reservation(kept, ids, account, staged, at)
         self._open_reservations[key] = session, made
-        self._terms.extend(self._tiers.index.get(parent), expires_at)
+        self._hints.record_continuation(self._tiers.index.get(parent), at)
         return ReserveResult(RESERVE_OUTCOME_GRANTED, key, reservation_id, staged)
 
     def _too_large(self, staging_bytes: int, tenant: TenantAccount, size_bytes: int) -> bool:
@@ -306,7 +308,7 @@ class TwoPhaseCommit:
             reservation.ids,
             reservation.tenant,
             copy.slot,
-            reservation.expires_at,
+            reservation.hints,
             reservation.invalidated,
         )
         outcome = insertion.insert([new_chunk])[0]
@@ -387,10 +389,10 @@ class TwoPhaseCommit:
 
     @contextlib.contextmanager
     def scoped_reservation(
-        self, session: Session, tenant_salt: bytes, header: ChunkHeader, expires_at: float = inf
+        self, session: Session, tenant_salt: bytes, header: ChunkHeader, hints: PromptHints = NO_HINTS
     ) -> Iterator[ReserveResult]:
-        """Reserve one chunk while a block runs; its end aborts the reservation unless committed."""
-        reserved = self.reserve(session, tenant_salt, [header], expires_at)[0]
+        """Reserve one chunk for the length of a block; aborted at its end unless committed."""
+        reserved = self.reserve(session, tenant_salt, [header], hints)[0]
         try:
             yield reserved
         finally:

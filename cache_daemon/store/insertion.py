@@ -17,12 +17,13 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from cache_daemon.memory.arena import Slot
 from cache_daemon.store.arena_evictor import ArenaEvictor
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.loss_cause import LossCause, LostChunk
 from cache_daemon.store.persistence import Persistence
 from cache_daemon.store.pins import Pins
+from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
 from cache_daemon.store.tier_manager import TierManager
-from cache_daemon.store.ttl import TtlIndex
 
 
 class InsertOutcome(enum.Enum):
@@ -46,8 +47,8 @@ class NewChunk:
     ids: bytes
     tenant: TenantAccount
     slot: Slot
-    expires_at: float  # on the store's clock
-    invalidated: bool = False  # a deletion since the reservation concerns the chunk
+    hints: ChunkHints
+    invalidated: bool = False  # a deletion since the reservation concerns it
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ChunkInserter:
     arena_evictor: ArenaEvictor
     persistence: Persistence | None
     pins: Pins
-    ttl: TtlIndex
+    hints: HintApplier
 
     def begin(self, parents: Iterable[bytes] = ()) -> Insertion:
         """Begin a group of chunks, some of which are children of ``parents``.
@@ -135,7 +136,7 @@ class Insertion:
         elif present is not None:
             outcome = InsertOutcome.PRESENT
             self._anchor(present)
-            self.inserter.ttl.extend(present, new_chunk.expires_at)
+            self.inserter.hints.record_use(present, new_chunk.hints)
         elif not self.inserter.parent_is_live(header.root, header.parent_prefix_hash, header.start_position):
             outcome = InsertOutcome.PARENT_MISSING
         else:
@@ -156,7 +157,10 @@ class Insertion:
             new_chunk.slot,
             arena_state=Residency.PRESENT,
             last_used_at=tiers.clock(),
-            expires_at=new_chunk.expires_at,
+            expires_at=new_chunk.hints.expires_at,
+            retained_until=new_chunk.hints.retained_until,
+            group=new_chunk.hints.group,
+            low_priority=new_chunk.hints.low_priority,
         )
         self._make_visible(chunk, delay_persist)
         self._anchor(chunk)
@@ -172,7 +176,7 @@ class Insertion:
         for old in tiers.index.superseded_by(chunk):
             if not inserter.pins.transfer(old, chunk):
                 continue
-            inserter.ttl.extend(chunk, old.expires_at)
+            inserter.hints.inherit(chunk, old)
             if persistence is not None:
                 persistence.supersede(chunk, old)
             else:

@@ -19,12 +19,13 @@ from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import UnknownSession
 
 from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.hint_applier import HintApplier
 from cache_daemon.store.loss_cause import LossCause
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.promoter import Promoter, is_readable
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import LeaseGuard, Session
 from cache_daemon.store.tier_manager import TierManager
-from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.yield_timer import YieldTimer
 
 # Chunks handled before other work runs on the event loop.
@@ -83,10 +84,10 @@ class Lookup:
     def __init__(
         self,
         tiers: TierManager,
-        ttl: TtlIndex,
+        hints: HintApplier,
         promoter: Promoter,
     ) -> None:
-        self._tiers, self._ttl, self._promoter = tiers, ttl, promoter
+        self._tiers, self._hints, self._promoter = tiers, hints, promoter
         self._pending_touches: deque[Chunk] = deque()
 
     def probe(self, root: bytes, ids: bytes) -> list[MatchedChunk]:
@@ -100,24 +101,23 @@ class Lookup:
         ids: bytes,
         contents: TokenRanges = (),
         window: int = 0,
-        expires_at: float = inf,
+        hints: PromptHints = NO_HINTS,
     ) -> MatchResult:
         """Lease the longest stored prefix of a prompt, and promote it to the arena.
 
         ``ids`` are uint32 little-endian. Also leases chunks whose tokens equal a range ``(start, tokens)`` of
         ``contents`` that ends after the prefix. With a ``window``, leases only the chunks of the prefix that contain
-        one of its last ``window`` tokens. Extends the TTL of all matched chunks to ``expires_at``, on the store's
-        clock.
+        one of its last ``window`` tokens. ``hints`` apply to all matched chunks.
 
         A chunk that cannot be promoted (corrupt, arena full) ends the prefix without an error. Raises UnknownSession
         when the session ended meanwhile. A cancelled caller holds no leases.
         """
         limit: int | None = None  # the prefix ended before its window: try another window, then none
         for _ in range(_MAX_WINDOW_TRIES):
-            result, limit = await self._match(session, root, ids, contents, window, expires_at, limit)
+            result, limit = await self._match(session, root, ids, contents, window, hints, limit)
             if result is not None:
                 return result
-        result, _ = await self._match(session, root, ids, contents, 0, expires_at, 0)
+        result, _ = await self._match(session, root, ids, contents, 0, hints, 0)
         assert result is not None
         return result
 
@@ -128,7 +128,7 @@ class Lookup:
         ids: bytes,
         contents: TokenRanges,
         window: int,
-        expires_at: float,
+        hints: PromptHints,
         limit: int | None,
     ) -> tuple[MatchResult | None, int]:
         """Match at most ``limit`` tokens. Returns the result and its end.
@@ -171,8 +171,7 @@ class Lookup:
         lease_id = session.add_lease(lease) if lease.chunks else b""
         used = [*(c for c, _ in found[:passed] if c.indexed), *(m.chunk for m in matches)]
         self._record_use(used, [m.chunk for _, m in content_matches])
-        for chunk in (*used[-1:], *(m.chunk for _, m in content_matches)):
-            self._ttl.extend(chunk, expires_at)
+        self._hints.record_match(used, [m.chunk for _, m in content_matches], hints)
         return MatchResult(matches, num_passed, content_matches, promoted, promote_ms, lease_id), end
 
     async def acquire(self, chunk: Chunk) -> LeaseGuard | None:
@@ -186,6 +185,7 @@ class Lookup:
             raise
         if is_readable(chunk):
             self._record_use([chunk], [])
+            self._hints.leave_groups(chunk)
             return lease
         lease.release()
         return None

@@ -22,6 +22,7 @@ class LossCause(enum.Enum):
     ARENA_QUOTA = enum.auto()
     DISK_QUOTA = enum.auto()
     ENTRY_QUOTA = enum.auto()
+    RELEASED = enum.auto()  # its session ended
 
     @property
     def event(self) -> EventType.ValueType:

@@ -35,7 +35,7 @@ class Pins:
 
         Pins of chunks that are not durable are limited to half of the arena.
         """
-        self._tiers, self._budget = tiers, budget_bytes
+        self._tiers, self.budget_bytes = tiers, budget_bytes
         self._pins: dict[tuple[bytes, bytes], _Pin] = {}
         self._pins_of: dict[Chunk, list[_Pin]] = {}
         self.pinned_bytes = 0
@@ -109,7 +109,7 @@ class Pins:
 
     def _check_budget(self, chunk: Chunk, added: int) -> None:
         tenant = chunk.tenant
-        for limit, used in ((self._budget, self.pinned_bytes), (tenant.limits.pin_bytes, tenant.pinned_bytes)):
+        for limit, used in ((self.budget_bytes, self.pinned_bytes), (tenant.limits.pin_bytes, tenant.pinned_bytes)):
             if limit is not None and used + added > limit:
                 raise QuotaExceeded(
                     f"the prefix has {format_size(added)} more to pin; {format_size(used)} of {format_size(limit)} are "
@@ -119,7 +119,7 @@ class Pins:
     def _check_arena(self, added: Sequence[Chunk]) -> None:
         """Check the arena share of pinned chunks without a durable copy: they cannot be demoted."""
         size, most = sum(footprint(c.size_bytes) for c in added), int(self._tiers.arena.size_bytes * _ARENA_SHARE)
-        used = sum(footprint(c.size_bytes) for c in self._tiers.arena_only_pins)
+        used = self._tiers.arena_only_pins_bytes
         if size and used + size > most:
             raise QuotaExceeded(
                 f"{format_size(size)} of the prefix are not durable; {format_size(used)} of {format_size(most)} are "

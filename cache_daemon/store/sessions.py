@@ -20,6 +20,7 @@ from cache_daemon.memory.fd_server import ID_BYTES
 from cache_daemon.memory.staging import Staging, StagingBudget
 from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.counters import Counters
+from cache_daemon.store.prompt_hints import ChunkHints
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 _Handle = TypeVar("_Handle")
@@ -80,7 +81,7 @@ class Reservation:
     ids: bytes
     tenant: TenantAccount
     staged: Slot
-    expires_at: float  # on the store's clock
+    hints: ChunkHints
     reserved_at: float = field(default_factory=time.monotonic)
     invalidated: bool = False  # a deletion since the reservation concerns it
 

@@ -17,6 +17,8 @@ class TenantAccount:
     limits: TenantLimits
     entries: int = 0
     pinned_bytes: int = 0
+    retained_bytes: int = 0
+    retained_chunks: int = 0
 
 
 class TenantAccounts:

@@ -66,10 +66,10 @@ class TierManager:
     on_committed: list[Callable[[Chunk], None]] = field(default_factory=list)
     on_lost: list[Callable[[LostChunk], None]] = field(default_factory=list)
     pending_slots: dict[Slot, TenantAccount] = field(default_factory=dict)  # slots without a chunk so far
-    arena_only_pins: dict[Chunk, None] = field(default_factory=dict)  # pinned chunks without a durable copy
-    unsaved_recency: dict[bytes, float] = field(
-        default_factory=dict
-    )  # durable chunks used since recency was last persisted
+    arena_only_pins: set[Chunk] = field(default_factory=set)  # pinned or retained, without a durable copy
+    arena_only_pins_bytes: int = 0
+    # Durable chunks used since recency was last persisted.
+    unsaved_recency: dict[bytes, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.events, self.accounts = self.context.events, self.context.accounts
@@ -167,24 +167,31 @@ class TierManager:
         if chunk.disk_state is not Residency.ABSENT:  # a write in flight may store an earlier use
             self.unsaved_recency[chunk.key] = chunk.last_used_at
 
+    def raise_priority(self, chunk: Chunk) -> None:
+        """Give a chunk of low priority its tenant's priority."""
+        chunk.low_priority = False
+        for ledger in (self.arena_ledger, self.disk_ledger):
+            if ledger is not None:
+                ledger.move(chunk)
+
     def update_evictable(self, chunk: Chunk) -> None:
         """Recompute in both tiers whether a chunk may be evicted.
 
-        Pinned chunks, parents of an insertion, and parents of indexed chunks must stay in the store; but one tier may
-        evict a chunk that the other also has. A pinned chunk in both tiers is protected on disk only, since the arena
-        is for chunks in use.
+        Pinned and retained chunks, parents of an insertion, and parents of indexed chunks must stay in the store; but
+        one tier may evict a chunk that the other also has. A pinned or retained chunk in both tiers is protected on
+        disk only, since the arena is for chunks in use.
         """
         needed = chunk.anchors > 0 or self.index.has_children(chunk)
-        protected = (needed or chunk.pins > 0) and chunk.disk_state is not Residency.PRESENT
+        protected = (needed or chunk.is_spared) and chunk.disk_state is not Residency.PRESENT
         self.arena_ledger.set_protected(chunk, protected)
         if self.disk_ledger is not None:
             self.disk_ledger.set_protected(
-                chunk, chunk.pins > 0 or (needed and chunk.arena_state is not Residency.PRESENT)
+                chunk, chunk.is_spared or (needed and chunk.arena_state is not Residency.PRESENT)
             )
-        if chunk.pins > 0 and protected:
-            self.arena_only_pins[chunk] = None
-        else:
-            self.arena_only_pins.pop(chunk, None)
+        is_arena_only = chunk.is_spared and protected
+        if is_arena_only is not (chunk in self.arena_only_pins):
+            self.arena_only_pins ^= {chunk}
+            self.arena_only_pins_bytes += footprint(chunk.size_bytes) * (1 if is_arena_only else -1)
 
     # ---- slots and removal from one tier --------------------------------------------------------------------
 
@@ -247,7 +254,7 @@ class TierManager:
 
     def _is_evictable(self, chunk: Chunk) -> bool:
         """Return True if a chunk may leave both tiers."""
-        return not (chunk.in_use or chunk.pins or chunk.anchors or self.index.has_children(chunk))
+        return not (chunk.in_use or chunk.is_spared or chunk.anchors or self.index.has_children(chunk))
 
     # ---- removal --------------------------------------------------------------------------------------------
 

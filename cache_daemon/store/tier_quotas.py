@@ -1,7 +1,8 @@
 """Accounting of one tier: its chunks, usage, quotas and eviction victims.
 
-A tenant with a quota has a partition of its own: other tenants never evict from it, and once it is full the tenant
-evicts only its own chunks. All other tenants share one partition per priority.
+A tenant with a quota has partitions of its own: other tenants never evict from them, and once it is full the tenant
+evicts only its own chunks. All other tenants share one partition per priority. Chunks of low priority are evicted
+first: they have a second partition of a tenant with a quota, or share the partition of the lowest priority.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from cache_daemon.store.chunk import Chunk
 from cache_daemon.store.tenant_accounts import TenantAccount
 
 PartitionKey = bytes | Priority
+_LOW = b"low "  # before the id of a tenant with a quota: its chunks of low priority
 
 
 @dataclass(slots=True)
@@ -60,7 +62,7 @@ class TierLedger:
 
     def insert(self, chunk: Chunk, size_bytes: int, parent: Chunk | None) -> None:
         """Add a chunk, after its parent if this tier has that."""
-        part = self._partition_of(chunk.tenant)
+        part = self._partition_of(chunk.tenant, chunk.low_priority)
         self._entries[chunk] = _Entry(part, size_bytes, parent)
         part.used_bytes += size_bytes
         self.used_bytes += size_bytes
@@ -82,6 +84,19 @@ class TierLedger:
         more, place.size_bytes = size_bytes - place.size_bytes, size_bytes
         place.partition.used_bytes += more
         self.used_bytes += more
+
+    def move(self, chunk: Chunk) -> None:
+        """Move a chunk to the partition of its new priority; an unknown one is ignored."""
+        place = self._entries.get(chunk)
+        if place is None:
+            return
+        place.partition.policy.remove(chunk)
+        place.partition.used_bytes -= place.size_bytes
+        place.partition = self._partition_of(chunk.tenant, chunk.low_priority)
+        place.partition.used_bytes += place.size_bytes
+        place.partition.policy.insert(chunk, place.parent, chunk.hits)
+        if place.unevictable:
+            place.partition.policy.make_unevictable(chunk)
 
     def touch(self, chunk: Chunk) -> None:
         """Record a use of a chunk."""
@@ -116,15 +131,15 @@ class TierLedger:
     def over_quota(self, tenant: TenantAccount, size_bytes: int) -> bool:
         """Return True if ``size_bytes`` more exceed the tenant's quota."""
         quota = self.quota_of(tenant.limits)
-        return quota is not None and self._partition_of(tenant).used_bytes + size_bytes > quota
+        return quota is not None and self.usage_of(tenant) + size_bytes > quota
 
     def usage_of(self, tenant: TenantAccount) -> int:
         """Return the bytes used by a tenant that has a quota."""
-        return self._partition_of(tenant).used_bytes
+        return sum(part.used_bytes for part in self._own(tenant))
 
     def admits(self, chunk: Chunk, parent: Chunk | None) -> bool:
         """Return True if a full tier admits a new chunk."""
-        return self._partition_of(chunk.tenant).policy.admit(chunk, parent)
+        return self._partition_of(chunk.tenant, chunk.low_priority).policy.admit(chunk, parent)
 
     def victims(self, tenant: TenantAccount, own: bool) -> Iterator[Chunk]:
         """Yield chunks to evict for a tenant's new chunk, worst first.
@@ -135,7 +150,8 @@ class TierLedger:
         if self.quota_of(tenant.limits) is not None:
             if not own:
                 yield from self._shared(tenant.limits.priority)
-            yield from _victims_of(self._partition_of(tenant).policy)
+            for part in self._own(tenant):
+                yield from _victims_of(part.policy)
         elif own:
             yield from (c for c in self._shared(tenant.limits.priority) if c.tenant is tenant)
         else:
@@ -143,7 +159,10 @@ class TierLedger:
 
     def all_victims(self) -> Iterator[Chunk]:
         """Yield victims of all tenants: low priority first, tenants with a quota last."""
-        names = sorted(self._partitions, key=lambda name: name if isinstance(name, Priority) else len(Priority))
+        names = sorted(
+            self._partitions,
+            key=lambda name: name if isinstance(name, Priority) else len(Priority) + (not name.startswith(_LOW)),
+        )
         for name in names:
             yield from _victims_of(self._partitions[name].policy)
 
@@ -153,8 +172,17 @@ class TierLedger:
             if part is not None and priority <= highest:
                 yield from _victims_of(part.policy)
 
-    def _partition_of(self, tenant: TenantAccount) -> _Partition:
-        name: PartitionKey = tenant.id if self.quota_of(tenant.limits) is not None else tenant.limits.priority
+    def _own(self, tenant: TenantAccount) -> list[_Partition]:
+        """Return the partitions of a tenant with a quota, low priority first."""
+        parts = (self._partitions.get(name) for name in (_LOW + tenant.id, tenant.id))
+        return [part for part in parts if part is not None]
+
+    def _partition_of(self, tenant: TenantAccount, low_priority: bool) -> _Partition:
+        name: PartitionKey
+        if self.quota_of(tenant.limits) is not None:
+            name = _LOW + tenant.id if low_priority else tenant.id
+        else:
+            name = Priority.LOW if low_priority else tenant.limits.priority
         part = self._partitions.get(name)
         if part is None:
             part = self._partitions[name] = _Partition(self.new_policy())

@@ -10,6 +10,7 @@ from kvsidecar.process.background_task import BackgroundTask
 from cache_daemon.store.chunk_deleter import ChunkDeleter
 from cache_daemon.store.counters import Counters
 from cache_daemon.store.persistence import Persistence
+from cache_daemon.store.retained_chunks import RetainedChunks
 from cache_daemon.store.sessions import SessionTable
 from cache_daemon.store.ttl import TtlIndex
 
@@ -30,11 +31,12 @@ class Upkeep(BackgroundTask):
         deleter: ChunkDeleter,
         counters: Counters,
         ttl: TtlIndex,
+        retained: RetainedChunks,
         persistence: Persistence | None,
     ) -> None:
         super().__init__(self._run)
         self._sessions, self._deleter, self._counters = sessions, deleter, counters
-        self._ttl, self._persistence = ttl, persistence
+        self._ttl, self._retained, self._persistence = ttl, retained, persistence
 
     async def _run(self) -> None:
         tick = 0
@@ -59,5 +61,6 @@ class Upkeep(BackgroundTask):
         await self.sweep()
 
     async def sweep(self) -> None:
-        """Remove expired chunks."""
+        """Remove expired chunks, and end retentions."""
+        self._retained.end_due()
         self._counters.expired_chunks += await self._deleter.expire()

@@ -70,9 +70,9 @@ void refuse_negative(const google::protobuf::Message& message) {
     const uint32_t value = reflection->GetUInt32(message, field);
     if (value <= INT32_MAX) continue;
     const std::string name = field->name();
+    const bool positive = name == "max_tokens" || name == "ttl_seconds" || name == "retain_seconds";
     throw refusal(name + " is " + std::to_string(static_cast<int32_t>(value)) + "; whole numbers from " +
-                  (name == "max_tokens" || name == "ttl_seconds" ? "1" : "0") + " to " + std::to_string(INT32_MAX) +
-                  " are allowed");
+                  (positive ? "1" : "0") + " to " + std::to_string(INT32_MAX) + " are allowed");
   }
 }
 
@@ -171,14 +171,38 @@ void Client::stream(const pb::GenerateRequest& request,
   check(reader->Finish());
 }
 
-pb::WarmResponse Client::warm(const pb::Prompt& prompt, Deadline deadline) {
+pb::WarmResponse Client::send(const pb::WarmRequest& request, Deadline deadline) {
+  refuse_negative(request);
   grpc::ClientContext context;
   expire(context, deadline);
-  pb::WarmRequest request;
-  *request.mutable_prompt() = prompt;
   pb::WarmResponse response;
   check(stub_->Warm(&context, request, &response));
   return response;
+}
+
+pb::WarmResponse Client::warm(const pb::Prompt& prompt, Deadline deadline, const pb::CacheOptions& cache) {
+  pb::WarmRequest request;
+  *request.mutable_prompt() = prompt;
+  *request.mutable_cache() = cache;
+  return send(request, deadline);
+}
+
+pb::WarmResponse Client::prefetch(const pb::Prompt& prompt, Deadline deadline) {
+  pb::WarmRequest request;
+  *request.mutable_prompt() = prompt;
+  request.set_prefetch(true);
+  return send(request, deadline);
+}
+
+uint32_t Client::release_session(const std::string& session, const std::string& tenant_salt, Deadline deadline) {
+  grpc::ClientContext context;
+  expire(context, deadline);
+  pb::ReleaseSessionRequest request;
+  request.set_session(session);
+  request.set_tenant_salt(tenant_salt);
+  pb::ReleaseSessionResponse response;
+  check(stub_->ReleaseSession(&context, request, &response));
+  return response.released_chunks();
 }
 
 }  // namespace kvsidecar

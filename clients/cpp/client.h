@@ -60,14 +60,21 @@ class Client {
   void stream(const pb::GenerateRequest& request, const std::function<bool(const pb::GenerateStreamResponse&)>& each,
               Deadline deadline = {});
 
-  // Prefills a prompt into the cache, and returns when the daemon has stored it.
-  pb::WarmResponse warm(const pb::Prompt& prompt, Deadline deadline = {});
+  // Prefills a prompt into the cache, and returns when the daemon has stored it. `cache` has hints, such as a session.
+  pb::WarmResponse warm(const pb::Prompt& prompt, Deadline deadline = {}, const pb::CacheOptions& cache = {});
+
+  // Loads stored chunks of a prompt into the daemon's memory, and computes nothing.
+  pb::WarmResponse prefetch(const pb::Prompt& prompt, Deadline deadline = {});
+
+  // Removes the chunks that a session of the tenant stored and alone used. Returns their number.
+  uint32_t release_session(const std::string& session, const std::string& tenant_salt = "", Deadline deadline = {});
 
   // Every method of the service, for methods that this class does not wrap.
   pb::InferenceService::Stub& stub() { return *stub_; }
 
  private:
   void check(const grpc::Status& status) const;
+  pb::WarmResponse send(const pb::WarmRequest& request, Deadline deadline);
 
   std::string target_;
   std::unique_ptr<pb::InferenceService::Stub> stub_;

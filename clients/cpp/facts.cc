@@ -61,6 +61,22 @@ void failure(const std::string& name, const std::function<void()>& call) {
   }
 }
 
+void hinted(kvsidecar::Client& client, const std::string& text) {
+  const auto own = kvsidecar::text("An agent's own notes: " + text);
+  pb::CacheOptions cache;
+  cache.set_session("agent");
+  cache.set_retain_seconds(60);
+  cache.set_priority(pb::CACHE_PRIORITY_LOW);
+  auto* point = cache.add_breakpoints();
+  point->set_tokens(64);
+  point->set_retain_seconds(300);
+  client.warm(own, {}, cache);
+  fact("prefetch.stored_tokens", client.prefetch(kvsidecar::text(text)).stored_tokens());
+  fact("session.released_chunks", client.release_session("agent"));
+  cache.set_retain_seconds(0);
+  failure("no retention", [&] { client.warm(own, {}, cache); });
+}
+
 void ended(kvsidecar::Client& client) {
   failure("cancel", [&] {
     client.stream(greedy("cancelled after its first piece", kMost),
@@ -124,5 +140,6 @@ int main(int count, char** arguments) {
   }
   kvsidecar::Client client(arguments[1]);
   asked(client, arguments[2]);
+  hinted(client, arguments[2]);
   ended(client);
 }

@@ -94,8 +94,31 @@ func (c *Client) Stream(
 
 // Warm prefills a prompt into the cache, and returns when the daemon has stored it.
 func (c *Client) Warm(ctx context.Context, prompt *pb.Prompt) (*pb.WarmResponse, error) {
-	response, err := c.Stub.Warm(ctx, &pb.WarmRequest{Prompt: prompt})
+	return c.warm(ctx, &pb.WarmRequest{Prompt: prompt})
+}
+
+// WarmWith is Warm with hints for the cache, such as a session or a retention.
+func (c *Client) WarmWith(ctx context.Context, prompt *pb.Prompt, cache *pb.CacheOptions) (*pb.WarmResponse, error) {
+	return c.warm(ctx, &pb.WarmRequest{Prompt: prompt, Cache: cache})
+}
+
+// Prefetch loads stored chunks of a prompt into the daemon's memory, and computes nothing.
+func (c *Client) Prefetch(ctx context.Context, prompt *pb.Prompt) (*pb.WarmResponse, error) {
+	return c.warm(ctx, &pb.WarmRequest{Prompt: prompt, Prefetch: true})
+}
+
+func (c *Client) warm(ctx context.Context, request *pb.WarmRequest) (*pb.WarmResponse, error) {
+	if err := refuseNegative(request.ProtoReflect()); err != nil {
+		return nil, err
+	}
+	response, err := c.Stub.Warm(ctx, request)
 	return response, c.failure(err)
+}
+
+// ReleaseSession removes the chunks that a session of the tenant stored and alone used, and returns their number.
+func (c *Client) ReleaseSession(ctx context.Context, session string, tenantSalt []byte) (uint32, error) {
+	response, err := c.Stub.ReleaseSession(ctx, &pb.ReleaseSessionRequest{Session: session, TenantSalt: tenantSalt})
+	return response.GetReleasedChunks(), c.failure(err)
 }
 
 // failure converts the error of a failed call; nil stays nil.

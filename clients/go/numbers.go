@@ -26,7 +26,8 @@ func refuseNegative(message protoreflect.Message) error {
 }
 
 func least(field protoreflect.FieldDescriptor) int {
-	if field.Name() == "max_tokens" || field.Name() == "ttl_seconds" {
+	switch field.Name() {
+	case "max_tokens", "ttl_seconds", "retain_seconds":
 		return 1
 	}
 	return 0

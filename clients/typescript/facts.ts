@@ -1,6 +1,6 @@
 // Prints this client's view of a worker, one fact per line, for tests/clients: facts TARGET TEXT.
 // Without arguments it prints the hashes of docs/protocol.md's test vectors, and checksums by length.
-import { chat, Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
+import { type CacheOptions, chat, Client, type GenerateRequest, KVSidecarError } from "./src/index.js";
 import * as keys from "./src/keys.js";
 
 const MOST = 400;
@@ -42,6 +42,20 @@ async function failure(name: string, call: () => Promise<unknown>): Promise<void
     fact(`${name}.message`, error.message);
     fact(`${name}.domain`, error.domain);
   }
+}
+
+async function hinted(client: Client, text: string): Promise<void> {
+  const own = { text: `An agent's own notes: ${text}` };
+  const cache: CacheOptions = {
+    session: "agent",
+    retainSeconds: 60,
+    breakpoints: [{ tokens: 64, retainSeconds: 300 }],
+    priority: "CACHE_PRIORITY_LOW",
+  };
+  await client.warm(own, {}, cache);
+  fact("prefetch.stored_tokens", (await client.prefetch({ text })).storedTokens);
+  fact("session.released_chunks", await client.releaseSession("agent"));
+  await failure("no retention", () => client.warm(own, {}, { retainSeconds: 0 }));
 }
 
 async function ended(client: Client): Promise<void> {
@@ -104,6 +118,7 @@ if (target === undefined || text === undefined) {
 } else {
   const client = new Client(target);
   await asked(client, text);
+  await hinted(client, text);
   await ended(client);
   await refusedNumbers(client);
   client.close();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -77,6 +78,16 @@ class ChatTemplate:
                 raise
         # Some templates support no system message.
         return self._written(messages_with_described_tools(chat, False, written), [], more)
+
+    def text_of_first(self, chat: pb.Chat, messages: int) -> str:
+        """Render a conversation's first messages; empty if the template refuses them by themselves."""
+        first = pb.Chat(messages=chat.messages[:messages], tools=chat.tools, template_arguments=chat.template_arguments)
+        with suppress(InvalidRequest):
+            return self.render(first, False)
+        first.messages.add(role="user", content="")  # some templates want a question
+        with suppress(InvalidRequest):
+            return self.render(first, False)
+        return ""
 
     def _written(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], more: dict[str, Any]) -> str:
         try:

@@ -14,6 +14,8 @@ from pydantic import BeforeValidator, ValidationInfo
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
 
 _MAX_MESSAGES = 4096
+# Lifetimes of Anthropic's ``cache_control``.
+EPHEMERAL_SECONDS, DEFAULT_EPHEMERAL_SECONDS = {"5m": 300, "1h": 3600}, 300
 
 # The kinds of parts that are text, in chats and in responses.
 _TEXTS = frozenset(("text", "input_text", "output_text"))
@@ -21,12 +23,21 @@ _ROLES = {"developer": "system", "function": "tool"}
 
 
 class TextPart(BodyModel):
-    """A text part of a message; the marks of caches have no effect here, because everything is cached."""
+    """A text part of a message, and the cache breakpoint that it may end with, in Anthropic's or OpenAI's format."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
+    cache_control: Any = None
     prompt_cache_breakpoint: Any = None
+
+    def breakpoints(self) -> list[int | None]:
+        """Return the retention of the part's breakpoints in seconds; None for the request's."""
+        found: list[int | None] = []
+        if isinstance(self.cache_control, dict):
+            found.append(EPHEMERAL_SECONDS.get(str(self.cache_control.get("ttl")), DEFAULT_EPHEMERAL_SECONDS))
+        if isinstance(self.prompt_cache_breakpoint, dict):
+            found.append(None)
+        return found
 
 
 class CalledFunction(BodyModel):

@@ -10,10 +10,9 @@ from kvsidecar.errors import InvalidRequest, from_rpc
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from inference_svc.gateway.body_model import BodyModel
+from inference_svc.gateway.cache_fields import CacheFields
 from inference_svc.gateway.chat_messages import Messages
 from inference_svc.gateway.openai_tools import Tools, to_chat
-from inference_svc.gateway.request_schema import CacheTtl
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 SERVING_PATH, CACHED_PREFIX_PATH, WARM_PATH = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
@@ -21,15 +20,15 @@ _TIMEOUT_SECONDS = 2.0
 MAX_WARM_SECONDS = 86400.0
 
 
-class WarmBody(BodyModel):
+class WarmBody(CacheFields):
     """Body of a warm request: a text or conversation to prefill, and its deadline."""
 
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    cache_salt: str = ""
-    cache_ttl_seconds: CacheTtl = None
+    prefetch: bool = False
+    """Load stored chunks into memory, and compute nothing."""
     within_seconds: float = Field(default=600.0, gt=0, le=MAX_WARM_SECONDS)
 
     def to_grpc(self) -> pb.WarmRequest:
@@ -41,8 +40,7 @@ class WarmBody(BodyModel):
         else:
             chat = to_chat(self.messages or [], self.tools, None, pb.ANSWER_START_UNSPECIFIED)
             prompt = pb.Prompt(chat=chat)
-        cache = pb.CacheOptions(tenant_salt=self.cache_salt.encode(), ttl_seconds=self.cache_ttl_seconds)
-        return pb.WarmRequest(prompt=prompt, model=self.model, cache=cache)
+        return pb.WarmRequest(prompt=prompt, model=self.model, cache=self.cache_options(), prefetch=self.prefetch)
 
 
 def serving_status(models: list[dict[str, Any]], router: WorkerRouter, starting: bool) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from inference_svc.gateway.anthropic_api.message_writer import MessageWriter
 from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
 from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.body_reader import BodyReader
+from inference_svc.gateway.cache_fields import CacheFields, ReleaseBody, release_session
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
 from inference_svc.gateway.fleet_api import WarmBody, cached_prefix, num_requests, serving_status, warm_prompt
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -65,7 +66,7 @@ from inference_svc.gateway.worker_wait import WorkerWait, preferred_wait_seconds
 
 log = structlog.get_logger("gateway")
 
-Salted = TypeVar("Salted", bound=GenerationOptions | ResponsesRequest | CountTokensRequest | WarmBody)
+Salted = TypeVar("Salted", bound=CacheFields | CountTokensRequest | ReleaseBody)
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,16 @@ class GatewayHandlers:
         return JSONResponse(
             await cancel_on_disconnect(request, warm_prompt(min(able, key=lambda w: w.in_flight), asked, seconds))
         )
+
+    async def release_session(self, request: Request) -> Response:
+        def parse_request(raw: bytes, body: Any) -> pb.ReleaseSessionRequest:
+            parsed = self._salted(ReleaseBody, request, raw, body)
+            self._models.check(parsed.model)
+            parsed.model = self._models.resolve(parsed.model)
+            return parsed.to_grpc()
+
+        asked = await self.bodies.read(request, parse_request)
+        return JSONResponse(await release_session(self._models.worker(asked.model), asked))
 
     async def chat(self, request: Request) -> Response:
         return await self._answer(

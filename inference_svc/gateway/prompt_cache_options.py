@@ -1,25 +1,52 @@
-"""OpenAI's ``prompt_cache_*`` options, which are hints: no value of theirs is an error."""
+"""OpenAI's ``prompt_cache_*`` options and breakpoints, which are hints: no value of theirs is an error.
+
+Lifetimes are minimal ones, as OpenAI defines them: a retention, and no TTL.
+https://developers.openai.com/api/docs/guides/prompt-caching
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+from inference_svc.gateway.cache_fields import MAX_BREAKPOINTS
 
 _LIFETIME = re.compile(r"([1-9][0-9]{0,6})([smhd])")
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_DEFAULT_SECONDS = 1800  # of OpenAI's breakpoints
 _MAX_KEY_CHARS = 256
 
 
-def prompt_cache_ttl_seconds(options: Any, retention: Any) -> int | None:
-    """Return the TTL that ``prompt_cache_options.ttl`` or ``prompt_cache_retention`` asks for; None without one."""
+def retention_seconds(options: Any, retention: Any) -> int | None:
+    """Return the time that ``prompt_cache_options.ttl`` or ``prompt_cache_retention`` asks for; None without one."""
     given = options.get("ttl") if isinstance(options, dict) else None
     for lifetime in (given, retention):
         found = _LIFETIME.fullmatch(lifetime) if isinstance(lifetime, str) else None
         if found is not None:
             return min(int(found[1]) * _UNIT_SECONDS[found[2]], MAX_TTL_SECONDS)
     return None
+
+
+def add_retention(
+    cache: pb.CacheOptions, options: Any, retention: Any, marked: Sequence[tuple[int, int | None]]
+) -> None:
+    """Add the options' lifetime, for the whole prompt or up to its breakpoints, to a request.
+
+    ``marked`` are ``(messages, seconds)`` of breakpoints in messages. Of more than the maximum, the last ones count.
+    """
+    lifetime = retention_seconds(options, retention)
+    by_end: dict[int, int] = {}
+    for messages, seconds in marked:
+        by_end[messages] = max(by_end.get(messages, 0), seconds or lifetime or _DEFAULT_SECONDS)
+    for messages in sorted(by_end, reverse=True)[: MAX_BREAKPOINTS - len(cache.breakpoints)]:
+        cache.breakpoints.add(messages=messages, retain_seconds=by_end[messages])
+    is_explicit = isinstance(options, dict) and options.get("mode") == "explicit"
+    if lifetime is not None and not is_explicit and not cache.HasField("retain_seconds"):
+        cache.retain_seconds = lifetime
 
 
 def routing_key(key: Any) -> str:

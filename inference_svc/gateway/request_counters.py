@@ -25,6 +25,12 @@ class RequestCounters:
             ["reason"],
             registry=self.registry,
         )
+        self.kv_hint_actions = Counter(
+            "kvsidecar_gateway_kv_hint_actions",
+            "Actions in the KV hints of requests: applied, or unknown or malformed and ignored",
+            ["result"],
+            registry=self.registry,
+        )
         self.retries = Counter(
             "kvsidecar_gateway_retries", "Requests sent to a second worker or node", registry=self.registry
         )

@@ -59,8 +59,12 @@ class RequestGuard:
         try:
             await (self._refusal(scope) or self._app)(scope, receive, counted)
         finally:
-            if reason := log_line().fields.get("aborted"):
+            fields = log_line().fields
+            if reason := fields.get("aborted"):
                 self._metrics.aborted.labels(str(reason)).inc()
+            for result in ("applied", "ignored"):
+                if count := int(fields.get(f"kv_hints_{result}", 0)):
+                    self._metrics.kv_hint_actions.labels(result).inc(count)
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         """Return the answer to a refused request, or None."""

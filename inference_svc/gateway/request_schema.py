@@ -5,13 +5,13 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import REST_OF_CONTEXT, speculation_of, truncation_of
 from pydantic import BeforeValidator, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.cache_fields import CacheFields
 from inference_svc.gateway.chat_messages import Messages, answer_start
 from inference_svc.gateway.openai_tools import (
     Function,
@@ -23,7 +23,7 @@ from inference_svc.gateway.openai_tools import (
     to_chat,
     tool_use,
 )
-from inference_svc.gateway.prompt_cache_options import prompt_cache_ttl_seconds, routing_key
+from inference_svc.gateway.prompt_cache_options import add_retention, routing_key
 from inference_svc.gateway.response_format import ResponseFormat, StructuredOutputs, one_grammar
 
 MAX_CHOICES = 8
@@ -37,7 +37,6 @@ _Ints = Annotated[list[int], FIRST_ERROR]
 DEFAULT_LENGTH = "Without a value: what the context still holds, or what the gateway's --default-max-tokens says."
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 TokenIds = Annotated[list[TokenId], FIRST_ERROR]
-CacheTtl = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)] | None
 
 
 def _few(biased: Any) -> Any:
@@ -61,7 +60,7 @@ class StreamOptions(BodyModel):
     """vLLM's: with ``include_usage``, usage in every event."""
 
 
-class GenerationOptions(BodyModel):
+class GenerationOptions(CacheFields):
     """Generation options that chats and completions share."""
 
     model: str = ""
@@ -96,10 +95,6 @@ class GenerationOptions(BodyModel):
     """vLLM's, like the next: return the tokens of prompt and answer."""
     return_tokens_as_token_ids: bool = False
     """Write tokens of log probabilities as ``token_id:ID``."""
-    cache_salt: str = ""
-    """Separates tenants: requests with different salts never share cached text."""
-    cache_ttl_seconds: CacheTtl = None
-    """TTL of the chunks that the request uses and stores; without it they do not expire."""
     prompt_cache_key: Any = None
     """Requests with the same key prefer the same worker and node."""
     prompt_cache_options: Any = None
@@ -167,6 +162,26 @@ class GenerationOptions(BodyModel):
             )
         return None if self.truncate_prompt_tokens is None else max(0, self.truncate_prompt_tokens)
 
+    def cache_options(self) -> pb.CacheOptions:
+        options = super().cache_options()
+        options.MergeFrom(
+            pb.CacheOptions(
+                skip_read=self.skip_cache,
+                skip_write=self.skip_cache,
+                document_separator=self.document_separator,
+                segment_ends=self.segment_ends,
+                exact_only=self.exact_only,
+                prompt_cache_key=routing_key(self.prompt_cache_key),
+                reuse_anywhere=self.reuse_anywhere,
+            )
+        )
+        add_retention(options, self.prompt_cache_options, self.prompt_cache_retention, self.marked_messages())
+        return options
+
+    def marked_messages(self) -> list[tuple[int, int | None]]:
+        """Return ``(messages, seconds)`` of the breakpoints in messages, with seconds None for OpenAI's."""
+        return []
+
     def to_grpc(self, prompt: pb.Prompt, choice: int, request_id: str) -> pb.GenerateRequest:
         if self.stream and self.prompt_logprobs is not None:
             raise InvalidRequest(
@@ -200,18 +215,7 @@ class GenerationOptions(BodyModel):
                 presence_penalty=self.presence_penalty,
                 frequency_penalty=self.frequency_penalty,
             ),
-            cache=pb.CacheOptions(
-                skip_read=self.skip_cache,
-                skip_write=self.skip_cache,
-                tenant_salt=self.cache_salt.encode(),
-                document_separator=self.document_separator,
-                segment_ends=self.segment_ends,
-                exact_only=self.exact_only,
-                ttl_seconds=self.cache_ttl_seconds
-                or prompt_cache_ttl_seconds(self.prompt_cache_options, self.prompt_cache_retention),
-                prompt_cache_key=routing_key(self.prompt_cache_key),
-                reuse_anywhere=self.reuse_anywhere,
-            ),
+            cache=self.cache_options(),
             request_id=request_id,
             grammar=self.grammar[1],
             speculation=speculation_of(self.speculation),
@@ -251,6 +255,14 @@ class ChatRequest(GenerationOptions):
         start = answer_start(self.add_generation_prompt, self.continue_final_message)
         chat = to_chat(self.messages, self._tools(), self._template_arguments(), start)
         return [pb.Prompt(chat=chat, with_special_tokens=self.add_special_tokens)]
+
+    def marked_messages(self) -> list[tuple[int, int | None]]:
+        return [
+            (i + 1, seconds)
+            for i, message in enumerate(self.messages)
+            for part in (message.content if isinstance(message.content, list) else ())
+            for seconds in part.breakpoints()
+        ]
 
     def _template_arguments(self) -> dict[str, Any]:
         effort = self.reasoning_effort

@@ -10,6 +10,7 @@ from kvsidecar.telemetry.tracing import NOOP_TRACER, Tracer
 
 from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSAGES_PATH
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
+from inference_svc.gateway.cache_fields import RELEASE_PATH
 from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
 from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, SERVING_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
@@ -87,6 +88,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     app.add_api_route(CACHED_PREFIX_PATH + MESSAGES_PATH, gateway.cached_prefix_of_message, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + WARM_PATH, gateway.cached_prefix_of_warm_request, methods=["POST"])
     app.add_api_route(WARM_PATH, gateway.warm_prompt, methods=["POST"])
+    app.add_api_route(RELEASE_PATH, gateway.release_session, methods=["POST"])
     if config.page:
         page = StaticFiles()
         app.add_api_route("/", page.index, methods=["GET", "HEAD"])

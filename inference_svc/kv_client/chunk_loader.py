@@ -116,19 +116,20 @@ class ChunkLoader:
         contents = self._content_probes(session, root, sequence, sequence.tokens)
         if not contents and self.skips_lookup(session, root, sequence):
             return None
-        cuts = self._chunk_ends(session, sequence)
+        cuts, cache = self._chunk_ends(session, sequence), sequence.request.cache
         request = pb.MatchRequest(
             session_id=session.id,
-            tenant_salt=sequence.request.cache.tenant_salt,
+            tenant_salt=cache.tenant_salt,
             token_ids=sequence.tokens,
             contents=contents,
             cuts=cuts,
-            seconds_per_token=self._cost_model.prefill_seconds_per_token,
-            ttl_seconds=sequence.request.cache.ttl_seconds,
+            # 0: whatever computing costs.
+            seconds_per_token=0.0 if cache.hints.fetch else self._cost_model.prefill_seconds_per_token,
             window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
             explain=not sequence.miss.done(),
             known_tokens=sequence.kv.num_computed,
         )
+        cache.hints.add_to(request)
         with sequence.trace.part("lookup", sequence.timestamps.admitted_at):
             answer = session.match(request, self._match_timeout(session, len(sequence.tokens)))
         looked_up, load.answer = time.perf_counter(), answer
@@ -276,6 +277,21 @@ class ChunkLoader:
                 slots[slots == UNMAPPED] = pool.padding_slot
                 out.append(ChunkCopy(match, slots, global_layers_only=not whole))
         return out
+
+    def prefetch(self, session: Session, sequence: Sequence) -> int:
+        """Promote a prompt's stored chunks to the daemon's memory, from the remote tier, too. Returns their tokens.
+
+        Raises grpc.RpcError.
+        """
+        cache = sequence.request.cache
+        cuts = self._chunk_ends(session, sequence)
+        request = pb.MatchRequest(
+            session_id=session.id, tenant_salt=cache.tenant_salt, token_ids=sequence.tokens, cuts=cuts
+        )
+        cache.hints.add_to(request)
+        answer = session.match(request, self._match_timeout(session, len(sequence.tokens)))
+        session.release([answer.lease_id])
+        return answer.matched_tokens
 
     def chunks_at(
         self, session: Session, root: bytes, sequence: Sequence, tokens: list[int], position: int

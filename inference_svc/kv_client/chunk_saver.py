@@ -84,7 +84,7 @@ class ChunkSaver:
         ):  # a parent chunk is missing, so no match would ever find these tokens
             return before
         cache, context = sequence.request.cache, self._context
-        target = StoreTarget(session, root, cache.tenant_salt, context.timeout_seconds, cache.ttl_seconds)
+        target = StoreTarget(session, root, cache.tenant_salt, context.timeout_seconds, cache.hints)
         source = _SnapshotSource(context, session.max_chunk_tokens, snapshot, yield_to_loads)
         prefix = chunk_writer.StoredPrefix(before.tokens, before.prefix_hash)
         stored = store_chunks(target, source, prefix, can_restart=complete)

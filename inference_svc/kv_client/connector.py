@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import grpc
 import structlog
@@ -25,13 +24,11 @@ from kvkernels import pack_chunk, unpack_chunk
 from kvsidecar import keys
 from kvsidecar.bloom_filter import HEAD_TOKENS
 from kvsidecar.cache.v1 import cache_pb2 as pb
-from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
 from kvsidecar.chunk_layout import Geometry, new_header
-from kvsidecar.errors import KVSidecarError, Unavailable, from_rpc
+from kvsidecar.errors import KVSidecarError, from_rpc
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import REFUSED_CODES
 from kvsidecar.kv_transfer.session import Session
-from kvsidecar.net.channel import ServiceAddress
 
 from inference_svc.context_reuse.reuse_policy import ReusePolicy
 from inference_svc.kv_client.chunk_loader import ChunkLoader, LoadPlan
@@ -216,6 +213,18 @@ class DaemonConnector:
                     "a chunk was not finite and is deleted", request=sequence.request.id, chunk=prefix_hash.hex()[:16]
                 )
 
+    def prefetch(self, sequence: Sequence) -> int:
+        """Load a prompt's stored chunks into the daemon's memory. Returns their tokens. Blocks."""
+        tokens = 0
+        with self._guard(sequence) as found:
+            if found is not None:
+                tokens = self._loader.prefetch(found[0], sequence)
+        return tokens
+
+    def release_session(self, adapter: bytes, salt: bytes, name: str) -> int:
+        """Remove the chunks that a client's session alone used. Returns how many. Blocks; raises KVSidecarError."""
+        return self._daemons[adapter].release_group(salt, name)
+
     def probe(self, sequence: Sequence, done: ProbeCallback) -> None:
         found = self._session(sequence)
         if found is None or not sequence.reads_cache:
@@ -371,21 +380,3 @@ def _share_head(a: list[int], b: list[int]) -> bool:
     """True if two prompts have the same first tokens. The Bloom filter contains a hash of these only."""
     head = min(HEAD_TOKENS, len(a), len(b))
     return a[:head] == b[:head]
-
-
-def store_verdict(socket: Path, descriptor: NamespaceDescriptor, verdict: pb.ReuseVerdict) -> None:
-    """Store a verification's verdict with a model's namespace; workers get it with their next heartbeat.
-
-    Raises Unavailable, or the daemon's error.
-    """
-    link = DaemonConnection(ServiceAddress(socket), "verify", descriptor)
-    try:
-        session = link.session if link.wait(_VERDICT_SECONDS) else None
-        if session is None:
-            raise Unavailable(f"no cache daemon answers on {socket}; start one, or add --no-store")
-        try:
-            session.store_verdict(verdict, _VERDICT_SECONDS)
-        except grpc.RpcError as error:
-            raise from_rpc(error) from error
-    finally:
-        link.close()

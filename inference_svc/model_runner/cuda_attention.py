@@ -9,24 +9,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import structlog
 import torch
-from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend
-from kvkernels.cuda.cuda_library import Kernels
-from kvkernels.cuda.kernel_select import kernels_for, supports
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend, shared_bytes
+from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
+from kvkernels.cuda.kernel_select import fits, kernels_for, supports
 from torch import Tensor
 
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.attention import attend_segments
+from inference_svc.model_runner.engine_lost import check_device
 from inference_svc.model_runner.forward_batch import CudaIndex, ForwardBatch
 
 AttentionFn = Callable[[Tensor, ForwardBatch, int, float, int | None, float | None], Tensor]
 KINDS = ("decode", "prefill", "scattered")
 _REPEATS = 5
+
+log = structlog.get_logger("engine")
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,7 @@ class CudaAttention:
         # Zeros: padding rows belong to no sequence, and their output must be finite.
         out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
         real = query[: batch.real].contiguous()
-        cuda: Any = torch.cuda
-        with cuda.device_of(query):  # a kernel runs on the thread's current device
-            found, _ = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)
+        found, _ = attend(self.kernels, real, source, index.rows, scale, window or 0, softcap or 0.0)
         out[: batch.real] = found
         return out
 
@@ -67,6 +68,8 @@ def kind_of(batch: ForwardBatch) -> str:
 def find_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernels | None:
     """Finds our kernels for a device; None if they do not support the type or head size."""
     if device.type != "cuda" or head_dim not in HEAD_DIMS or not supports(device, dtype):
+        return None
+    if not fits(device, f"attention of {head_dim} channels", shared_bytes(head_dim)):
         return None
     return kernels_for(device).kernels
 
@@ -124,8 +127,12 @@ def select_cuda_attention(pool: KVPool, kernels: Kernels, heads: int, keys: int 
             query = torch.randn(
                 len(batch.tokens), heads, pool.keys.shape[3], dtype=pool.keys.dtype, device=pool.keys.device
             )
-            if _seconds(ours, query, batch) <= _seconds(attend_segments, query, batch):
-                won.add(kind)
+            try:
+                if _seconds(ours, query, batch) <= _seconds(attend_segments, query, batch):
+                    won.add(kind)
+            except KernelLaunchError as error:
+                check_device(pool.keys.device, error)
+                log.warning("a kernel cannot be launched, torch computes instead", kind=kind, reason=str(error))
     finally:
         pool.free(table)
     return CudaAttention(kernels, frozenset(won))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import structlog
 import torch
 from kvkernels.cpu.cpu_features import native_bfloat16
 from kvsidecar.errors import ConfigurationError
@@ -9,6 +10,9 @@ from kvsidecar.errors import ConfigurationError
 from inference_svc.models.model_check import check_device
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_BFLOAT16_SINCE = (8, 0)
+
+log = structlog.get_logger("model")
 
 
 def pick_device(name: str) -> torch.device:
@@ -25,7 +29,7 @@ def pick_device(name: str) -> torch.device:
 def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> torch.dtype:
     """Resolve a dtype; ``auto`` is the checkpoint's.
 
-    On a CPU, 16-bit weights run as bfloat16 if it is native, else as float32.
+    On a CPU, 16-bit weights run as bfloat16 if it is native, else as float32. A GPU without bfloat16 runs float16.
     """
     if name != "auto":
         chosen = getattr(torch, name, None)
@@ -35,4 +39,12 @@ def pick_dtype(name: str, stored: torch.dtype | None, device: torch.device) -> t
     wanted = stored if stored in _DTYPES else torch.float32
     if device.type == "cpu" and wanted != torch.float32:
         return torch.bfloat16 if native_bfloat16() else torch.float32
+    if (
+        wanted == torch.bfloat16
+        and device.type == "cuda"
+        and torch.cuda.get_device_capability(device) < _BFLOAT16_SINCE
+    ):
+        card = torch.cuda.get_device_name(device)
+        log.warning("this GPU has no bfloat16, so the model runs in float16; --dtype chooses another", device=card)
+        return torch.float16
     return wanted

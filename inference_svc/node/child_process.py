@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -41,6 +41,7 @@ class ChildProcess:
     liveness_seconds: float = 0.0
     changed: Callable[[], None] = lambda: None
     stop_seconds: float = STOP_SECONDS
+    environment: Mapping[str, str] = field(default_factory=dict)
     report: ProcessReport = field(default_factory=ProcessReport)
     served: bool = False
     """True after the process has served: a later exit is not a configuration error."""
@@ -72,6 +73,7 @@ class ChildProcess:
         self.process = await asyncio.create_subprocess_exec(
             *self.command,
             start_new_session=True,
+            env={**os.environ, **self.environment},
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
         following = asyncio.create_task(self._probe_until_exit(self.process))

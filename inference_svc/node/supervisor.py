@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from inference_svc.gateway.gateway_config import GatewayConfig
+from inference_svc.models.model_check import cuda_devices
 from inference_svc.node.child_process import STOP_SECONDS, ChildProcess
 from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
@@ -58,6 +60,9 @@ class ServeConfig(ModelSettings):
 
     workers: int = Field(default=1, ge=1, le=64)
     """Number of inference workers."""
+    devices: str = ""
+    """Numbers of the GPUs that the workers use in turn, separated by commas, such as 0,1; then workers is by default as
+    many as these. Each worker sees only its own GPU."""
     host: str = "127.0.0.1"
     """Address of the HTTP gateway."""
     port: int = Field(default=8000, ge=1, le=65535)
@@ -131,7 +136,7 @@ class Supervisor:
             "daemon", self._daemon_command(), GrpcProbe(self.cache_socket)
         )
         workers = [
-            self._launch(f"worker-{i}", self._worker_command(i, socket), GrpcProbe(socket))
+            self._launch(f"worker-{i}", self._worker_command(i, socket), GrpcProbe(socket), worker_gpu(self._config, i))
             for i, socket in enumerate(self.worker_sockets)
         ]
         self._launch("gateway", self._gateway_command(), HttpProbe(self._url))
@@ -158,6 +163,8 @@ class Supervisor:
         }
         if not own.cache_address:
             flags["cache_socket"] = self.cache_socket
+        if self._config.devices:
+            flags["device"] = "cuda"  # the only one that the worker sees
         if "threads" not in own.model_fields_set:
             flags["threads"] = max(1, len(os.sched_getaffinity(0)) // self._config.workers)
         if own.stream in ("auto", "partial_resident") and "memory_bytes" not in own.model_fields_set:
@@ -201,7 +208,9 @@ class Supervisor:
 
     # ---- watching -------------------------------------------------------------------------------------------
 
-    def _launch(self, name: str, command: list[str], probe: Probe | None = None) -> ChildProcess:
+    def _launch(
+        self, name: str, command: list[str], probe: Probe | None = None, environment: Mapping[str, str] | None = None
+    ) -> ChildProcess:
         child = ChildProcess(
             name,
             command,
@@ -209,6 +218,7 @@ class Supervisor:
             self._config.liveness_seconds,
             self._report,
             stop_seconds=STOP_SECONDS + self._config.drain_seconds,
+            environment=environment or {},
         )
         self._children.append(child)
         self._watchers.append(asyncio.create_task(self._watch(child)))
@@ -247,6 +257,30 @@ class Supervisor:
         await asyncio.gather(*self._watchers, return_exceptions=True)
 
 
+def _gpu_numbers(config: ServeConfig) -> list[int]:
+    """Parse the setting ``devices``. Raises ConfigurationError."""
+    if not config.devices:
+        return []
+    if not re.fullmatch(r"\d{1,3}(,\d{1,3})*", config.devices):
+        raise ConfigurationError(f"devices is {config.devices!r}; allowed are numbers with commas between them: 0,1")
+    if config.device not in ("auto", "cuda"):
+        raise ConfigurationError(f"devices is {config.devices} and device is {config.device}; leave one out")
+    numbers, found = [int(number) for number in config.devices.split(",")], cuda_devices()
+    if max(numbers) >= found:
+        allowed = f"allowed are 0 to {found - 1}" if found else "it has no CUDA device, or no driver for one"
+        raise ConfigurationError(f"devices is {config.devices}, and this machine has {found}: {allowed}")
+    return numbers
+
+
+def worker_gpu(config: ServeConfig, worker: int) -> dict[str, str]:
+    """Return the environment in which a worker sees only its GPU; empty if the setting assigns none."""
+    numbers = _gpu_numbers(config)
+    if not numbers:
+        return {}
+    number, visible = numbers[worker % len(numbers)], os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": visible.split(",")[number] if visible else str(number)}
+
+
 def _flags(settings: Mapping[str, object]) -> list[str]:
     """Convert settings to flags, with one flag per value of a tuple."""
     several = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
@@ -271,6 +305,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config = read_settings(ServeConfig, given, file)
         configure_logging(config.log_level, "serve")
+        if (numbers := _gpu_numbers(config)) and "workers" not in config.model_fields_set:
+            config = config.model_copy(update={"workers": len(numbers)})
         ensure_private_dir(config.runtime_dir)
         with NodeLock(config.runtime_dir) as lock:
             _refuse_taken_port(config)

@@ -20,6 +20,7 @@ from inference_svc.kv_pool import MAX_BRANCHES
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.models.loader import LoadedModel
 from inference_svc.request import request_options
+from inference_svc.request.breakpoint_finder import BreakpointFinder
 from inference_svc.request.sampled_calls import SampledCalls
 from inference_svc.sampling.sampling_params import SamplingParams
 from inference_svc.scheduling.context_limits import ContextLimits
@@ -73,14 +74,14 @@ class RequestBuilder:
         self._adapters = adapters if adapters is not None else {}
         self._room = room or ContextLimits(context_length, context_length, 0)
         self._speculate, self._has_draft_model = SpeculationMode(defaults.speculate), defaults.has_draft_model
-        self._loaded, self._tokenizer = loaded, loaded.tokenizer
-        self._context = context_length
+        self._loaded, self._tokenizer, self._context = loaded, loaded.tokenizer, context_length
         self._separator, self._reuse_anywhere = defaults.document_separator, defaults.reuse_anywhere
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
         self._chat_template = ChatTemplate(
             loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser
         )
+        self.breakpoints = BreakpointFinder(self._chat_template, lambda text: self._ids(text, False))
         self._sampled_calls = SampledCalls()
         # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -307,7 +308,8 @@ class RequestBuilder:
             request.include_stop,
             request.min_tokens,
         )
-        cache = request_options.cache_use(request.cache, marks, self._reuse_anywhere)
+        retained = self.breakpoints.retained(request.prompt, request.cache, len(tokens))
+        cache = request_options.cache_use(request.cache, marks, self._reuse_anywhere, retained)
         parameters = GenerationRequest(
             id=request.request_id or token_hex(12),
             num_prompt_tokens=len(tokens),

@@ -7,13 +7,16 @@ from typing import Literal
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.kv_transfer.cache_hints import CacheHints
+from kvsidecar.retained_prefixes import RetainedPrefixes
 
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.sequence.generation_request import CacheParams
 
 DEFAULT_MAX_TOKENS = 256
-# Maximum prompt tokens times (alternatives + 1): each takes a hundred bytes here, and more in the gateway.
+# Prompt tokens times alternatives: each takes a hundred bytes here, and more in the gateway.
 _MAX_PROMPT_LOGPROBS = 1 << 18
+_MAX_SESSION_BYTES = 128
 _MAX_STOPS, _MAX_STOP_TOKENS, _MAX_LOGPROBS, _MAX_SALT_BYTES = 8, 128, 20, 256
 
 
@@ -57,18 +60,41 @@ def stop_strings(request: pb.GenerateRequest) -> tuple[str, ...]:
     return tuple(request.stop)
 
 
-def cache_use(given: pb.CacheOptions, marks: DocumentMarks, reuse_anywhere: bool) -> CacheParams:
-    """Return the cache options of a request. Raises InvalidRequest.
+def check_salt(salt: bytes) -> None:
+    """Raise InvalidRequest for a salt that is too long, without showing it: it is a secret."""
+    if len(salt) > _MAX_SALT_BYTES:
+        raise InvalidRequest(f"tenant_salt has {len(salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
 
-    ``reuse_anywhere`` is the worker's setting, for a request without its own.
-    """
-    if len(given.tenant_salt) > _MAX_SALT_BYTES:
-        raise InvalidRequest(f"tenant_salt has {len(given.tenant_salt)} bytes; at most {_MAX_SALT_BYTES} are allowed")
-    if given.HasField("ttl_seconds") and not 1 <= given.ttl_seconds <= MAX_TTL_SECONDS:
+
+def check_session(name: str) -> str:
+    """Raise InvalidRequest for the name of a session that is too long."""
+    if len(name.encode()) > _MAX_SESSION_BYTES:
         raise InvalidRequest(
-            f"cache_ttl_seconds is {given.ttl_seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none",
-            param="cache_ttl_seconds",
+            f"cache_session has {len(name.encode())} bytes; at most {_MAX_SESSION_BYTES} are allowed",
+            param="cache_session",
         )
+    return name
+
+
+def check_seconds(name: str, seconds: int, param: str = "") -> int:
+    """Raise InvalidRequest for a time outside the limits of TTLs and retentions."""
+    if not 1 <= seconds <= MAX_TTL_SECONDS:
+        raise InvalidRequest(
+            f"{name} is {seconds}; allowed are 1 to {MAX_TTL_SECONDS} (30 days), or none", param=param or name
+        )
+    return seconds
+
+
+def cache_use(
+    given: pb.CacheOptions, marks: DocumentMarks, reuse_anywhere: bool, retained: RetainedPrefixes = ()
+) -> CacheParams:
+    """Return the cache options and hints of a request. Raises InvalidRequest.
+
+    ``reuse_anywhere`` is the worker's setting, for a request without its own; ``retained`` are the request's prefixes.
+    """
+    check_salt(given.tenant_salt)
+    if given.HasField("ttl_seconds"):
+        check_seconds("cache_ttl_seconds", given.ttl_seconds)
     if given.HasField("reuse_anywhere"):
         if given.reuse_anywhere and given.exact_only:
             raise InvalidRequest(
@@ -81,7 +107,13 @@ def cache_use(given: pb.CacheOptions, marks: DocumentMarks, reuse_anywhere: bool
         tenant_salt=given.tenant_salt,
         reuse_anywhere=reuse_anywhere and not given.exact_only,
         marks=marks,
-        ttl_seconds=given.ttl_seconds,
+        hints=CacheHints(
+            given.ttl_seconds,
+            retained,
+            check_session(given.session),
+            given.priority == pb.CACHE_PRIORITY_LOW,
+            given.fetch,
+        ),
     )
 
 

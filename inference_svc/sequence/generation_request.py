@@ -6,6 +6,8 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
+
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.kv_pool.prefix_cache import CacheScope
 from inference_svc.lora.lora_adapter import LoraAdapter
@@ -23,17 +25,14 @@ class SpeculationMode(enum.Enum):
 
 @dataclass(frozen=True)
 class CacheParams:
-    """Cache options of a request.
-
-    ``ttl_seconds`` applies to the chunks that the request loads and stores; 0 means no expiry.
-    """
+    """Use of the cache that a request allows, and its hints about the chunks that it loads and stores."""
 
     read: bool = True
     write: bool = True
     tenant_salt: bytes = b""
     reuse_anywhere: bool = False
     marks: DocumentMarks = field(default_factory=DocumentMarks)
-    ttl_seconds: int = 0
+    hints: CacheHints = NO_HINTS
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,13 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceServicer
 from kvsidecar.process.malloc_tuning import trim_freed_memory
 from kvsidecar.requests import add_calls
+from kvsidecar.retained_prefixes import RetainedPrefixes
 
+from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.lora.lora_adapter import LoraAdapter
 from inference_svc.request.miss_report import add_miss
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
+from inference_svc.request.request_options import check_salt, check_session
 from inference_svc.request.response_fields import copy_stop_reason, prompt_logprobs, set_stop_reason, token_logprob
 from inference_svc.sequence.sequence import Sequence, SequenceOutput
 from inference_svc.server.lora_admin import LoraAdmin
@@ -229,10 +232,7 @@ class InferenceService(InferenceServiceServicer):
     async def Warm(self, request: pb.WarmRequest, context: Context) -> pb.WarmResponse:
         self._requests.adapter(request.model)  # refuses an unknown name before the prompt is tokenized
         with self._observer.request("Warm", context) as seen:
-            tokens, marks = await self._tokenize_beside(
-                request,
-                lambda: self._requests.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache),
-            )
+            tokens, marks, retained = await self._tokenize_beside(request, partial(self._warm_prompt, request))
             inner = pb.GenerateRequest(
                 prompt=pb.Prompt(token_ids=pb.TokenIds(ids=tokens)),
                 max_tokens=1,
@@ -240,6 +240,10 @@ class InferenceService(InferenceServiceServicer):
                 model=request.model,
             )
             inner.cache.segment_ends[:] = marks.segment_ends
+            del inner.cache.breakpoints[:]
+            inner.cache.breakpoints.extend(pb.CacheBreakpoint(tokens=end, retain_seconds=s) for end, s in retained)
+            if request.prefetch:
+                return await self._prefetch(inner)
             sequence, outputs = await self._submit(inner, seen)
             output = SequenceOutput()
             try:
@@ -253,6 +257,28 @@ class InferenceService(InferenceServiceServicer):
             return pb.WarmResponse(
                 prompt_tokens=len(tokens), cached_tokens=sequence.usage.num_cached, stored_tokens=output.stored_tokens
             )
+
+    def _warm_prompt(self, request: pb.WarmRequest) -> tuple[list[int], DocumentMarks, RetainedPrefixes]:
+        tokens, marks = self._requests.checked_tokens(request.prompt, generation_prompt=False, cache=request.cache)
+        return tokens, marks, self._requests.breakpoints.find(request.prompt, request.cache, len(tokens))
+
+    async def _prefetch(self, request: pb.GenerateRequest) -> pb.WarmResponse:
+        sequence = self._requests.tokenize(request, lambda _: None, time.perf_counter())(None)
+        cache, tokens = self._runtime.cache, sequence.request.num_prompt_tokens
+        found = await asyncio.to_thread(cache.prefetch, sequence) if cache is not None else 0
+        return pb.WarmResponse(prompt_tokens=tokens, cached_tokens=found, stored_tokens=found)
+
+    @unary(INFERENCE_DOMAIN)
+    async def ReleaseSession(self, request: pb.ReleaseSessionRequest, context: Context) -> pb.ReleaseSessionResponse:
+        adapter, cache = self._requests.adapter(request.model), self._runtime.cache
+        if not check_session(request.session):
+            raise InvalidRequest("the session has no name; name the one to release", param="session")
+        check_salt(request.tenant_salt)
+        if cache is None:
+            return pb.ReleaseSessionResponse()
+        fingerprint = b"" if adapter is None else adapter.fingerprint
+        released = await asyncio.to_thread(cache.release_session, fingerprint, request.tenant_salt, request.session)
+        return pb.ReleaseSessionResponse(released_chunks=released)
 
     # ---- tokens ---------------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ from inference_svc.context_reuse.verify import (
     candidates,
     read_questions,
 )
-from inference_svc.kv_client.connector import store_verdict
+from inference_svc.kv_client.verdict_store import store_verdict
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.request.prompt_provenance import prompt_parts
 from inference_svc.request.response_fields import prompt_logprobs, set_stop_reason, token_logprob

@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace, console: Console) -> Report:
     )
     from inference_svc.context_reuse.reuse_lab import ReuseLab
     from inference_svc.context_reuse.verify import BUILT_IN, Verifier, candidates, read_questions
-    from inference_svc.kv_client.connector import store_verdict
+    from inference_svc.kv_client.verdict_store import store_verdict
     from inference_svc.model_runner.numerics_probe import with_numerics_identity
     from inference_svc.models.layer_streaming.residency_plan import StreamingOptions
     from inference_svc.models.loader import load, quiet_transformers

@@ -170,15 +170,37 @@ template <class T> KVK_DEVICE void combine(const CombineParams& p) {
   KVK_KERNEL(attention_pool_##T##_##D, 128, AttentionParams, attention<T, D, PagedKV<T, D>>)             \
   KVK_KERNEL(attention_chunks8_##T##_##D, 128, AttentionParams, attention<T, D, ChunkedKV<T, D, 8>>)     \
   KVK_KERNEL(attention_chunks4_##T##_##D, 128, AttentionParams, attention<T, D, ChunkedKV<T, D, 4>>)
+// A build with KVK_PART compiles one part of the variants, so that several processors share the work.
+#ifdef KVK_PART
+#define KVK_IN_PART(part) (KVK_PART == part)
+#elif defined(KVK_FEWEST)  // one variant is enough to check that a test detects a bug
+#define KVK_IN_PART(part) (part == 0)
+#else
+#define KVK_IN_PART(part) 1
+#endif
+#if KVK_IN_PART(0)
 KVK_KERNEL(combine_f16, 128, CombineParams, combine<f16>)
 KVK_KERNEL(combine_bf16, 128, CombineParams, combine<bf16>)
 ATTENTION(f16, 64)
-#ifndef KVK_FEWEST  // one variant is enough to check that a test detects a bug
+#endif
+#if KVK_IN_PART(1)
 ATTENTION(f16, 96)
+#endif
+#if KVK_IN_PART(2)
 ATTENTION(f16, 128)
+#endif
+#if KVK_IN_PART(3)
 ATTENTION(f16, 256)
+#endif
+#if KVK_IN_PART(4)
 ATTENTION(bf16, 64)
+#endif
+#if KVK_IN_PART(5)
 ATTENTION(bf16, 96)
+#endif
+#if KVK_IN_PART(6)
 ATTENTION(bf16, 128)
+#endif
+#if KVK_IN_PART(7)
 ATTENTION(bf16, 256)
 #endif

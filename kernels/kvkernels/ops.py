@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvkernels.cuda import awq_gemm as awq
-from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend
+from kvkernels.cuda.cuda_attention import HEAD_DIMS, AttentionRows, PagedKV, attend, shared_bytes
 from kvkernels.cuda.cuda_library import Kernels
-from kvkernels.cuda.kernel_select import kernels_for, supports
+from kvkernels.cuda.kernel_select import fits, kernels_for, supports
 
 
 def has_cuda_kernels(device: torch.device, dtype: torch.dtype) -> bool:
@@ -22,6 +22,13 @@ def has_cuda_kernels(device: torch.device, dtype: torch.dtype) -> bool:
 
 def _kernels(x: Tensor) -> Kernels | None:
     return kernels_for(x.device).kernels if has_cuda_kernels(x.device, x.dtype) else None
+
+
+def _attention_kernels(query: Tensor) -> Kernels | None:
+    dim, kernels = query.shape[2], _kernels(query)
+    if kernels is None or dim not in HEAD_DIMS:
+        return None
+    return kernels if fits(query.device, f"attention of {dim} channels", shared_bytes(dim)) else None
 
 
 @torch.library.custom_op("kvkernels::attention", mutates_args=())
@@ -48,7 +55,7 @@ def attention(
     a row attends to, its own included. 0 disables ``sliding_window`` and ``logits_soft_cap``. The log-sum-exp is
     float32, natural. Names follow FlashInfer.
     """
-    kernels = _kernels(query) if query.shape[2] in HEAD_DIMS else None
+    kernels = _attention_kernels(query)
     if kernels is None:
         return attention_reference(
             query,

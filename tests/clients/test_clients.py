@@ -115,6 +115,12 @@ def test_a_stream_comes_in_pieces_that_make_the_whole(facts: dict[str, str]) -> 
     assert facts["stream.generated_tokens"] == "12"
 
 
+def test_a_session_that_ends_takes_its_chunks_along(facts: dict[str, str]) -> None:
+    assert int(facts["prefetch.stored_tokens"]) > 100
+    assert int(facts["session.released_chunks"]) > 0
+    assert "cache_retain_seconds is 0; allowed are 1 to 2592000" in facts["no retention.message"]
+
+
 def test_cancelling_and_deadlines_end_the_request_at_the_worker(facts: dict[str, str]) -> None:
     assert facts["cancel.reason"] == "CANCELLED"
     assert facts["deadline.reason"] == "DEADLINE_EXCEEDED"
@@ -258,6 +264,8 @@ def test_the_shell_script_speaks_to_a_worker(node: Node, port: int) -> None:
     assert "is an HTTP address" in elsewhere.stderr
     streamed = kv(str(node.worker_socket(0)), "stream", text, MAX_TOKENS="6").stdout
     assert "FINISH_REASON" in streamed
+    assert int(json.loads(kv(str(node.worker_socket(0)), "prefetch", text * 20).stdout)["promptTokens"]) > 100
+    assert json.loads(kv(str(node.worker_socket(0)), "release", "agent").stdout).get("releasedChunks", 0) == 0
     refused = kv(str(node.worker_socket(0)), "generate", text, MAX_TOKENS="0")
     assert refused.returncode != 0
     assert "max_tokens is 0; at least 1 is needed" in refused.stderr + refused.stdout

@@ -41,3 +41,17 @@ def test_little_is_open_to_a_process_that_was_taken_over(units: list[Path], name
     unit = next(u for u in units if u.name == name)
     done = analyze("security", "--offline=yes", f"--threshold={MOST_EXPOSED}", str(unit))
     assert done.returncode == 0, done.stdout[-200:]
+
+
+# Names of NVIDIA's character devices in /proc/devices: drivers before 545.29, and later ones.
+OLD_DRIVER = ("nvidia-frontend", "nvidia-uvm", "nvidia-caps")
+NEW_DRIVER = ("nvidia", "nvidiactl", "nvidia-uvm", "nvidia-caps")
+
+
+@pytest.mark.parametrize("name", ["kvsidecar-worker@.service", "kvsidecar-cache.service"])
+@pytest.mark.parametrize("devices", [OLD_DRIVER, NEW_DRIVER])
+def test_gpus_of_every_driver_are_open(name: str, devices: tuple[str, ...]) -> None:
+    """A worker and a daemon with an arena on a GPU see no GPU otherwise, and no message says why."""
+    lines = (DEPLOY / "systemd" / name).read_text(encoding="utf-8").splitlines()
+    assert "PrivateDevices=yes" not in lines
+    assert {f"DeviceAllow=char-{device} rw" for device in devices} <= set(lines)

@@ -47,6 +47,7 @@ class Request:
     mm_features: list[Any] = field(default_factory=list)
     prompt_embeds: Any = None
     status: Status = Status.RUNNING
+    kv_hints: Any = None
 
     @property
     def num_tokens(self) -> int:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.integrations.sglang.host_pool_layout import host_pool_cache
+from kvsidecar.integrations.sglang.page_hints import PageHints
 from kvsidecar.integrations.sglang.page_store import PageStore
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.net.channel import ServiceAddress
@@ -74,6 +76,29 @@ def test_pages_come_back_wherever_and_in_whatever_layout(node: Node, layout: str
     assert ours.exists(NAMES) == 0
     for one in (ours, theirs):
         one.close()
+
+
+def test_the_hints_of_a_call_reach_its_pages(node: Node) -> None:
+    pool = MHATokenToKVPoolHost("layer_first")
+    pages, hints = keeper(node, "hinted", pool), PageHints(pool.page_size)
+    directives = [{"end": pool.page_size, "priority": 50, "duration": 600}]
+    retain = {"action_type": "kv.retain", "action_version": "1.0", "payload": {"directives": directives}}
+    envelope = {"actions": [retain, {"action_type": "kv.share", "action_version": "1.0", "payload": {}}]}
+    before = node.cache_stats().retained_bytes
+    for name, prefix in ((NAMES[0], None), (NAMES[1], NAMES[:1])):
+        call = SimpleNamespace(prefix_keys=prefix, extra_info={"kv_hints": envelope})
+        assert pages.store([name], slots(1).numpy(), hints.of_call(call)) == [True]
+        assert node.cache_stats().retained_bytes > before, "only the first page of the prompt is retained"
+    retained = node.cache_stats().retained_bytes - before
+    assert pages.store([NAMES[2]], slots(1).numpy(), hints.of_call(None)) == [True]
+    assert node.cache_stats().retained_bytes - before == retained
+    assert (hints.num_applied, hints.num_ignored) == (2, 2)
+    everything = [{"priority": 50, "duration": 600}]
+    retain["payload"] = {"directives": everything}
+    assert pages.exists(NAMES[:3], hints.of_call(call)) == 3
+    assert node.cache_stats().retained_bytes - before == 3 * retained
+    pages.clear()
+    pages.close()
 
 
 def test_what_was_copied_while_the_process_hung_is_not_used(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
 """Build of the CUDA kernels without a GPU, and kernel selection."""
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,23 +79,81 @@ def test_the_library_loads_anywhere_and_knows_its_parameters() -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(nvrtc.find_nvrtc() is None, reason="no NVRTC with CUDA headers (pip install 'kvsidecar[kernels]')")
+@pytest.mark.skipif(not nvrtc.find_compilers(), reason="no NVRTC with CUDA headers (pip install 'kvsidecar[kernels]')")
 @pytest.mark.parametrize("architecture", ["sm_70", "sm_90"])
 def test_nvrtc_compiles_the_same_sources(architecture: str) -> None:
-    cubin = nvrtc.compile_kernels(architecture)
-    assert cubin[:4] == b"\x7fELF"
-    assert b"attention_pool_f16_128" in cubin
+    try:
+        nvrtc.find_compiler(architecture)
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    cubins = nvrtc.compile_kernels(architecture)
+    assert all(cubin[:4] == b"\x7fELF" for cubin in cubins)
+    for kernel in (b"attention_pool_f16_128", b"combine_bf16", b"awq_gemm_f16", b"unpack8_bf16"):
+        assert sum(kernel in cubin for cubin in cubins) >= 1
 
 
 def test_compiled_code_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(nvrtc, "compile_kernels", lambda architecture: architecture.encode())
-    assert nvrtc.cached_cubin("sm_90") == b"sm_90"
+    monkeypatch.setattr(nvrtc, "compile_kernels", lambda architecture: [b"first", architecture.encode()])
+    assert nvrtc.cached_cubins("sm_90") == [b"first", b"sm_90"]
     assert "compiling CUDA kernels for sm_90" in capsys.readouterr().err
     monkeypatch.setattr(nvrtc, "compile_kernels", lambda architecture: pytest.fail("compiled twice"))
-    assert nvrtc.cached_cubin("sm_90") == b"sm_90"
+    assert nvrtc.cached_cubins("sm_90") == [b"first", b"sm_90"]
+
+
+NVRTC_DOUBLE = """
+int nvrtcGetNumSupportedArchs(int* count) {{ *count = 1; return 0; }}
+int nvrtcGetSupportedArchs(int* numbers) {{ *numbers = {number}; return 0; }}
+const char* nvrtcGetErrorString(int error) {{ return ""; }}
+"""
+
+
+def wheel(folder: Path, headers: Path, number: int) -> None:
+    """Make a folder like that of an NVRTC wheel, whose compiler supports one architecture."""
+    (folder / "lib").mkdir(parents=True)
+    headers.mkdir(parents=True)
+    (headers / "cuda_fp16.h").touch()
+    source = folder / "nvrtc.c"
+    source.write_text(NVRTC_DOUBLE.format(number=number))
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(folder / "lib" / "libnvrtc.so.1")], check=True)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler to build the test doubles with")
+def test_the_compiler_that_supports_an_architecture_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA 13 sorts first and compiles no sm_70; headers are those of the library's own version."""
+    wheel(tmp_path / "cu13", tmp_path / "cu13" / "include", 90)
+    wheel(tmp_path / "cuda_nvrtc", tmp_path / "cuda_runtime" / "include", 70)
+    monkeypatch.setattr(nvrtc, "nvidia_folders", lambda: sorted(tmp_path.iterdir()))
+    assert nvrtc.find_compiler("sm_70").headers == tmp_path / "cuda_runtime" / "include"
+    assert nvrtc.find_compiler("sm_90").headers == tmp_path / "cu13" / "include"
+    with pytest.raises(RuntimeError, match=r"no NVRTC for sm_50: .*cu13.*cuda_nvrtc.* support others"):
+        nvrtc.find_compiler("sm_50")
+
+
+def test_a_build_beside_cuda_13_leaves_out_volta_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(target: Path, architectures: tuple[int, ...]) -> cuda_build.Report:
+        target.write_bytes(b"built")
+        return {}
+
+    monkeypatch.setattr(nvrtc, "nvidia_folders", list)
+    monkeypatch.setattr(cuda_build, "build", build)
+    monkeypatch.setattr(sys, "argv", ["make kernels", "--out", str(tmp_path / "libkvkernels.so")])
+    assert cuda_build.main() == 0
+    assert "left out sm_70: no NVRTC with CUDA headers" in capsys.readouterr().out
+
+
+def test_only_architectures_of_the_compiler_are_built(tmp_path: Path) -> None:
+    compiler = tmp_path / "nvcc"
+    compiler.write_text("#!/bin/sh\nprintf 'sm_75\\nsm_90\\nsm_120\\n'\n")
+    compiler.chmod(0o755)
+    assert cuda_build.supported_architectures(str(compiler)) == (75, 90)
+    compiler.write_text("#!/bin/sh\necho sm_120\n")
+    with pytest.raises(RuntimeError, match="compiles for sm_120, and for none of ours"):
+        cuda_build.supported_architectures(str(compiler))
 
 
 def test_every_way_that_fails_says_why() -> None:

@@ -26,6 +26,7 @@ func main() {
 	must(err)
 	defer client.Close()
 	asked(client, os.Args[2])
+	hinted(client, os.Args[2])
 	ended(client)
 }
 
@@ -70,6 +71,26 @@ func asked(client *kvsidecar.Client, text string) {
 	answer, err := client.Generate(ctx, question)
 	must(err)
 	fact("chat.text", hex.EncodeToString([]byte(answer.Text)))
+}
+
+func hinted(client *kvsidecar.Client, text string) {
+	ctx, seconds, own := context.Background(), uint32(60), kvsidecar.Text("An agent's own notes: "+text)
+	point := &pb.CacheBreakpoint{End: &pb.CacheBreakpoint_Tokens{Tokens: 64}, RetainSeconds: 300}
+	cache := &pb.CacheOptions{
+		Session: "agent", RetainSeconds: &seconds, Breakpoints: []*pb.CacheBreakpoint{point},
+		Priority: pb.CachePriority_CACHE_PRIORITY_LOW,
+	}
+	_, err := client.WarmWith(ctx, own, cache)
+	must(err)
+	found, err := client.Prefetch(ctx, kvsidecar.Text(text))
+	must(err)
+	fact("prefetch.stored_tokens", found.StoredTokens)
+	released, err := client.ReleaseSession(ctx, "agent", nil)
+	must(err)
+	fact("session.released_chunks", released)
+	zero := uint32(0)
+	_, err = client.WarmWith(ctx, own, &pb.CacheOptions{RetainSeconds: &zero})
+	failure("no retention", err)
 }
 
 func ended(client *kvsidecar.Client) {

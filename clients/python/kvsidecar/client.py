@@ -15,6 +15,7 @@ from typing import Any, Unpack
 import grpc
 
 from kvsidecar.errors import Unavailable, from_rpc
+from kvsidecar.hint_options import HintOptions
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.requests import Options, Prompt, add_calls, check_options, to_prompt, to_request, to_warm_request
 from kvsidecar.telemetry.tracing import context_metadata
@@ -184,12 +185,21 @@ class Client:
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
-        cache_ttl_seconds: int | None = None,
+        prefetch: bool = False,
+        **hints: Unpack[HintOptions],
     ) -> pb.WarmResponse:
-        """Prefill a prompt into the cache, for an adapter if ``model`` names one."""
-        request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
+        """Prefill a prompt into the cache, for an adapter if ``model`` names one.
+
+        With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
+        """
+        request = to_warm_request(prompt, tools, tenant_salt, model, prefetch=prefetch, **hints)
         response: pb.WarmResponse = self._call(self.stub.Warm, request, deadline)
         return response
+
+    def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
+        """Remove the chunks that a session stored and alone used. Returns how many."""
+        request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
+        return int(self._call(self.stub.ReleaseSession, request, 60).released_chunks)
 
     def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt."""
@@ -283,12 +293,21 @@ class AsyncClient:
         tenant_salt: bytes = b"",
         tools: Sequence[Mapping[str, Any]] = (),
         model: str = "",
-        cache_ttl_seconds: int | None = None,
+        prefetch: bool = False,
+        **hints: Unpack[HintOptions],
     ) -> pb.WarmResponse:
-        """Prefill a prompt into the cache, for an adapter if ``model`` names one."""
-        request = to_warm_request(prompt, tools, tenant_salt, model, cache_ttl_seconds)
+        """Prefill a prompt into the cache, for an adapter if ``model`` names one.
+
+        With ``prefetch``, stored chunks are loaded into the daemon's memory, and nothing is computed.
+        """
+        request = to_warm_request(prompt, tools, tenant_salt, model, prefetch=prefetch, **hints)
         response: pb.WarmResponse = await self._call(self.stub.Warm, request, deadline)
         return response
+
+    async def release_session(self, cache_session: str, *, tenant_salt: bytes = b"", model: str = "") -> int:
+        """Remove the chunks that a session stored and alone used. Returns how many."""
+        request = pb.ReleaseSessionRequest(session=cache_session, tenant_salt=tenant_salt, model=model)
+        return int((await self._call(self.stub.ReleaseSession, request, 60)).released_chunks)
 
     async def tokenize(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt."""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
-from typing import Any, TypedDict
+from typing import Any, Unpack
 
 from kvsidecar.errors import InvalidRequest
+from kvsidecar.hint_options import HintOptions, check_number, check_text, hint_options
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 MAX_GRAMMAR_BYTES = 1 << 16
@@ -41,7 +42,7 @@ def to_prompt(prompt: Prompt, tools: Sequence[Mapping[str, Any]] = ()) -> pb.Pro
     ``tools`` have OpenAI's form.
     """
     if isinstance(prompt, str):
-        _check_text("prompt", prompt)
+        check_text("prompt", prompt)
         return pb.Prompt(text=prompt)
     if prompt and isinstance(prompt[0], Mapping):
         messages = [_message(m) for m in prompt]  # type: ignore[arg-type]
@@ -54,16 +55,18 @@ def to_warm_request(
     tools: Sequence[Mapping[str, Any]],
     tenant_salt: bytes,
     model: str = "",
-    cache_ttl_seconds: int | None = None,
+    *,
+    prefetch: bool = False,
+    **hints: Unpack[HintOptions],
 ) -> pb.WarmRequest:
     """Build a WarmRequest: prompt, tenant, and the adapter if ``model`` names one."""
-    _check_text("model", model)
-    _check_number("cache_ttl_seconds", cache_ttl_seconds)
-    cache = pb.CacheOptions(tenant_salt=tenant_salt, ttl_seconds=cache_ttl_seconds)
-    return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=cache, model=model)
+    check_text("model", model)
+    cache = hint_options(**hints)
+    cache.tenant_salt = tenant_salt
+    return pb.WarmRequest(prompt=to_prompt(prompt, tools), cache=cache, model=model, prefetch=prefetch)
 
 
-class Options(TypedDict, total=False):
+class Options(HintOptions, total=False):
     """Options of ``to_request``, for the methods that pass them on."""
 
     max_tokens: int | None
@@ -90,7 +93,6 @@ class Options(TypedDict, total=False):
     prompt_logprobs: int | None
     skip_cache: bool
     tenant_salt: bytes
-    cache_ttl_seconds: int | None
     exact_only: bool
     reuse_anywhere: bool | None
     document_separator: str | None
@@ -145,7 +147,6 @@ def to_request(
     prompt_logprobs: int | None = None,
     skip_cache: bool = False,
     tenant_salt: bytes = b"",
-    cache_ttl_seconds: int | None = None,
     exact_only: bool = False,
     reuse_anywhere: bool | None = None,
     document_separator: str | None = None,
@@ -162,14 +163,14 @@ def to_request(
     speculation_branches: int = 0,
     explain: bool = False,
     model: str = "",
+    **hints: Unpack[HintOptions],
 ) -> pb.GenerateRequest:
     """Build a GenerateRequest; None leaves an option to the worker's default.
 
     At most one of ``json_schema``, ``regex``, ``choice`` and ``grammar`` constrains the answer. ``tool_choice`` is
     auto, none, required, or a tool's name. ``speculation`` is off, ngram, draft or auto; ``speculation_branches`` is
     the maximum number of branches of a draft tree (0: worker's setting). ``truncate`` is left or middle: the part of a
-    too long prompt that loses tokens. ``model`` is the worker's model or one of its adapters. ``cache_ttl_seconds`` is
-    the TTL of the chunks that the request uses and stores; without it they do not expire.
+    too long prompt that loses tokens. ``model`` is the worker's model or one of its adapters.
     """
     for name, number in (
         ("max_tokens", max_tokens),
@@ -179,19 +180,19 @@ def to_request(
         ("speculation_branches", speculation_branches),
         ("logprobs", logprobs),
         ("prompt_logprobs", prompt_logprobs),
-        ("cache_ttl_seconds", cache_ttl_seconds),
     ):
-        _check_number(name, number)
+        check_number(name, number)
     for end in segment_ends:
-        _check_number("segment_ends", end)
+        check_number("segment_ends", end)
     for token in stop_token_ids:
-        _check_number("stop_token_ids", token)
-    _check_text("document_separator", document_separator or "")
-    _check_text("request_id", request_id)
-    _check_text("model", model)
+        check_number("stop_token_ids", token)
+    check_text("document_separator", document_separator or "")
+    check_text("request_id", request_id)
+    check_text("model", model)
     for text in stop:
-        _check_text("stop", text)
-    cache = pb.CacheOptions(
+        check_text("stop", text)
+    cache = hint_options(**hints)
+    rest = pb.CacheOptions(
         skip_read=skip_cache,
         skip_write=skip_cache,
         tenant_salt=tenant_salt,
@@ -199,8 +200,8 @@ def to_request(
         reuse_anywhere=reuse_anywhere,
         document_separator=document_separator,
         segment_ends=segment_ends,
-        ttl_seconds=cache_ttl_seconds,
     )
+    cache.MergeFrom(rest)
     return pb.GenerateRequest(
         prompt=to_prompt(prompt, tools),
         max_tokens=max_tokens,
@@ -284,7 +285,7 @@ def _tool_use(choice: str, parallel: bool) -> pb.ToolUse | None:
 
 def _message(message: Message) -> pb.ChatMessage:
     content = message.get("content") or ""
-    _check_text("content", content)
+    check_text("content", content)
     calls = [
         pb.ToolCall(id=call["id"], name=call["function"]["name"], arguments=call["function"]["arguments"])
         for call in message.get("tool_calls") or ()
@@ -314,19 +315,3 @@ def _json(name: str, value: Any) -> str:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidRequest(f"{name} is not JSON: {error}", param=name) from error
-
-
-def _check_number(name: str, value: int | None) -> None:
-    if value is not None and not 0 <= value < 2**32:
-        raise InvalidRequest(f"{name} is {value}; allowed are 0 to {2**32 - 1}", param=name)
-
-
-def _check_text(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(
-            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send whole "
-            f"characters",
-            param=name,
-        ) from None

@@ -5,11 +5,13 @@ import { loadSync } from "@grpc/proto-loader";
 import protobuf from "protobufjs";
 
 import type { ProtoGrpcType } from "../gen/inference.js";
+import type { CacheOptions } from "../gen/kvsidecar/inference/v1/CacheOptions.js";
 import type { GenerateRequest } from "../gen/kvsidecar/inference/v1/GenerateRequest.js";
 import type { GenerateResponse__Output } from "../gen/kvsidecar/inference/v1/GenerateResponse.js";
 import type { GenerateStreamResponse__Output } from "../gen/kvsidecar/inference/v1/GenerateStreamResponse.js";
 import type { InferenceServiceClient } from "../gen/kvsidecar/inference/v1/InferenceService.js";
 import type { Prompt } from "../gen/kvsidecar/inference/v1/Prompt.js";
+import type { ReleaseSessionResponse__Output } from "../gen/kvsidecar/inference/v1/ReleaseSessionResponse.js";
 import type { WarmResponse__Output } from "../gen/kvsidecar/inference/v1/WarmResponse.js";
 import { defaultTarget, failureAt, refuseUrl } from "./addresses.js";
 import { refusal, refuseNumbers } from "./numbers.js";
@@ -79,12 +81,28 @@ export class Client {
     }
   }
 
-  /** Prefills a prompt into the cache, and returns when the daemon has stored it. */
-  warm(prompt: Prompt, options: CallOptions = {}): Promise<WarmResponse__Output> {
+  /** Prefills a prompt into the cache, and returns when the daemon has stored it; `cache` has hints, such as a session. */
+  warm(prompt: Prompt, options: CallOptions = {}, cache: CacheOptions = {}): Promise<WarmResponse__Output> {
+    return this.unary(options, (callOptions, done) => {
+      refuseNumbers({ prompt, cache }, this.request);
+      return this.stub.warm({ prompt, cache }, callOptions, done);
+    });
+  }
+
+  /** Loads stored chunks of a prompt into the daemon's memory, and computes nothing. */
+  prefetch(prompt: Prompt, options: CallOptions = {}): Promise<WarmResponse__Output> {
     return this.unary(options, (callOptions, done) => {
       refuseNumbers({ prompt }, this.request);
-      return this.stub.warm({ prompt }, callOptions, done);
+      return this.stub.warm({ prompt, prefetch: true }, callOptions, done);
     });
+  }
+
+  /** Removes the chunks that a session of the tenant stored and alone used. Returns their number. */
+  async releaseSession(session: string, tenantSalt = new Uint8Array(), options: CallOptions = {}): Promise<number> {
+    const released = await this.unary<ReleaseSessionResponse__Output>(options, (callOptions, done) =>
+      this.stub.releaseSession({ session, tenantSalt: Buffer.from(tenantSalt) }, callOptions, done),
+    );
+    return released.releasedChunks;
   }
 
   private unary<T>(

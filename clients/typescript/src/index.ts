@@ -3,6 +3,7 @@ export { Client, type CallOptions } from "./client.js";
 export { KVSidecarError } from "./errors.js";
 export * from "./keys.js";
 export { chat, text, tokens } from "./prompts.js";
+export type { CacheOptions } from "../gen/kvsidecar/inference/v1/CacheOptions.js";
 export type { Chat } from "../gen/kvsidecar/inference/v1/Chat.js";
 export type { ChatMessage } from "../gen/kvsidecar/inference/v1/ChatMessage.js";
 export type { GenerateRequest } from "../gen/kvsidecar/inference/v1/GenerateRequest.js";

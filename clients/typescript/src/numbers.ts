@@ -4,7 +4,7 @@ import protobuf from "protobufjs";
 import { KVSidecarError } from "./errors.js";
 
 // Integer fields that allow negative numbers.
-const LEAST: Record<string, number> = { maxTokens: 1, ttlSeconds: 1 };
+const LEAST: Record<string, number> = { maxTokens: 1, ttlSeconds: 1, retainSeconds: 1 };
 const MOST: Record<string, bigint> = { uint32: 2n ** 32n - 1n, uint64: 2n ** 64n - 1n };
 
 /**

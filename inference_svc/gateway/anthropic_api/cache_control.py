@@ -1,13 +1,11 @@
-"""``cache_control`` of Anthropic's requests, and the TTL that it asks for."""
+"""``cache_control`` of Anthropic's requests: cache breakpoints, and the retention that they ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal
 
 from inference_svc.gateway.body_model import BodyModel
-
-_TTL_SECONDS = {"5m": 300, "1h": 3600}
+from inference_svc.gateway.chat_messages import DEFAULT_EPHEMERAL_SECONDS, EPHEMERAL_SECONDS
 
 
 class CacheControl(BodyModel):
@@ -17,7 +15,6 @@ class CacheControl(BodyModel):
     ttl: Literal["5m", "1h"] | None = None
     scope: Any = None
 
-
-def ttl_seconds(marks: Iterable[CacheControl | None]) -> int | None:
-    """Return the longest TTL of a request's breakpoints; None without any, for no expiry."""
-    return max((_TTL_SECONDS[mark.ttl or "5m"] for mark in marks if mark is not None), default=None)
+    @property
+    def seconds(self) -> int:
+        return EPHEMERAL_SECONDS[self.ttl] if self.ttl is not None else DEFAULT_EPHEMERAL_SECONDS

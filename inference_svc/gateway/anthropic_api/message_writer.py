@@ -22,7 +22,7 @@ class MessageWriter:
 
     def __init__(self, request: MessagesRequest, request_id: str) -> None:
         self._request, self._request_id = request, request_id
-        self._ttl = request.cache_ttl_seconds
+        self._ttl = request.retain_seconds
         self._content: list[dict[str, Any]] = []
         self._open, self._call, self._arguments = "", -1, list[str]()
         self._body: dict[str, Any] = {

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from inference_svc.gateway.anthropic_api.cache_control import CacheControl, ttl_seconds
+from inference_svc.gateway.anthropic_api.cache_control import CacheControl
 from inference_svc.gateway.anthropic_api.content_blocks import (
     InputMessages,
     TextBlocks,
     system_text,
 )
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.cache_fields import MAX_BREAKPOINTS, CacheSession
 from inference_svc.gateway.request_schema import ChatRequest
 from inference_svc.gateway.unsupported_options import IGNORED_OF_MESSAGES, NEUTRAL_OF_MESSAGES
 
@@ -154,6 +155,9 @@ class MessagesRequest(CountTokensRequest):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(default=None, ge=0, lt=2**31)
+    cache_session: CacheSession = ""
+    """Ours, as in chats."""
+    kv_hints: Any = None
 
     def chat(self) -> ChatRequest:
         """Return the chat request. Raises InvalidRequest, UnsupportedOption."""
@@ -170,21 +174,37 @@ class MessagesRequest(CountTokensRequest):
                 "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
                 "response_format": self._format(),
                 "cache_salt": self.cache_salt,
-                "cache_ttl_seconds": self.cache_ttl_seconds,
+                "cache_retain_seconds": None if self.cache_control is None else self.cache_control.seconds,
+                "cache_breakpoints": self._breakpoints(),
+                "cache_session": self.cache_session,
+                "kv_hints": self.kv_hints,
             }
         )
 
     @property
-    def cache_ttl_seconds(self) -> int | None:
-        """TTL of the chunks that the request uses and stores."""
-        return ttl_seconds(self._marks())
+    def retain_seconds(self) -> int | None:
+        """The longest retention that the request asks for; None without a breakpoint."""
+        top = [] if self.cache_control is None else [self.cache_control.seconds]
+        return max(top + [seconds for _, seconds in self._marks()], default=None)
 
-    def _marks(self) -> Iterator[CacheControl | None]:
-        yield self.cache_control
-        yield from (block.cache_control for block in self.system or () if not isinstance(block, str))
-        yield from (tool.cache_control for tool in self.tools or () if isinstance(tool, FunctionTool))
-        for message in self.messages:
-            yield from message.marks()
+    def _breakpoints(self) -> list[dict[str, int]]:
+        """Return the breakpoints in terms of chat messages. Of more than the maximum, the last ones count."""
+        by_end: dict[int, int] = {}
+        for end, seconds in self._marks():
+            by_end[end] = max(by_end.get(end, 0), seconds)
+        return [{"messages": end, "retain_seconds": by_end[end]} for end in sorted(by_end)[-MAX_BREAKPOINTS:]]
+
+    def _marks(self) -> list[tuple[int, int]]:
+        """Return ``(chat messages, seconds)`` of the breakpoints in tools, system prompt and messages."""
+        system = [block.cache_control for block in self.system or () if not isinstance(block, str)]
+        tools = [tool.cache_control for tool in self.tools or () if isinstance(tool, FunctionTool)]
+        # Templates write tools beside the first message.
+        found = [(1, mark.seconds) for mark in (*system, *tools) if mark is not None]
+        end = int(self.system is not None)
+        for i, message in enumerate(self.messages):
+            end += len(message.chat_messages(i))
+            found += [(end, mark.seconds) for mark in message.marks() if mark is not None]
+        return found
 
     def _format(self) -> dict[str, Any] | None:
         wanted = self.output_format or (self.output_config.format if self.output_config is not None else None)

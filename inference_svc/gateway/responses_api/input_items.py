@@ -110,9 +110,9 @@ def to_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, MessageItem):
-            found.append({"role": item.role, "content": _text(item.content)})
+            found.append({"role": item.role, "content": _content(item.content)})
         elif isinstance(item, ResultItem):
-            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            found.append({"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)})
         elif isinstance(item, CallItem):
             add_call(found, item.call_id, item.name, item.arguments)
         elif isinstance(item, CustomCallItem):
@@ -141,6 +141,15 @@ def listed(items: Iterable[Item]) -> list[dict[str, Any]]:
             body["content"] = [{"type": kind, "text": item.content, **more}]
         found.append(body)
     return found
+
+
+def _content(content: str | Parts) -> str | list[dict[str, Any]]:
+    """Return the content of a chat message; in parts if a part ends with a cache breakpoint."""
+    if isinstance(content, str) or not any(isinstance(part.prompt_cache_breakpoint, dict) for part in content):
+        return _text(content)
+    return [
+        {"type": "text", "text": part.text, "prompt_cache_breakpoint": part.prompt_cache_breakpoint} for part in content
+    ]
 
 
 def _text(content: str | Parts) -> str:

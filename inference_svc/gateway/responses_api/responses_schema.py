@@ -9,8 +9,9 @@ from kvsidecar.errors import InvalidRequest
 from pydantic import BaseModel, ConfigDict, Field
 
 from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.cache_fields import CacheFields
 from inference_svc.gateway.chat_messages import TextAlone
-from inference_svc.gateway.request_schema import DEFAULT_LENGTH, MAX_LOGPROBS, CacheTtl, ChatRequest
+from inference_svc.gateway.request_schema import DEFAULT_LENGTH, MAX_LOGPROBS, ChatRequest
 from inference_svc.gateway.response_format import JsonSchema
 from inference_svc.gateway.responses_api.input_items import InputItem, Item, ItemReference, MessageItem
 
@@ -69,7 +70,7 @@ class Text(BodyModel):
     verbosity: Any = None
 
 
-class ResponsesRequest(BodyModel):
+class ResponsesRequest(CacheFields):
     """Body of ``/v1/responses``."""
 
     model: str = ""
@@ -103,8 +104,6 @@ class ResponsesRequest(BodyModel):
     prompt_cache_retention: Any = None
     metadata: dict[str, Any] | None = None
     user: str | None = None
-    cache_salt: str = ""
-    cache_ttl_seconds: CacheTtl = None
     explain: bool = False
     """Report which parts of the prompt were cached."""
 
@@ -159,8 +158,7 @@ class ResponsesRequest(BodyModel):
                 "tool_choice": self._choice(),
                 "parallel_tool_calls": self.parallel_tool_calls,
                 "response_format": self._format(),
-                "cache_salt": self.cache_salt,
-                "cache_ttl_seconds": self.cache_ttl_seconds,
+                **{name: getattr(self, name) for name in CacheFields.model_fields},
                 "explain": self.explain,
                 "truncate": "left" if self.truncation == "auto" else None,
                 "logprobs": self.wants_logprobs,

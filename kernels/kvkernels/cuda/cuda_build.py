@@ -1,6 +1,7 @@
-"""Build of the CUDA kernels without a GPU: a fat library with nvcc, and sm_70 with NVRTC 12.9.
+"""Build of the CUDA kernels without a GPU: a fat library with nvcc, and sm_70 with NVRTC.
 
-NVRTC 12.9 still supports sm_70. ``python -m kvkernels.cuda.cuda_build`` is ``make kernels``. Needs neither a driver nor
+The library has the architectures that nvcc compiles for. sm_70 needs an NVRTC before CUDA 13, and is left out without
+one. ``python -m kvkernels.cuda.cuda_build`` is ``make kernels``. Needs neither a driver nor
 torch.
 """
 
@@ -40,10 +41,20 @@ def find_nvcc() -> str | None:
     return next((found for p in places if p and (found := shutil.which("nvcc", path=f"{p}/bin"))), shutil.which("nvcc"))
 
 
-def build(target: Path = LIBRARY, architectures: tuple[int, ...] = ARCHITECTURES, jobs: int | None = None) -> Report:
-    """Compile all sources for all architectures, link one library, and return each kernel's resource usage.
+def supported_architectures(nvcc: str) -> tuple[int, ...]:
+    """Return those of our architectures that an nvcc compiles for. Raises RuntimeError for none."""
+    listed = {int(number) for number in re.findall(r"sm_(\d+)\b", _run([nvcc, "--list-gpu-code"]))}
+    found = tuple(architecture for architecture in ARCHITECTURES if architecture in listed)
+    if not found:
+        raise RuntimeError(f"{nvcc} compiles for sm_{', sm_'.join(map(str, sorted(listed)))}, and for none of ours")
+    return found
 
-    Raises RuntimeError with the compiler's message, or without nvcc.
+
+def build(target: Path = LIBRARY, architectures: tuple[int, ...] = (), jobs: int | None = None) -> Report:
+    """Compile all sources, link one library, and return each kernel's resource usage.
+
+    ``architectures`` are all that nvcc supports by default. Raises RuntimeError with the compiler's message, or without
+    nvcc.
     """
     nvcc = find_nvcc()
     if nvcc is None:
@@ -51,6 +62,7 @@ def build(target: Path = LIBRARY, architectures: tuple[int, ...] = ARCHITECTURES
             "no nvcc: install the CUDA toolkit 12 or 13, or set CUDA_HOME. Without one, kernels are compiled by NVRTC "
             "when they are first used on a GPU"
         )
+    architectures = architectures or supported_architectures(nvcc)
     cuda = cuda_sources.folder() / "cuda"
     target.parent.mkdir(parents=True, exist_ok=True)
     code = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
@@ -58,10 +70,15 @@ def build(target: Path = LIBRARY, architectures: tuple[int, ...] = ARCHITECTURES
     code.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
     flags = ["-O3", "-std=c++17", "-Xcompiler", "-fPIC", "-Xptxas", "-v", "--threads", "0", *code]
     with tempfile.TemporaryDirectory() as work:
-        names = [*cuda_sources.KERNELS, "launch.cu"]
-        objects = [str(Path(work) / f"{name}.o") for name in names]
+        units = [(name, "0") for name in (*cuda_sources.KERNELS, "launch.cu") if name not in cuda_sources.PARTS]
+        units += [(name, str(part)) for name, count in cuda_sources.PARTS.items() for part in range(count)]
+        units.sort(key=lambda unit: unit[0] not in cuda_sources.PARTS)  # the longest first
+        objects = [str(Path(work) / f"{name}{part}.o") for name, part in units]
         with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-            commands = [[nvcc, *flags, "-c", str(cuda / n), "-o", o] for n, o in zip(names, objects, strict=True)]
+            commands = [
+                [nvcc, *flags, f"-DKVK_PART={part}", "-c", str(cuda / name), "-o", target_object]
+                for (name, part), target_object in zip(units, objects, strict=True)
+            ]
             logs = list(pool.map(_run, commands))
         linked = str(target) + ".part"
         _run([nvcc, "-shared", "-cudart", "static", *objects, "-o", linked])
@@ -134,10 +151,32 @@ def growth(old: Report, new: Report) -> list[str]:
     return out
 
 
+def _build_locked(target: Path, architectures: tuple[int, ...]) -> Report:
+    """Build while no other process builds the same library."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with nvrtc.locked(target.with_suffix(".lock")):
+        chosen = tuple(a for a in architectures if a != VOLTA)
+        print(f"compiling for {', '.join(f'sm_{a}' for a in chosen) or 'all of nvcc'} ...", flush=True)
+        return build(target, chosen)
+
+
+def _build_volta(target: Path) -> None:
+    """Build the cubin of sm_70 if some NVRTC compiles for it; say so if none does."""
+    try:
+        compiler = nvrtc.find_compiler(f"sm_{VOLTA}")
+    except RuntimeError as error:
+        target.unlink(missing_ok=True)
+        print(f"left out sm_{VOLTA}: {error}")
+        return
+    target.write_bytes(compiler.compile(cuda_sources.program(), f"sm_{VOLTA}"))
+    print(f"{target}: {target.stat().st_size / 1e6:.1f} MB")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make kernels", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=LIBRARY)
     parser.add_argument("--no-volta", action="store_true", help="leave out sm_70, which needs the NVRTC 12.9 wheel")
+    parser.add_argument("--arch", type=int, action="append", help="only this architecture, such as 90; repeatable")
     parser.add_argument("--report", type=Path, help="write each kernel's resource usage to this JSON file")
     parser.add_argument("--check", type=Path, help="fail when a kernel uses more than this JSON file says")
     parser.add_argument("--if-possible", action="store_true", help="exit with 0 if there is no nvcc")
@@ -145,14 +184,11 @@ def main() -> int:
     if options.if_possible and find_nvcc() is None:
         print("skipped: no nvcc to compile the CUDA kernels")
         return 0
-    print(f"compiling for sm_{', sm_'.join(map(str, ARCHITECTURES))} (minutes) ...", flush=True)
     try:
-        report = build(options.out)
+        report = _build_locked(options.out, tuple(options.arch or ()))
         print(f"{options.out}: {options.out.stat().st_size / 1e6:.1f} MB, {len(report)} kernels")
-        if not options.no_volta:
-            volta = options.out.with_name("kvkernels_sm70.cubin")
-            volta.write_bytes(nvrtc.compile_kernels(f"sm_{VOLTA}"))
-            print(f"{volta}: {volta.stat().st_size / 1e6:.1f} MB")
+        if not options.no_volta and (not options.arch or VOLTA in options.arch):
+            _build_volta(options.out.with_name("kvkernels_sm70.cubin"))
     except (RuntimeError, OSError) as error:
         print(error, file=sys.stderr)
         return 1

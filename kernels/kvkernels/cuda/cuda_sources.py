@@ -9,6 +9,8 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parent.parent
 # Translation units.
 KERNELS = ("attention.cu", "awq_gemm.cu", "kv_pack.cu")
+# Parts of a translation unit that compile on their own (KVK_PART), by its name.
+PARTS = {"attention.cu": 8}
 
 
 @cache
@@ -27,3 +29,14 @@ def fingerprint(*names: str) -> str:
         for path in sorted((folder() / name).iterdir()):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def programs() -> list[str]:
+    """Return the programs that together contain all kernels, of similar size."""
+    whole = [f'#include "{name}"\n' for name in KERNELS if name not in PARTS]
+    return [f'#define KVK_PART {part}\n#include "{n}"\n' for n, count in PARTS.items() for part in range(count)] + whole
+
+
+def program() -> str:
+    """Return one program with all kernels."""
+    return "".join(f'#include "{name}"\n' for name in KERNELS)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvkernels.cuda import nvrtc
+from kvkernels.cuda.cuda_driver import CubinModule
 from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels, SharedLibrary
 
 LIBRARY = Path(__file__).parent.parent / "lib" / "libkvkernels.so"
 VOLTA_CUBIN = LIBRARY.with_name("kvkernels_sm70.cubin")
 _OLDEST = (7, 0)
+# A refusal may pass (a driver that starts, a full device), but a kernel's caller does not wait for a search each time.
+RETRY_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,22 @@ class SelectedKernels:
 
     kernels: Kernels | None
     why: str
+
+
+class DeviceKernels:
+    """A library's kernels, launched on one device whatever the thread's current device is."""
+
+    def __init__(self, kernels: Kernels, guard: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._kernels, self._guard = kernels, guard
+
+    def launch(
+        self, name: str, grid: Sequence[int], threads: int, shared_bytes: int, params: ctypes.Structure, stream: int
+    ) -> None:
+        with self._guard():
+            self._kernels.launch(name, grid, threads, shared_bytes, params, stream)
+
+    def has(self, name: str, params: type[ctypes.Structure]) -> bool:
+        return self._kernels.has(name, params)
 
 
 def first_working(*ways: tuple[str, Callable[[], Kernels]]) -> SelectedKernels:
@@ -36,34 +62,95 @@ def first_working(*ways: tuple[str, Callable[[], Kernels]]) -> SelectedKernels:
     return SelectedKernels(None, "; ".join(reasons))
 
 
-def load_library() -> Kernels:
-    """Load the fat library. Raises OSError if it was not built or finds no device."""
+def load_library(ordinal: int) -> Kernels:
+    """Load the fat library for a device. Raises OSError if it was not built or finds no device."""
     if not LIBRARY.exists():
         raise OSError("it has not been built (make kernels)")
     found = SharedLibrary(LIBRARY)
     if found.devices < 1:
-        raise OSError("it reports no device" if found.devices in (0, -35, -100) else f"CUDA error {-found.devices}")
-    return found
+        reasons = {0: "it reports no device", -100: "it reports no device"}
+        reasons[-35] = "it reports no driver, or one that is older than its CUDA"
+        raise OSError(reasons.get(found.devices, f"CUDA error {-found.devices}"))
+    cuda: Any = torch.cuda
+    return DeviceKernels(found, lambda: cuda.device(ordinal))
 
 
-@cache
+class KernelSelection:
+    """Kernels of every device, selected at first use. Thread-safe; a refusal is logged once and tried again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._selected: dict[int, SelectedKernels] = {}
+        self._refused: dict[int, tuple[float, SelectedKernels]] = {}
+        self._logged: set[str] = set()
+
+    def of(self, ordinal: int) -> SelectedKernels:
+        """Return a device's kernels."""
+        with self._lock:
+            if (found := self._selected.get(ordinal)) is not None:
+                return found
+            if ordinal in self._refused and time.monotonic() < self._refused[ordinal][0]:
+                return self._refused[ordinal][1]
+            found = _select(ordinal)
+            if found.kernels is not None:
+                self._selected[ordinal] = found
+            else:
+                self._refused[ordinal] = time.monotonic() + RETRY_SECONDS, found
+                self._log_once(f"our kernels cannot be used on cuda:{ordinal}, torch computes instead: {found.why}")
+            return found
+
+    def fits(self, ordinal: int, kernel: str, shared_bytes: int) -> bool:
+        """Return whether a kernel fits a device's shared memory. A refusal is logged once."""
+        cuda: Any = torch.cuda
+        limit = getattr(cuda.get_device_properties(ordinal), "shared_memory_per_block_optin", shared_bytes)
+        if shared_bytes > limit:
+            with self._lock:
+                self._log_once(
+                    f"{kernel} needs {shared_bytes} bytes of shared memory, and a block of cuda:{ordinal} has {limit}; "
+                    "torch computes instead"
+                )
+        return bool(shared_bytes <= limit)
+
+    def _log_once(self, text: str) -> None:
+        if text not in self._logged:
+            self._logged.add(text)
+            log.warning(text)
+
+
+_selection = KernelSelection()
+
+
 def kernels_for(device: torch.device) -> SelectedKernels:
-    """Select the kernels for a device, once."""
+    """Return the kernels of a device. Logs a refusal once."""
     if device.type != "cuda":
         return SelectedKernels(None, "no CUDA device")
-    capability = torch.cuda.get_device_capability(device)
+    return _selection.of(_ordinal(device))
+
+
+def fits(device: torch.device, kernel: str, shared_bytes: int) -> bool:
+    """Return whether a kernel fits a device's shared memory. A refusal is logged once."""
+    return _selection.fits(_ordinal(device), kernel, shared_bytes)
+
+
+def _ordinal(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _select(ordinal: int) -> SelectedKernels:
+    capability = torch.cuda.get_device_capability(ordinal)
     name = f"sm_{capability[0]}{capability[1]}"
     if capability < _OLDEST:
         return SelectedKernels(None, f"{name} has no tensor cores")
 
     def compiled() -> Kernels:
-        return nvrtc.CubinModule(nvrtc.cached_cubin(name))
+        return CubinModule(nvrtc.cached_cubins(name), ordinal)
 
     if capability < (7, 5):
         return first_working(
-            ("library's cubin", lambda: nvrtc.CubinModule(VOLTA_CUBIN.read_bytes())), ("compiled by NVRTC", compiled)
+            ("library's cubin", lambda: CubinModule([VOLTA_CUBIN.read_bytes()], ordinal)),
+            ("compiled by NVRTC", compiled),
         )
-    return first_working(("fat library", load_library), ("compiled by NVRTC", compiled))
+    return first_working(("fat library", lambda: load_library(ordinal)), ("compiled by NVRTC", compiled))
 
 
 def supports(device: torch.device, dtype: torch.dtype) -> bool:

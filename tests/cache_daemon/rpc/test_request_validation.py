@@ -38,6 +38,15 @@ def cut(peer: Peer, cuts: list[int], tokens: int = 10, price: float = 0.0) -> No
 
 
 Refused = tuple[Callable[[Peer], Any], str]
+
+
+def hint(peer: Peer, *retained: tuple[int, int], group: str = "") -> pb.MatchResponse:
+    """A Match with retained prefixes ``(end, seconds)``."""
+    prefixes = [pb.RetainedPrefix(end=end, retain_seconds=seconds) for end, seconds in retained]
+    request = pb.MatchRequest(session_id=peer.session, token_ids=range(10), retained=prefixes, group=group)
+    return peer.stub.Match(request)  # type: ignore[no-any-return]
+
+
 LIMITS: dict[str, Refused] = {
     "tokens": (
         lambda p: p.stub.Match(
@@ -55,6 +64,10 @@ LIMITS: dict[str, Refused] = {
     "cuts that fall": (lambda p: cut(p, [3, 3]), "a cut at 3 follows 3"),
     "cuts beyond the prompt": (lambda p: cut(p, [3, 11]), "a cut at 11 follows 3"),
     "a cut too far": (lambda p: cut(p, [5000], 5000), "tokens between two cuts"),
+    "retained prefixes": (lambda p: hint(p, *[(n, 1) for n in range(1, 66)]), "the number of retained"),
+    "the time of a retained prefix": (lambda p: hint(p, (3, 2_592_001)), "retain_seconds"),
+    "group": (lambda p: hint(p, group="g" * 129), "the length of group in bytes is 129"),
+    "no group": (lambda p: p.stub.ReleaseGroup(pb.ReleaseGroupRequest(namespace=p.namespace)), "group is empty"),
     "price": (lambda p: cut(p, [3], price=float("nan")), "seconds_per_token"),
     "headers": (lambda p: p.reserve(*[p.header([1])] * (request_validation.MAX_ITEMS + 1)), "the number of headers"),
     "items": (

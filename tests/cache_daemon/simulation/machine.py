@@ -16,7 +16,7 @@ from cache_daemon.remote.circuit_breaker import CircuitState
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
 from tests.cache_daemon.simulation.plan import Catalogue, Step, integers, one_of, step
-from tests.cache_daemon.simulation.traffic import Tokens, Traffic, often, prompts, salts, where, who
+from tests.cache_daemon.simulation.traffic import Tokens, Traffic, groups, often, prompts, salts, where, who
 from tests.cache_daemon.simulation.world import Settings, World
 
 
@@ -94,6 +94,18 @@ class Machine(Traffic):
             daemon.pinned[root, key] -= 1
         else:  # by the name of what took a pinned chunk's place
             daemon.pinned = Counter({p: n for p, n in daemon.pinned.items() if p[0] != root})
+
+    @step(at=where, salt=salts, group=groups)
+    def release_group(self, at: int, salt: bytes, group: str) -> None:
+        """Release a group; chunks that others used stay, and so do pinned ones."""
+        daemon = self._at(at)
+        root = scene.root_of(salt)
+        before = {c.key for c in daemon.store.tiers.index if c.root != root or c.group != group or not group or c.pins}
+        released = daemon.complete(daemon.store.groups.release(root, group), "a release")
+        assert not released or group, "chunks without a group were released"
+        self.world.say(f"{daemon.name} released {released} chunks of {group}")
+        gone = before - daemon.listed.keys()
+        assert not gone or daemon.calls, "a release removed chunks of others"
 
     @step(at=where, n=who)
     def die(self, at: int, n: int) -> None:

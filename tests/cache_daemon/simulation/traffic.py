@@ -10,6 +10,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import new_header
 
 from cache_daemon.store.lookup import FetchHints, MatchResult
+from cache_daemon.store.prompt_hints import PromptHints
 from cache_daemon.store.sessions import Session
 from tests.cache_daemon.simulation import scene
 from tests.cache_daemon.simulation.daemon import Daemon
@@ -20,6 +21,7 @@ from tests.cache_daemon.simulation.world import World
 where, who = integers(0, 1), integers(0, 1)
 salts = one_of(list(scene.LIMITS))
 prompts = tuples(integers(0, 2), 1, 8)
+groups = one_of(["", "", "a", "b"])
 ttls = one_of([0, 0, 0, 30, 200])
 few = one_of([()] * 3 + [(0,), (1, 2)])
 rarely, often = one_of([False] * 4 + [True]), one_of([False, True])
@@ -43,9 +45,9 @@ class Traffic:
 
     # ---- writing --------------------------------------------------------------------------------------------
 
-    @step(3, at=where, n=who, salt=salts, ids=prompts, cut=cuts, ttl=ttls)
-    def reserve(self, at: int, n: int, salt: bytes, ids: Tokens, cut: int, ttl: int = 0) -> None:
-        """Reserve the missing chunks of a prompt, two if it is cut, with a TTL."""
+    @step(3, at=where, n=who, salt=salts, ids=prompts, cut=cuts, ttl=ttls, group=groups)
+    def reserve(self, at: int, n: int, salt: bytes, ids: Tokens, cut: int, ttl: int = 0, group: str = "") -> None:
+        """Reserve the missing chunks of a prompt, two if it is cut, with TTLs, in a group."""
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         if not self._may_reserve(daemon, root):
@@ -63,8 +65,8 @@ class Traffic:
             headers.append(header)
             paths.append(Path(root, tuple(ids[:end]), begin, chain))
             begin = end
-        until = daemon.store.ttl.deadline_of(ttl)
-        for path, got in zip(paths, daemon.store.reserve(session, salt, headers, until), strict=True):
+        kept = self._retention(daemon, ids, ttl, group)
+        for path, got in zip(paths, daemon.store.reserve(session, salt, headers, kept), strict=True):
             self.world.say(f"{daemon.name} {path.tokens} {pb.ReserveOutcome.Name(got.outcome)}")
             if got.staged is not None:
                 assert session.staging is not None
@@ -74,6 +76,11 @@ class Traffic:
                 reservation = session.reservations[got.reservation_id]
                 self.world.reserved[id(reservation)] = self.world.happened
                 daemon.open.append(Open(session, got.prefix_hash, got))
+
+    @staticmethod
+    def _retention(daemon: Daemon, ids: Tokens, ttl: int, group: str) -> PromptHints:
+        parts = ((len(ids) - 1, daemon.store.ttl.deadline_of(2 * ttl)),) if len(ids) > 1 else ()
+        return PromptHints(daemon.store.ttl.deadline_of(ttl), parts, group)
 
     def _may_reserve(self, daemon: Daemon, root: bytes) -> bool:
         brings = any(c.name == "bring" and c.root == root for c in daemon.calls)
@@ -139,16 +146,21 @@ class Traffic:
 
     # ---- reading --------------------------------------------------------------------------------------------
 
-    @step(3, at=where, n=who, salt=salts, ids=prompts, elsewhere=often, wait=often, ttl=ttls)
-    def match(self, at: int, n: int, salt: bytes, ids: Tokens, elsewhere: bool, wait: bool, ttl: int = 0) -> None:
+    @step(3, at=where, n=who, salt=salts, ids=prompts, elsewhere=often, wait=often, ttl=ttls,
+          group=groups)  # fmt: skip
+    def match(
+        self, at: int, n: int, salt: bytes, ids: Tokens, elsewhere: bool, wait: bool, ttl: int = 0, group: str = ""
+    ) -> None:
         daemon = self._at(at)
         session, root = daemon.sessions[n], scene.root_of(salt)
         halves = [(0, len(ids)), (len(ids) // 2, len(ids) - len(ids) // 2)] if elsewhere else []
         asked = daemon.store.match(
-            session, salt, keys.token_bytes(ids), halves, expires_at=daemon.store.ttl.deadline_of(ttl)
+            session, salt, keys.token_bytes(ids), halves, hints=self._retention(daemon, ids, ttl, group)
         )
 
         def done(found: MatchResult) -> None:
+            for m in (*found.matches, *(m for _, m in found.contents)):
+                assert m.chunk.group in ("", group), "a chunk belongs to a group that is not alone in using it"
             self._matched(daemon, session, root, ids, found)
 
         call = daemon.call("match", session, root, asked, done)

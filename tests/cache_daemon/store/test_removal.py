@@ -14,6 +14,7 @@ from kvsidecar.errors import UnknownSession
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.eviction import POLICIES
 from cache_daemon.store.chunk import Residency
+from cache_daemon.store.prompt_hints import PromptHints
 from tests.cache_daemon.stores import Bench, opened
 
 SLOT = 4096
@@ -21,7 +22,7 @@ SLOT = 4096
 
 async def put_until(bench: Bench, ids: list[int], ttl: int) -> bytes:
     """Store a chunk with a TTL. Returns its hash."""
-    until = bench.store.ttl.deadline_of(ttl)
+    until = PromptHints(bench.store.ttl.deadline_of(ttl))
     reserved = bench.store.reserve(bench.session, b"", [bench.header(ids)], until)[0]
     await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
     return reserved.prefix_hash
@@ -34,7 +35,7 @@ async def test_what_a_request_lets_expire_is_not_found_by_content() -> None:
 
         async def placed() -> int:
             found = await bench.store.match(
-                bench.session, b"", prompt, stretch, expires_at=bench.store.ttl.deadline_of(1)
+                bench.session, b"", prompt, stretch, hints=PromptHints(bench.store.ttl.deadline_of(1))
             )
             bench.store.release(bench.session, [found.lease_id])
             return sum(m.tokens for _, m in found.contents)

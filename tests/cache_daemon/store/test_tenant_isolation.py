@@ -93,6 +93,7 @@ def test_a_token_of_one_tenant_sees_nothing_of_another(node: Node) -> None:
             lambda: bob.List(pb.ListRequest(**theirs)),
             lambda: bob.Pin(pb.PinRequest(prefix=pb.PrefixRef(prefix_hash=key, **theirs))),
             lambda: bob.Delete(pb.DeleteRequest(prefix=pb.PrefixRef(**theirs))),
+            lambda: bob.ReleaseGroup(pb.ReleaseGroupRequest(group="agent", **theirs)),
             lambda: bob.Stats(pb.StatsRequest(**theirs)),
             lambda: list(bob.Watch(pb.WatchRequest(**theirs))),
             lambda: bob.Store(pieces(peer, [9, 9], b"alice")),

@@ -16,6 +16,7 @@ from benchmarks.node import Node
 from benchmarks.peer import payload_of
 from cache_daemon.auth.tenant_limits import TenantLimits
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.prompt_hints import PromptHints
 from tests.cache_daemon.conftest import Peer
 from tests.cache_daemon.doubles.memory_engine import InMemoryBackend
 from tests.cache_daemon.doubles.memory_tier import MemoryTier
@@ -28,7 +29,7 @@ FOREVER = 0
 async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: bytes = b"", salt: bytes = b"") -> bytes:
     """Store a chunk with a TTL. Returns its hash."""
     reserved = bench.store.reserve(
-        bench.session, salt, [bench.header(ids, start, parent)], bench.store.ttl.deadline_of(ttl)
+        bench.session, salt, [bench.header(ids, start, parent)], PromptHints(bench.store.ttl.deadline_of(ttl))
     )[0]  # fmt: skip
     if reserved.reservation_id:
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
@@ -38,7 +39,7 @@ async def put(bench: Bench, ids: list[int], ttl: int, start: int = 0, parent: by
 async def ask(bench: Bench, ids: list[int], ttl: int = FOREVER, salt: bytes = b"") -> int:
     """Use a prompt with a TTL. Returns the tokens found."""
     found = await bench.store.match(
-        bench.session, salt, keys.token_bytes(ids), expires_at=bench.store.ttl.deadline_of(ttl)
+        bench.session, salt, keys.token_bytes(ids), hints=PromptHints(bench.store.ttl.deadline_of(ttl))
     )  # fmt: skip
     bench.store.release(bench.session, [found.lease_id])
     return sum(m.tokens for m in found.matches)
@@ -96,8 +97,12 @@ async def test_writing_what_is_there_or_on_its_way_asks_too() -> None:
     async with opened() as bench:
         await put(bench, [1], 10)
         await put(bench, [1], 100)
-        reserved = bench.store.reserve(bench.session, b"", [bench.header([2])], bench.store.ttl.deadline_of(10))[0]
-        other = bench.store.reserve(bench.open(), b"", [bench.header([2])], bench.store.ttl.deadline_of(100))[0]
+        reserved = bench.store.reserve(
+            bench.session, b"", [bench.header([2])], PromptHints(bench.store.ttl.deadline_of(10))
+        )[0]
+        other = bench.store.reserve(
+            bench.open(), b"", [bench.header([2])], PromptHints(bench.store.ttl.deadline_of(100))
+        )[0]
         assert other.outcome == pb.RESERVE_OUTCOME_IN_PROGRESS
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, [2])])
         bench.clock.now += 90
@@ -276,3 +281,38 @@ def test_it_is_asked_for_by_wire_and_said_by_list(start: Callable[..., Node]) ->
     ):
         with pytest.raises(grpc.RpcError, match="ttl_seconds is 2592001; at most 2592000 is allowed"):
             call(message)
+
+
+async def test_reading_a_chunk_for_a_transfer_leaves_its_ttl_alone() -> None:
+    async with opened() as bench:
+        await put(bench, [1], 10)
+        (chunk,) = bench.store.tiers.index
+        before = chunk.expires_at
+        async with bench.store.reader.promoted(chunk):
+            assert chunk.expires_at == before
+
+
+async def test_a_retained_prefix_expires_later_than_the_rest() -> None:
+    """A system prompt for an hour, the documents for five minutes, the rest for one: as stored, and renewed by uses."""
+
+    def kept(bench: Bench) -> PromptHints:
+        until = bench.store.ttl.deadline_of
+        return PromptHints(until(60), ((2, until(3600)), (4, until(300))))
+
+    async with opened() as bench:
+        parent = b""
+        for start in (0, 2, 4):
+            ids = [start, start + 1]
+            reserved = bench.store.reserve(bench.session, b"", [bench.header(ids, start, parent)], kept(bench))[0]
+            await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
+            parent = reserved.prefix_hash
+
+        async def left(seconds: float) -> int:
+            bench.clock.now += seconds
+            await bench.store.sweep()
+            return sum(n for _, n in bench.store.probe(bench.root(), keys.token_bytes(range(6))))
+
+        assert [await left(s) for s in (59, 2, 238, 2)] == [6, 4, 4, 2]
+        found = await bench.store.match(bench.session, b"", keys.token_bytes(range(6)), hints=kept(bench))
+        bench.store.release(bench.session, [found.lease_id])
+        assert [await left(s) for s in (3599, 2)] == [2, 0], "the use has renewed it"

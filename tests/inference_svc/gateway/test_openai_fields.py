@@ -15,7 +15,7 @@ from openai.types.responses.response_create_params import ResponseCreateParamsNo
 from pydantic import BaseModel
 
 from inference_svc.gateway.fleet.fleet_router import prompt_prefix_hashes
-from inference_svc.gateway.prompt_cache_options import prompt_cache_ttl_seconds
+from inference_svc.gateway.prompt_cache_options import retention_seconds
 from inference_svc.gateway.request_schema import ChatRequest, CompletionRequest
 from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
 from inference_svc.gateway.unsupported_options import IGNORED, NEUTRAL
@@ -237,7 +237,7 @@ def test_written_tokens_are_those_that_were_computed(gateway: Gateway) -> None:
     ],
 )  # fmt: skip
 def test_lifetimes(options: Any, retention: Any, seconds: int | None) -> None:
-    assert prompt_cache_ttl_seconds(options, retention) == seconds
+    assert retention_seconds(options, retention) == seconds
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from benchmarks.node import Node
 from inference_svc.gateway.worker_router import WorkerRouter
-from inference_svc.kv_client.connector import store_verdict
+from inference_svc.kv_client.verdict_store import store_verdict
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.model_runner.numerics_probe import with_numerics_identity
 from inference_svc.models.loader import load

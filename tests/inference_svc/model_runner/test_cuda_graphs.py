@@ -5,12 +5,15 @@ Our kernels run by the emulator; a recorder of the test's stands for the device'
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from kvkernels.cuda.cuda_library import KernelLaunchError
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,7 +22,7 @@ from inference_svc.kv_pool.block_table import BlockTable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.cuda_attention import CudaAttention
-from inference_svc.model_runner.cuda_graphs import CudaGraphs, make_cuda_graphs
+from inference_svc.model_runner.cuda_graphs import CudaGraphRecorder, CudaGraphs, make_cuda_graphs
 from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.loader import LoadedModel
 from inference_svc.sampling.sampling_params import SamplingParams
@@ -181,3 +184,99 @@ def test_an_engine_answers_the_same_by_recordings(
     monkeypatch.setattr("inference_svc.engine.engine.make_cuda_graphs", recording)
     assert generated(model, emulated) == expected
     assert recorder.recorded > 0
+
+
+class FakeCuda:
+    """The parts of ``torch.cuda`` that a recorder uses; a capture fails in the step or at its end."""
+
+    def __init__(self, capture_fails: bool) -> None:
+        self.stream_now, self.captures, self._fails = "default", 0, capture_fails
+
+    def Stream(self) -> Any:
+        return SimpleNamespace(name="side", wait_stream=lambda other: None, synchronize=lambda: None)
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(name=self.stream_now, wait_stream=lambda other: None)
+
+    def CUDAGraph(self) -> Any:
+        def begin(**_: object) -> None:
+            self.captures += 1
+
+        def end() -> None:
+            if self._fails:
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+        return SimpleNamespace(capture_begin=begin, capture_end=end, replay=lambda: None)
+
+    @contextlib.contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.stream_now = self.stream_now, stream.name
+        try:
+            yield
+        finally:
+            self.stream_now = before
+
+    def graph_pool_handle(self) -> tuple[int, int]:
+        return 0, 1
+
+    def device(self, device: object) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def get_device_capability(self, device: object) -> tuple[int, int]:
+        return 8, 0
+
+
+def recorder_on(cuda: FakeCuda) -> CudaGraphRecorder:
+    recorder = CudaGraphRecorder(torch.device("cuda", 0))
+    recorder._cuda = cuda
+    return recorder
+
+
+@pytest.mark.parametrize("where", ["the step", "the end"])
+def test_a_failed_capture_leaves_the_thread_on_its_stream(where: str) -> None:
+    """Copies are ordered after the engine's stream: an engine on another one would read keys that are not there yet."""
+    cuda, runs = FakeCuda(capture_fails=True), 0
+
+    def step() -> Tensor:
+        nonlocal runs
+        runs += 1
+        assert cuda.stream_now == "side"
+        if runs == 2 and where == "the step":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="not permitted" if where == "the step" else "during capture"):
+        recorder_on(cuda).record(step)
+    assert cuda.stream_now == "default"
+    assert cuda.captures == 1
+
+
+def read_on_host() -> Tensor:
+    return torch.zeros(1) * torch.ones(1).item()
+
+
+def grouped_product() -> Tensor:
+    groups = torch.tensor([8, 16], dtype=torch.int32)
+    return torch._grouped_mm(torch.ones(16, 16).bfloat16(), torch.ones(2, 16, 16).bfloat16(), offs=groups)
+
+
+@pytest.mark.parametrize("step", [read_on_host, grouped_product])
+def test_a_step_that_waits_for_the_device_is_never_captured(step: Callable[[], Tensor]) -> None:
+    cuda = FakeCuda(capture_fails=False)
+    with pytest.raises(RuntimeError, match="waits for the device"):
+        recorder_on(cuda).record(step)
+    assert cuda.captures == 0
+    assert cuda.stream_now == "default"
+
+
+def test_a_kernel_that_fails_is_not_a_refused_recording(emulated: Emulated, model: LoadedModel) -> None:
+    decoder = Decoder(model)
+    pool, tables, _ = filled(model, emulated, decoder)
+
+    class Failing:
+        def record(self, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            raise KernelLaunchError("attention: invalid argument")
+
+    graphs = CudaGraphs(decoder, pool, Failing(), 8)
+    with pytest.raises(KernelLaunchError):
+        graphs([forward_batch.SequenceSlice([1], 5, tables[0], True)])

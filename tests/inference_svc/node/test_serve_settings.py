@@ -5,6 +5,7 @@ Nothing is started here: ``serve`` is called in this process, and ends or would 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import socket
@@ -26,6 +27,7 @@ from benchmarks.node import free_port
 from cache_daemon.config import DaemonConfig
 from inference_svc.models.model_resolver import DEMO_MODEL
 from inference_svc.node import supervisor
+from inference_svc.node.child_process import ChildProcess
 from inference_svc.node.node_lock import NodeLock
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
@@ -307,6 +309,42 @@ def test_every_worker_gets_a_port_for_metrics_of_its_own(children: Any, monkeypa
     first, second, _ = children("demo", "--workers", "2")
     assert "--metrics-port=9400" in first
     assert "--metrics-port=9401" in second
+
+
+def test_gpus_are_given_to_workers_in_turn(children: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker sees its own GPU only, so that nothing of it can run on another one."""
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    first, second, gateway = children("demo", "--devices", "0,1")
+    assert "--device=cuda" in first
+    assert "--device=cuda" in second
+    assert any(flag.count("worker-") == 2 for flag in gateway), "as many workers as GPUs"
+    seen = [supervisor.worker_gpu(ServeConfig(devices="0,1"), i)["CUDA_VISIBLE_DEVICES"] for i in range(3)]
+    assert seen == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
+    assert supervisor.worker_gpu(ServeConfig(devices="1"), 0) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
+    assert supervisor.worker_gpu(ServeConfig(), 0) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--devices", "0,2"), "devices is 0,2, and this machine has 2: allowed are 0 to 1"),
+        (("--devices", "0;1"), "devices is '0;1'; allowed are numbers with commas between them: 0,1"),
+        (("--devices", "0", "--device", "cpu"), "devices is 0 and device is cpu; leave one out"),
+    ],
+)
+def test_gpus_that_are_not_there_are_refused(
+    flags: tuple[str, ...], said: str, serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "cuda_devices", lambda: 2)
+    assert said in serve("demo", *flags)
+
+
+def test_a_child_gets_its_environment(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['A_GPU'])"]
+    asyncio.run(ChildProcess("worker-0", command, environment={"A_GPU": "1"})._run_once())
+    assert (tmp_path / "seen").read_text() == "1"
 
 
 def test_the_node_and_its_processes_agree_on_defaults_and_texts() -> None:

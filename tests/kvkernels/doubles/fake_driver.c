@@ -68,6 +68,7 @@ void fake_reset(int devices, int shared_bytes) {
   memset(ranges, 0, sizeof ranges);
 }
 void fake_kill(int ordinal) { dead[ordinal] = 1; }
+void fake_revive(int ordinal) { dead[ordinal] = 0; }
 void fake_kernels(void* launcher) { run = launcher; }
 int fake_refused(void) { return refused; }
 int fake_launches(void) { return launches; }

@@ -32,7 +32,15 @@ class FakeDriver:
 
     def __init__(self, devices: int = 1, shared_bytes: int = H100_SHARED_BYTES) -> None:
         self._c = compiled("fake_driver", "libcuda.so.1")
+        self.reset(devices, shared_bytes)
+
+    def reset(self, devices: int, shared_bytes: int) -> None:
+        """Forget everything, and have so many devices."""
         self._c.fake_reset(devices, shared_bytes)
+
+    def revive(self, ordinal: int = 0) -> None:
+        """Undo ``kill``, as a new process would."""
+        self._c.fake_revive(ordinal)
 
     def kill(self, ordinal: int = 0) -> None:
         """Poison a device's context: every later call there fails with error 700."""
@@ -57,4 +65,4 @@ class FakeDriver:
         return int(self._c.fake_current())
 
     def close(self) -> None:
-        self._c.fake_reset(0, 0)
+        self.reset(0, 0)

@@ -1,5 +1,6 @@
 package kvsidecar;
 
+import com.google.protobuf.ByteString;
 import io.grpc.Context;
 import io.grpc.ManagedChannel;
 import io.grpc.ManagedChannelBuilder;
@@ -10,6 +11,7 @@ import java.util.concurrent.CancellationException;
 import java.util.concurrent.TimeUnit;
 import java.util.function.Function;
 import java.util.function.Predicate;
+import kvsidecar.inference.v1.Inference.CacheOptions;
 import kvsidecar.inference.v1.Inference.Chat;
 import kvsidecar.inference.v1.Inference.ChatMessage;
 import kvsidecar.inference.v1.Inference.GenerateRequest;
@@ -17,6 +19,7 @@ import kvsidecar.inference.v1.Inference.GenerateResponse;
 import kvsidecar.inference.v1.Inference.GenerateStreamRequest;
 import kvsidecar.inference.v1.Inference.GenerateStreamResponse;
 import kvsidecar.inference.v1.Inference.Prompt;
+import kvsidecar.inference.v1.Inference.ReleaseSessionRequest;
 import kvsidecar.inference.v1.Inference.WarmRequest;
 import kvsidecar.inference.v1.Inference.WarmResponse;
 import kvsidecar.inference.v1.InferenceServiceGrpc;
@@ -80,7 +83,29 @@ public final class Client implements AutoCloseable {
 
     /** Prefills a prompt into the cache, and returns when the daemon has stored it. */
     public WarmResponse warm(Prompt prompt, Duration deadline) {
-        return call(deadline, stub -> stub.warm(WarmRequest.newBuilder().setPrompt(prompt).build()));
+        return warm(WarmRequest.newBuilder().setPrompt(prompt).build(), deadline);
+    }
+
+    /** Prefills a prompt with hints for the cache, such as a session or a retention. */
+    public WarmResponse warm(Prompt prompt, CacheOptions cache, Duration deadline) {
+        return warm(WarmRequest.newBuilder().setPrompt(prompt).setCache(cache).build(), deadline);
+    }
+
+    /** Loads stored chunks of a prompt into the daemon's memory, and computes nothing. */
+    public WarmResponse prefetch(Prompt prompt, Duration deadline) {
+        return warm(WarmRequest.newBuilder().setPrompt(prompt).setPrefetch(true).build(), deadline);
+    }
+
+    /** Removes the chunks that a session of the tenant stored and alone used. Returns their number. */
+    public int releaseSession(String session, ByteString tenantSalt, Duration deadline) {
+        ReleaseSessionRequest request =
+                ReleaseSessionRequest.newBuilder().setSession(session).setTenantSalt(tenantSalt).build();
+        return call(deadline, stub -> stub.releaseSession(request)).getReleasedChunks();
+    }
+
+    private WarmResponse warm(WarmRequest request, Duration deadline) {
+        Numbers.refuseNegative(request);
+        return call(deadline, stub -> stub.warm(request));
     }
 
     /** Ends all calls. */

@@ -6,8 +6,12 @@ import java.time.Duration;
 import java.util.Arrays;
 import kvsidecar.cache.v1.Chunk.DataType;
 import kvsidecar.cache.v1.Chunk.NamespaceDescriptor;
+import kvsidecar.inference.v1.Inference.CacheBreakpoint;
+import kvsidecar.inference.v1.Inference.CacheOptions;
+import kvsidecar.inference.v1.Inference.CachePriority;
 import kvsidecar.inference.v1.Inference.GenerateRequest;
 import kvsidecar.inference.v1.Inference.GenerateResponse;
+import kvsidecar.inference.v1.Inference.Prompt;
 import kvsidecar.inference.v1.Inference.Sampling;
 
 /**
@@ -27,6 +31,7 @@ public final class Facts {
         }
         try (Client client = new Client("localhost", Integer.parseInt(arguments[0]))) {
             asked(client, arguments[1]);
+            hinted(client, arguments[1]);
             ended(client);
         }
     }
@@ -64,6 +69,17 @@ public final class Facts {
         fact("stream.pieces", pieces[0]);
         GenerateRequest question = greedy("", 8).toBuilder().setPrompt(Client.chat(Client.message("user", text))).build();
         fact("chat.text", hex(client.generate(question, LONG).getText()));
+    }
+
+    private static void hinted(Client client, String text) {
+        Prompt own = Client.text("An agent's own notes: " + text);
+        CacheOptions cache = CacheOptions.newBuilder().setSession("agent").setRetainSeconds(60)
+                .addBreakpoints(CacheBreakpoint.newBuilder().setTokens(64).setRetainSeconds(300))
+                .setPriority(CachePriority.CACHE_PRIORITY_LOW).build();
+        client.warm(own, cache, LONG);
+        fact("prefetch.stored_tokens", client.prefetch(Client.text(text), LONG).getStoredTokens());
+        fact("session.released_chunks", client.releaseSession("agent", ByteString.EMPTY, LONG));
+        failure("no retention", () -> client.warm(own, cache.toBuilder().setRetainSeconds(0).build(), LONG));
     }
 
     private static void ended(Client client) {

@@ -3,9 +3,12 @@ package kvsidecar;
 import com.google.protobuf.Descriptors.FieldDescriptor;
 import com.google.protobuf.Message;
 import java.util.Map;
+import java.util.Set;
 
 /** Allowed values of a request's fields. */
 final class Numbers {
+    private static final Set<String> POSITIVE = Set.of("max_tokens", "ttl_seconds", "retain_seconds");
+
     private Numbers() {}
 
     /**
@@ -23,7 +26,7 @@ final class Numbers {
                 refuseNegative((Message) set.getValue());
             } else if (field.getType() == FieldDescriptor.Type.UINT32 && (Integer) set.getValue() < 0) {
                 String name = field.getName();
-                int least = name.equals("max_tokens") || name.equals("ttl_seconds") ? 1 : 0;
+                int least = POSITIVE.contains(name) ? 1 : 0;
                 throw KVSidecarException.refusal(String.format("%s is %d; whole numbers from %d to %d are allowed",
                         name, (Integer) set.getValue(), least, Integer.MAX_VALUE));
             }

@@ -16,6 +16,7 @@ from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry, new_header
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
 from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.session import Session
 from kvsidecar.kv_transfer.transport import Fill, transfer_timeout
 
@@ -68,6 +69,7 @@ class ChunkWriter:
         token_seconds: float = 0.0,
         after: Any = None,
         read_guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        hints: CacheHints = NO_HINTS,
     ) -> StoreResult:
         """Store the tokens after ``prefix`` from ``slots [len(tokens)]``.
 
@@ -76,7 +78,7 @@ class ChunkWriter:
         StoreCancelled to stop the store. Raises StoreCancelled, grpc.RpcError and ValueError, after it has aborted the
         open reservations (if the daemon can be reached).
         """
-        target = StoreTarget(session, root, salt, self._timeout)
+        target = StoreTarget(session, root, salt, self._timeout, hints)
         source = _BlockSource(
             self, session.max_chunk_tokens, _StoreJob(tokens, slots, token_seconds, after, read_guard)
         )
@@ -133,14 +135,14 @@ class _BlockSource:
 class StoreTarget:
     """A session, and the tenant whose chunks it stores.
 
-    ``timeout`` is in seconds, for a call that transfers no payload; ``ttl_seconds`` 0 asks for no expiry.
+    ``timeout`` is in seconds, for a call that transfers no payload.
     """
 
     session: Session
     root: bytes
     salt: bytes
     timeout: float
-    ttl_seconds: int = 0
+    hints: CacheHints = NO_HINTS
 
 
 class ChunkSource(Protocol):
@@ -195,7 +197,7 @@ def _store_after(target: StoreTarget, source: ChunkSource, prefix: StoredPrefix)
     for group, hashes in linked_groups(target.session, source.headers(prefix.tokens), prefix.prefix_hash, target.root):
         source.before_group()
         fill = partial(_fill, source, group)
-        result = write(target.session, target.salt, group, fill, target.timeout, target.ttl_seconds)
+        result = write(target.session, target.salt, group, fill, target.timeout, target.hints)
         if first and result.parent_missing and prefix.tokens:
             return None
         first = False
@@ -227,14 +229,15 @@ class WriteResult:
 
 
 def write(
-    session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float, ttl_seconds: int = 0
+    session: Session, salt: bytes, headers: list[ChunkHeader], fill: Fill, timeout: float, hints: CacheHints = NO_HINTS
 ) -> WriteResult:
     """Reserve, fill and commit one group of chunks (see ``group_length``).
 
     ``timeout`` (seconds) is for a call that transfers no payload. ``ttl_seconds`` is the chunks' TTL; 0 is none. Raises
     the exceptions of ``fill``, grpc.RpcError and ValueError, after it has aborted the reservations.
     """
-    request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers, ttl_seconds=ttl_seconds)
+    request = pb.ReserveRequest(session_id=session.id, tenant_salt=salt, headers=headers)
+    hints.add_to(request)
     reserved = session.reserve(request, timeout * 4)
     granted = [(i, reservation) for i, reservation in enumerate(reserved) if reservation.reservation_id]
     try:

@@ -9,6 +9,7 @@ Needs ``cuda-bindings`` (``pip install 'kvsidecar[gpu]'``) and a driver; imports
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from typing import Any
 
@@ -34,9 +35,11 @@ class SharedDeviceMemory:
         return memoryview(out)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Copy from the host; return when the copy is done."""
+        """Copy from the host; return when any process that holds the memory reads the bytes there."""
         _call(self._cuda, "cuCtxSetCurrent", self._context)
         _call(self._cuda, "cuMemcpyHtoD", self.address + offset, bytes(data), len(data))
+        # From pageable memory the driver may return before the last part is there, and another process reads it.
+        _call(self._cuda, "cuCtxSynchronize")
 
     def close(self) -> None:
         """Release the memory. No thread of this process may be using it."""
@@ -46,16 +49,23 @@ class SharedDeviceMemory:
 class DescriptorMemory(SharedDeviceMemory):
     """Device memory shared by a file descriptor. Made by ``create`` or ``imported``."""
 
-    def __init__(self, cuda: Any, device: int, size_bytes: int, handle: Any, context: Any, uuid: bytes) -> None:
-        address = int(_call(cuda, "cuMemAddressReserve", size_bytes, 0, 0, 0))
-        super().__init__(cuda, context, uuid, address, size_bytes)
-        self._handle = handle
-        _call(cuda, "cuMemMap", address, size_bytes, 0, handle, 0)
-        access = cuda.CUmemAccessDesc()
-        access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = device
-        access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        _call(cuda, "cuMemSetAccess", address, size_bytes, [access], 1)
+    def __init__(
+        self, cuda: Any, device: int, size_bytes: int, handle: Any, context: Any, uuid: bytes, *, writable: bool
+    ) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(_call, cuda, "cuMemRelease", handle)
+            address = int(_call(cuda, "cuMemAddressReserve", size_bytes, 0, 0, 0))
+            undo.callback(_call, cuda, "cuMemAddressFree", address, size_bytes)
+            super().__init__(cuda, context, uuid, address, size_bytes)
+            _call(cuda, "cuMemMap", address, size_bytes, 0, handle, 0)
+            undo.callback(_call, cuda, "cuMemUnmap", address, size_bytes)
+            access, flags = cuda.CUmemAccessDesc(), cuda.CUmemAccess_flags
+            access.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            access.location.id = device
+            both, read = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE, flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+            access.flags = both if writable else read
+            _call(cuda, "cuMemSetAccess", address, size_bytes, [access], 1)
+            self._handle, self._undo = handle, undo.pop_all()
 
     @classmethod
     def create(cls, size_bytes: int, device: int) -> DescriptorMemory:
@@ -73,23 +83,21 @@ class DescriptorMemory(SharedDeviceMemory):
         step = int(_call(cuda, "cuMemGetAllocationGranularity", wanted, minimum))
         size_bytes = max(step, size_bytes // step * step)
         handle = _call(cuda, "cuMemCreate", size_bytes, wanted, 0)
-        return cls(cuda, device, size_bytes, handle, context, uuid)
+        return cls(cuda, device, size_bytes, handle, context, uuid, writable=True)
 
     @classmethod
     def imported(cls, descriptor: int, size_bytes: int, device: int) -> DescriptorMemory:
-        """Import another process's memory; the caller closes the descriptor. Raises CudaUnavailable."""
+        """Import another process's memory for reading; the caller closes the descriptor. Raises CudaUnavailable."""
         cuda, context, uuid = _begin(device)
         handle = _call(cuda, "cuMemImportFromShareableHandle", descriptor, _descriptors(cuda))
-        return cls(cuda, device, size_bytes, handle, context, uuid)
+        return cls(cuda, device, size_bytes, handle, context, uuid, writable=False)
 
     def descriptor(self) -> int:
         """Export a new file descriptor, which the caller closes. Raises CudaUnavailable."""
         return int(_call(self._cuda, "cuMemExportToShareableHandle", self._handle, _descriptors(self._cuda), 0))
 
     def close(self) -> None:
-        _call(self._cuda, "cuMemUnmap", self.address, self.size_bytes)
-        _call(self._cuda, "cuMemAddressFree", self.address, self.size_bytes)
-        _call(self._cuda, "cuMemRelease", self._handle)
+        self._undo.close()
 
 
 class LegacyMemory(SharedDeviceMemory):

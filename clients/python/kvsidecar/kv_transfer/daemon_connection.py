@@ -17,7 +17,7 @@ from kvsidecar.byte_sizes import format_size
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.cache_pb2_grpc import CacheServiceStub
 from kvsidecar.cache.v1.chunk_pb2 import NamespaceDescriptor
-from kvsidecar.errors import ConfigurationError, from_rpc
+from kvsidecar.errors import ConfigurationError, Unavailable, from_rpc
 from kvsidecar.kv_transfer.mapped_memory import map_summary
 from kvsidecar.kv_transfer.session import ServedCounts, Session
 from kvsidecar.kv_transfer.shared_memory_transport import SharedMemoryTransport
@@ -26,7 +26,7 @@ from kvsidecar.kv_transfer.trace_context import with_trace_context
 from kvsidecar.net.channel import ServiceAddress
 from kvsidecar.protocol_versions import SPOKEN
 
-CONNECT_SECONDS = 2.0
+CONNECT_SECONDS, _RELEASE_SECONDS = 2.0, 30.0
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 2.0
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -93,6 +93,17 @@ class DaemonConnection:
     def drop(self, session: Session) -> None:
         """End a broken session, which frees its leases, and reconnect."""
         session.finish()
+
+    def release_group(self, salt: bytes, group: str) -> int:
+        """Remove the chunks that a group stored and alone used. Returns how many. Blocks; raises KVSidecarError."""
+        session = self.session
+        if session is None:
+            raise Unavailable("the cache daemon is not attached; its chunks stay until it evicts them")
+        request = pb.ReleaseGroupRequest(namespace=self.namespace, tenant_salt=salt, group=group)
+        try:
+            return int(session.stub.ReleaseGroup(request, timeout=_RELEASE_SECONDS).released)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
 
     def close(self) -> None:
         self._stop.set()

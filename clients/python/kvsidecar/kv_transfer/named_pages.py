@@ -16,6 +16,7 @@ from kvkernels import Payload
 from kvsidecar import keys
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import Geometry, new_header
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.chunk_writer import WriteResult, group_length, write
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
 from kvsidecar.kv_transfer.session import Session
@@ -63,7 +64,9 @@ class NamedPages:
     def of(namespace: bytes, geometry: Geometry, timeout: float) -> NamedPages:
         return NamedPages(namespace, geometry, timeout, PrefixLookup(geometry, timeout))
 
-    def find(self, session: Session, pages: Sequence[NamedPage], salt: bytes) -> LeasedPages | None:
+    def find(
+        self, session: Session, pages: Sequence[NamedPage], salt: bytes, hints: CacheHints = NO_HINTS
+    ) -> LeasedPages | None:
         """Find and lease stored pages; the requested ones must all differ.
 
         Returns None when the index summary contains none of them. Raises grpc.RpcError and ValueError.
@@ -71,11 +74,13 @@ class NamedPages:
         root = keys.tenant_root(self.namespace, salt)
         leases = self._prefetch(session, pages, salt, root) if session.remote else []
         try:
-            return self._find(session, pages, salt, root)
+            return self._find(session, pages, salt, root, hints)
         finally:
             session.release(leases)
 
-    def _find(self, session: Session, pages: Sequence[NamedPage], salt: bytes, root: bytes) -> LeasedPages | None:
+    def _find(
+        self, session: Session, pages: Sequence[NamedPage], salt: bytes, root: bytes, hints: CacheHints
+    ) -> LeasedPages | None:
         tokens, probes = list[int](), list[pb.ContentProbe]()
         for page in pages:
             ids = page.token_ids()
@@ -86,7 +91,7 @@ class NamedPages:
             return None
         # The order is reversed, so that a prompt's first pages count as used last and are evicted last: without them
         # the later ones are useless.
-        found = self.lookup.match(session, tokens, salt, contents=probes[::-1])
+        found = self.lookup.match(session, tokens, salt, contents=probes[::-1], hints=hints)
         starts = {at: i for i, at in enumerate(_starts(pages))}
         stored = {starts[match.start]: match.match for match in found.contents}
         if found.matches and found.matches[0].matched_tokens == found.matches[0].tokens == pages[0].tokens:
@@ -127,7 +132,12 @@ class NamedPages:
         self.lookup.release(held.found)
 
     def store(
-        self, session: Session, pages: Sequence[NamedPage], salt: bytes, fill: Callable[[int, memoryview], None]
+        self,
+        session: Session,
+        pages: Sequence[NamedPage],
+        salt: bytes,
+        fill: Callable[[int, memoryview], None],
+        hints: CacheHints = NO_HINTS,
     ) -> WriteResult:
         """Store pages; ``fill(i, payload)`` writes the payload of page ``i``.
 
@@ -143,7 +153,7 @@ class NamedPages:
             def fill_one(i: int, payload: memoryview, group: list[int] = group) -> None:
                 fill(group[i], payload)
 
-            written = write(session, salt, these, fill_one, self.timeout)
+            written = write(session, salt, these, fill_one, self.timeout, hints)
             for i, is_there, is_fresh in zip(group, written.stored, written.newly_stored, strict=True):
                 stored[i], newly_stored[i] = is_there, is_fresh
         return WriteResult(tuple(stored), tuple(newly_stored))

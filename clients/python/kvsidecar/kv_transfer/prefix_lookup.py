@@ -12,6 +12,7 @@ from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.cache.v1.chunk_pb2 import ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.session import Session
 
 # Chunks outside of the arena are on a disk: each byte that the daemon may have to load extends a Match's timeout.
@@ -74,6 +75,7 @@ class PrefixLookup:
         leased: bool = False,
         contents: Sequence[pb.ContentProbe] = (),
         seconds_per_token: float = 0.0,
+        hints: CacheHints = NO_HINTS,
     ) -> PrefixMatch:
         """Find and lease the stored chunks of a prompt.
 
@@ -83,10 +85,11 @@ class PrefixLookup:
         """
         chunking = self.chunking if session.remote else None
         request = pb.MatchRequest(session_id=session.id, tenant_salt=salt, token_ids=tokens, contents=contents)
+        hints.add_to(request)
         timeout = self._match_timeout(0 if leased else len(tokens))
         if chunking is not None and not leased:
             request.cuts.extend(chunking.shared_boundaries(len(tokens), session.max_chunk_tokens))
-            request.seconds_per_token = seconds_per_token
+            request.seconds_per_token = 0.0 if hints.fetch else seconds_per_token
             timeout += min(len(tokens) * seconds_per_token, _MAX_REMOTE_SECONDS)
         answer = session.match(request, timeout)
         if answer.epoch != session.epoch:

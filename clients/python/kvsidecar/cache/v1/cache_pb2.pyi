@@ -730,6 +730,9 @@ class MatchRequest(_message.Message):
     WINDOW_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    LOW_PRIORITY_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
     KNOWN_TOKENS_FIELD_NUMBER: _builtins.int
     ACROSS_TENANTS_FIELD_NUMBER: _builtins.int
@@ -753,6 +756,14 @@ class MatchRequest(_message.Message):
     lease_id: _builtins.bytes
     """Name of the lease: 16 random bytes, so that the client can release it even when the response is lost. If it is
     empty or in use, the daemon chooses a name.
+    """
+    group: _builtins.str
+    """Name of the group that the request belongs to, such as an agent's session; at most 128 bytes. Chunks of another
+    group that the request uses leave that group. Empty: none. Ignored in probes without a session.
+    """
+    low_priority: _builtins.bool
+    """Chunks that only requests with low priority use are evicted before others of the tenant. Ignored in probes without a
+    session.
     """
     explain: _builtins.bool
     """Report what stopped the match, and remember a fingerprint of the prompt (keyed hashes of its tokens, in memory only)
@@ -781,6 +792,12 @@ class MatchRequest(_message.Message):
         the remote tier.
         """
 
+    @_builtins.property
+    def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedPrefix]:
+        """Beginnings of the prompt that eviction spares for a time, as far as the tenant's quota for pins allows; at most 64.
+        Retained chunks do not expire before. Ignored in probes without a session.
+        """
+
     def __init__(
         self,
         *,
@@ -794,17 +811,48 @@ class MatchRequest(_message.Message):
         window: _builtins.int = ...,
         ttl_seconds: _builtins.int = ...,
         lease_id: _builtins.bytes = ...,
+        retained: _abc.Iterable[Global___RetainedPrefix] | None = ...,
+        group: _builtins.str = ...,
+        low_priority: _builtins.bool = ...,
         explain: _builtins.bool = ...,
         known_tokens: _builtins.int = ...,
         across_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["across_tenants", b"across_tenants", "contents", b"contents", "cuts", b"cuts", "explain", b"explain", "known_tokens", b"known_tokens", "lease_id", b"lease_id", "namespace", b"namespace", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["across_tenants", b"across_tenants", "contents", b"contents", "cuts", b"cuts", "explain", b"explain", "group", b"group", "known_tokens", b"known_tokens", "lease_id", b"lease_id", "low_priority", b"low_priority", "namespace", b"namespace", "retained", b"retained", "seconds_per_token", b"seconds_per_token", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "token_ids", b"token_ids", "ttl_seconds", b"ttl_seconds", "window", b"window"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchRequest: _TypeAlias = MatchRequest  # noqa: Y015
+
+@_typing.final
+class RetainedPrefix(_message.Message):
+    """A beginning of a prompt that eviction spares for a time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    END_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    end: _builtins.int
+    """Its end in tokens: chunks that begin before it are retained. 4,294,967,295 includes what follows the prompt."""
+    retain_seconds: _builtins.int
+    """Shortest time from now for which the chunks stay, in seconds; a longer one of another request wins; at most 2,592,000
+    (30 days).
+    """
+    def __init__(
+        self,
+        *,
+        end: _builtins.int = ...,
+        retain_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "retain_seconds", b"retain_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainedPrefix: _TypeAlias = RetainedPrefix  # noqa: Y015
 
 @_typing.final
 class ContentProbe(_message.Message):
@@ -977,7 +1025,8 @@ class MissReason(_message.Message):
     """Seconds since the loss, or since the earlier prompt; 0 when unknown."""
     by: _builtins.str
     """For EVICTED and QUOTA: "arena", "disk" or "entries". For OTHER_NAMESPACE: fields that differ, such as
-    "storage_bits: 8, not 16", separated by "; ". For NOT_STORED: "writing" while a session writes the chunk.
+    "storage_bits: 8, not 16", separated by "; ". For NOT_STORED: "writing" while a session writes the chunk. For DELETED:
+    "session" if the end of the chunk's group removed it.
     """
     remembered_seconds: _builtins.float
     """How far the daemon's memory of this tenant's prompts and losses reaches back, in seconds: since its start, or since
@@ -1145,12 +1194,19 @@ class ReserveRequest(_message.Message):
     HEADERS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
     RESERVATION_IDS_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    LOW_PRIORITY_FIELD_NUMBER: _builtins.int
     session_id: _builtins.bytes
     """From Welcome."""
     tenant_salt: _builtins.bytes
     """As in MatchRequest."""
     ttl_seconds: _builtins.int
     """As in MatchRequest; applies to these chunks and their ancestors."""
+    group: _builtins.str
+    """As in MatchRequest. The new chunks belong to this group until a request of another one, or of none, uses them."""
+    low_priority: _builtins.bool
+    """As in MatchRequest."""
     @_builtins.property
     def headers(self) -> _containers.RepeatedCompositeFieldContainer[_chunk_pb2.ChunkHeader]:
         """The chunks to write, parents before children. parent_prefix_hash (empty for the first chunk),
@@ -1164,6 +1220,10 @@ class ReserveRequest(_message.Message):
         response is lost. If a name is empty or in use, the daemon chooses one.
         """
 
+    @_builtins.property
+    def retained(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetainedPrefix]:
+        """As in MatchRequest; the start_position of a header counts."""
+
     def __init__(
         self,
         *,
@@ -1172,10 +1232,13 @@ class ReserveRequest(_message.Message):
         headers: _abc.Iterable[_chunk_pb2.ChunkHeader] | None = ...,
         ttl_seconds: _builtins.int = ...,
         reservation_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        retained: _abc.Iterable[Global___RetainedPrefix] | None = ...,
+        group: _builtins.str = ...,
+        low_priority: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["headers", b"headers", "reservation_ids", b"reservation_ids", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "headers", b"headers", "low_priority", b"low_priority", "reservation_ids", b"reservation_ids", "retained", b"retained", "session_id", b"session_id", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1780,6 +1843,60 @@ class DeleteResponse(_message.Message):
 Global___DeleteResponse: _TypeAlias = DeleteResponse  # noqa: Y015
 
 @_typing.final
+class ReleaseGroupRequest(_message.Message):
+    """Releases a group of chunks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    namespace: _builtins.bytes
+    """Namespace, 32 bytes."""
+    tenant_salt: _builtins.bytes
+    """As in MatchRequest."""
+    group: _builtins.str
+    """Name of the group; 1 to 128 bytes."""
+    def __init__(
+        self,
+        *,
+        namespace: _builtins.bytes = ...,
+        tenant_salt: _builtins.bytes = ...,
+        group: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "namespace", b"namespace", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseGroupRequest: _TypeAlias = ReleaseGroupRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseGroupResponse(_message.Message):
+    """Confirms ReleaseGroup."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_FIELD_NUMBER: _builtins.int
+    released: _builtins.int
+    """Removed chunks. Pinned chunks, and those that others use or continue, stay; so do copies in the remote tier. 0 for
+    an unknown group, and after a restart of the daemon, which forgets groups and keeps chunks.
+    """
+    def __init__(
+        self,
+        *,
+        released: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released", b"released"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseGroupResponse: _TypeAlias = ReleaseGroupResponse  # noqa: Y015
+
+@_typing.final
 class CarryRequest(_message.Message):
     """Starts a bulk transfer of a tenant's chunks."""
 
@@ -2099,6 +2216,7 @@ class StatsResponse(_message.Message):
     REMOTE_WITHHELD_FIELD_NUMBER: _builtins.int
     REMOTE_RESTORED_DELETIONS_FIELD_NUMBER: _builtins.int
     FAILED_READS_FIELD_NUMBER: _builtins.int
+    RETAINED_BYTES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -2214,6 +2332,8 @@ class StatsResponse(_message.Message):
     """Deletions repeated because it had lost them: a failover, a restored backup, a restart."""
     failed_reads: _builtins.int
     """Reads of stored chunks that failed: the disk's errors, not corrupt data. The chunks stay and are read again."""
+    retained_bytes: _builtins.int
+    """Bytes of retained chunks; see RetainedPrefix."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2283,10 +2403,11 @@ class StatsResponse(_message.Message):
         remote_withheld: _builtins.int = ...,
         remote_restored_deletions: _builtins.int = ...,
         failed_reads: _builtins.int = ...,
+        retained_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "retained_bytes", b"retained_bytes", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,11 @@ class CacheServiceStub(object):
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryResponse.FromString,
                 _registered_method=True)
+        self.ReleaseGroup = channel.unary_unary(
+                '/kvsidecar.cache.v1.CacheService/ReleaseGroup',
+                request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ReleaseGroupRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ReleaseGroupResponse.FromString,
+                _registered_method=True)
         self.List = channel.unary_unary(
                 '/kvsidecar.cache.v1.CacheService/List',
                 request_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ListRequest.SerializeToString,
@@ -245,6 +250,13 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseGroup(self, request, context):
+        """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def List(self, request, context):
         """Lists stored chunks, a page at a time.
         """
@@ -338,6 +350,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Carry,
                     request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryRequest.FromString,
                     response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryResponse.SerializeToString,
+            ),
+            'ReleaseGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseGroup,
+                    request_deserializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ReleaseGroupRequest.FromString,
+                    response_serializer=kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ReleaseGroupResponse.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
@@ -743,6 +760,33 @@ class CacheService(object):
             '/kvsidecar.cache.v1.CacheService/Carry',
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryRequest.SerializeToString,
             kvsidecar_dot_cache_dot_v1_dot_cache__pb2.CarryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.cache.v1.CacheService/ReleaseGroup',
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ReleaseGroupRequest.SerializeToString,
+            kvsidecar_dot_cache_dot_v1_dot_cache__pb2.ReleaseGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -77,6 +77,8 @@ class CacheServiceStub:
     """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
     last one is the result.
     """
+    ReleaseGroup: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ReleaseGroupRequest, _cache_pb2.ReleaseGroupResponse]
+    """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session."""
     List: _grpc.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]
     """Lists stored chunks, a page at a time."""
     Stats: _grpc.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]
@@ -133,6 +135,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
     last one is the result.
     """
+    ReleaseGroup: _aio.UnaryUnaryMultiCallable[_cache_pb2.ReleaseGroupRequest, _cache_pb2.ReleaseGroupResponse]  # type: ignore[assignment]
+    """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session."""
     List: _aio.UnaryUnaryMultiCallable[_cache_pb2.ListRequest, _cache_pb2.ListResponse]  # type: ignore[assignment]
     """Lists stored chunks, a page at a time."""
     Stats: _aio.UnaryUnaryMultiCallable[_cache_pb2.StatsRequest, _cache_pb2.StatsResponse]  # type: ignore[assignment]
@@ -270,6 +274,14 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         """Transfers a tenant's chunks to the daemon's remote tier, or from it, for operators. Responses report progress; the
         last one is the result.
         """
+
+    @_abc_1.abstractmethod
+    def ReleaseGroup(
+        self,
+        request: _cache_pb2.ReleaseGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_pb2.ReleaseGroupResponse, _abc.Awaitable[_cache_pb2.ReleaseGroupResponse]]:
+        """Removes the chunks that one group stored and alone used, from this daemon: the end of an agent's session."""
 
     @_abc_1.abstractmethod
     def List(

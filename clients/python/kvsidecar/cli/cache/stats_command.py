@@ -20,7 +20,7 @@ _SECTIONS = {
     ),
     "what is stored": (
         "chunks", "tokens", "arena_chunks", "arena_used_bytes", "arena_bytes", "durable_chunks", "durable_bytes",
-        "durable_budget_bytes", "durable_file_bytes", "pinned_bytes",
+        "durable_budget_bytes", "durable_file_bytes", "pinned_bytes", "retained_bytes",
     ),
     "what is going on": ("sessions", "leases", "reservations", "pending_writes", "loop_stall_ms"),
     "the remote tier": (
@@ -42,6 +42,7 @@ _OF_A_TENANT = (
     "durable_chunks",
     "durable_bytes",
     "pinned_bytes",
+    "retained_bytes",
 )
 
 

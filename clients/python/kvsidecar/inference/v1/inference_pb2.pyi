@@ -127,6 +127,26 @@ TRUNCATION_MIDDLE: Truncation.ValueType  # 2
 """In the middle: as many first as last tokens are kept."""
 Global___Truncation: _TypeAlias = Truncation  # noqa: Y015
 
+class _CachePriority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CachePriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CachePriority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_PRIORITY_UNSPECIFIED: _CachePriority.ValueType  # 0
+    """The tenant's priority."""
+    CACHE_PRIORITY_LOW: _CachePriority.ValueType  # 1
+    """Evicted before the tenant's other chunks."""
+
+class CachePriority(_CachePriority, metaclass=_CachePriorityEnumTypeWrapper):
+    """Eviction priority of chunks."""
+
+CACHE_PRIORITY_UNSPECIFIED: CachePriority.ValueType  # 0
+"""The tenant's priority."""
+CACHE_PRIORITY_LOW: CachePriority.ValueType  # 1
+"""Evicted before the tenant's other chunks."""
+Global___CachePriority: _TypeAlias = CachePriority  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -824,6 +844,11 @@ class CacheOptions(_message.Message):
     DOCUMENT_SEPARATOR_FIELD_NUMBER: _builtins.int
     SEGMENT_ENDS_FIELD_NUMBER: _builtins.int
     TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    BREAKPOINTS_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     PROMPT_CACHE_KEY_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
     skip_read: _builtins.bool
@@ -843,6 +868,19 @@ class CacheOptions(_message.Message):
     """TTL of the chunks that the request uses and stores, in seconds; a longer one of another request wins, the tenant's
     limit applies: 1 to 2,592,000 (30 days). Absent: no expiry.
     """
+    session: _builtins.str
+    """Name of the session (agent, conversation) that the request belongs to; at most 128 bytes. Empty: none. The chunks
+    that it stores belong to the session until a request of another one, or of none, uses them; ReleaseSession removes
+    them.
+    """
+    retain_seconds: _builtins.int
+    """The same for the whole prompt and its answer, in seconds: 1 to 2,592,000 (30 days). It limits nothing: unlike
+    ttl_seconds, its end removes no chunk. Absent: only the breakpoints apply.
+    """
+    priority: Global___CachePriority.ValueType
+    """Eviction priority of the chunks that the request stores. A use by a request of higher priority raises it."""
+    fetch: _builtins.bool
+    """Fetch stored chunks of the prompt from the remote tier even if computing them seems quicker."""
     prompt_cache_key: _builtins.str
     """Key of requests that are likely to share a prefix: gateways prefer one worker and node for them. Workers ignore it."""
     reuse_anywhere: _builtins.bool
@@ -852,6 +890,12 @@ class CacheOptions(_message.Message):
     @_builtins.property
     def segment_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ends of documents in token_ids, as ascending token counts from the prompt's start. For such prompts only."""
+
+    @_builtins.property
+    def breakpoints(self) -> _containers.RepeatedCompositeFieldContainer[Global___CacheBreakpoint]:
+        """Beginnings of the prompt that eviction spares for a time; at most 16. Every use renews them. Retained chunks count
+        against the tenant's quota for pins; beyond it they are kept like any others.
+        """
 
     def __init__(
         self,
@@ -863,15 +907,22 @@ class CacheOptions(_message.Message):
         document_separator: _builtins.str | None = ...,
         segment_ends: _abc.Iterable[_builtins.int] | None = ...,
         ttl_seconds: _builtins.int | None = ...,
+        breakpoints: _abc.Iterable[Global___CacheBreakpoint] | None = ...,
+        session: _builtins.str = ...,
+        retain_seconds: _builtins.int | None = ...,
+        priority: Global___CachePriority.ValueType = ...,
+        fetch: _builtins.bool = ...,
         prompt_cache_key: _builtins.str = ...,
         reuse_anywhere: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "reuse_anywhere", b"reuse_anywhere", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_retain_seconds", b"_retain_seconds", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "retain_seconds", b"retain_seconds", "reuse_anywhere", b"reuse_anywhere", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "document_separator", b"document_separator", "exact_only", b"exact_only", "prompt_cache_key", b"prompt_cache_key", "reuse_anywhere", b"reuse_anywhere", "segment_ends", b"segment_ends", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator", "_retain_seconds", b"_retain_seconds", "_reuse_anywhere", b"_reuse_anywhere", "_ttl_seconds", b"_ttl_seconds", "breakpoints", b"breakpoints", "document_separator", b"document_separator", "exact_only", b"exact_only", "fetch", b"fetch", "priority", b"priority", "prompt_cache_key", b"prompt_cache_key", "retain_seconds", b"retain_seconds", "reuse_anywhere", b"reuse_anywhere", "segment_ends", b"segment_ends", "session", b"session", "skip_read", b"skip_read", "skip_write", b"skip_write", "tenant_salt", b"tenant_salt", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__document_separator: _TypeAlias = _typing.Literal["document_separator"]  # noqa: Y015
     _WhichOneofArgType__document_separator: _TypeAlias = _typing.Literal["_document_separator", b"_document_separator"]  # noqa: Y015
+    _WhichOneofReturnType__retain_seconds: _TypeAlias = _typing.Literal["retain_seconds"]  # noqa: Y015
+    _WhichOneofArgType__retain_seconds: _TypeAlias = _typing.Literal["_retain_seconds", b"_retain_seconds"]  # noqa: Y015
     _WhichOneofReturnType__reuse_anywhere: _TypeAlias = _typing.Literal["reuse_anywhere"]  # noqa: Y015
     _WhichOneofArgType__reuse_anywhere: _TypeAlias = _typing.Literal["_reuse_anywhere", b"_reuse_anywhere"]  # noqa: Y015
     _WhichOneofReturnType__ttl_seconds: _TypeAlias = _typing.Literal["ttl_seconds"]  # noqa: Y015
@@ -879,11 +930,45 @@ class CacheOptions(_message.Message):
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__document_separator) -> _WhichOneofReturnType__document_separator | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__retain_seconds) -> _WhichOneofReturnType__retain_seconds | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__reuse_anywhere) -> _WhichOneofReturnType__reuse_anywhere | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttl_seconds) -> _WhichOneofReturnType__ttl_seconds | None: ...
 
 Global___CacheOptions: _TypeAlias = CacheOptions  # noqa: Y015
+
+@_typing.final
+class CacheBreakpoint(_message.Message):
+    """A beginning of the prompt to retain."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    RETAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    messages: _builtins.int
+    """Number of the chat's leading messages; tools count as part of the first one."""
+    tokens: _builtins.int
+    """Number of leading tokens."""
+    retain_seconds: _builtins.int
+    """Shortest time for which eviction spares its chunks, in seconds, as in CacheOptions."""
+    def __init__(
+        self,
+        *,
+        messages: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+        retain_seconds: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "messages", b"messages", "retain_seconds", b"retain_seconds", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_end: _TypeAlias = _typing.Literal["messages", "tokens"]  # noqa: Y015
+    _WhichOneofArgType_end: _TypeAlias = _typing.Literal["end", b"end"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_end) -> _WhichOneofReturnType_end | None: ...
+
+Global___CacheBreakpoint: _TypeAlias = CacheBreakpoint  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -1376,8 +1461,13 @@ class WarmRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    PREFETCH_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """As in GenerateRequest: only requests of the same adapter reuse chunks that an adapter computed."""
+    prefetch: _builtins.bool
+    """Prefetch only: load stored chunks of the prompt from the disk and the remote tier into the daemon's memory, and
+    compute nothing.
+    """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The text to prefill. A chat is rendered without generation prompt, so that any next message continues it."""
@@ -1392,10 +1482,11 @@ class WarmRequest(_message.Message):
         prompt: Global___Prompt | None = ...,
         cache: Global___CacheOptions | None = ...,
         model: _builtins.str = ...,
+        prefetch: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "prompt", b"prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "model", b"model", "prefetch", b"prefetch", "prompt", b"prompt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1430,6 +1521,58 @@ class WarmResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WarmResponse: _TypeAlias = WarmResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseSessionRequest(_message.Message):
+    """Ends a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    session: _builtins.str
+    """Name of the session, as in CacheOptions."""
+    tenant_salt: _builtins.bytes
+    """As in CacheOptions."""
+    model: _builtins.str
+    """As in GenerateRequest."""
+    def __init__(
+        self,
+        *,
+        session: _builtins.str = ...,
+        tenant_salt: _builtins.bytes = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "session", b"session", "tenant_salt", b"tenant_salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSessionRequest: _TypeAlias = ReleaseSessionRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseSessionResponse(_message.Message):
+    """The session's own chunks are gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RELEASED_CHUNKS_FIELD_NUMBER: _builtins.int
+    released_chunks: _builtins.int
+    """Removed chunks. Those that others use stay; 0 for an unknown session."""
+    def __init__(
+        self,
+        *,
+        released_chunks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["released_chunks", b"released_chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseSessionResponse: _TypeAlias = ReleaseSessionResponse  # noqa: Y015
 
 @_typing.final
 class TokenizeRequest(_message.Message):

@@ -54,6 +54,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
                 response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.FromString,
                 _registered_method=True)
+        self.ReleaseSession = channel.unary_unary(
+                '/kvsidecar.inference.v1.InferenceService/ReleaseSession',
+                request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.ReleaseSessionRequest.SerializeToString,
+                response_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.ReleaseSessionResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/kvsidecar.inference.v1.InferenceService/Tokenize',
                 request_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -115,6 +120,13 @@ class InferenceServiceServicer(object):
 
     def Warm(self, request, context):
         """Prefills a prompt into the cache without generating.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseSession(self, request, context):
+        """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -188,6 +200,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Warm,
                     request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.FromString,
                     response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.SerializeToString,
+            ),
+            'ReleaseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseSession,
+                    request_deserializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.ReleaseSessionRequest.FromString,
+                    response_serializer=kvsidecar_dot_inference_dot_v1_dot_inference__pb2.ReleaseSessionResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -311,6 +328,33 @@ class InferenceService(object):
             '/kvsidecar.inference.v1.InferenceService/Warm',
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
             kvsidecar_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvsidecar.inference.v1.InferenceService/ReleaseSession',
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.ReleaseSessionRequest.SerializeToString,
+            kvsidecar_dot_inference_dot_v1_dot_inference__pb2.ReleaseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

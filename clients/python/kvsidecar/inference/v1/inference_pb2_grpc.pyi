@@ -44,6 +44,8 @@ class InferenceServiceStub:
     """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
     Warm: _grpc.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]
     """Prefills a prompt into the cache without generating."""
+    ReleaseSession: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReleaseSessionRequest, _inference_pb2.ReleaseSessionResponse]
+    """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text or messages into token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
@@ -79,6 +81,8 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     """Generates and streams text as it appears; the last message carries usage and the reason why generation ended."""
     Warm: _aio.UnaryUnaryMultiCallable[_inference_pb2.WarmRequest, _inference_pb2.WarmResponse]  # type: ignore[assignment]
     """Prefills a prompt into the cache without generating."""
+    ReleaseSession: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReleaseSessionRequest, _inference_pb2.ReleaseSessionResponse]  # type: ignore[assignment]
+    """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or messages into token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -129,6 +133,14 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.WarmResponse, _abc.Awaitable[_inference_pb2.WarmResponse]]:
         """Prefills a prompt into the cache without generating."""
+
+    @_abc_1.abstractmethod
+    def ReleaseSession(
+        self,
+        request: _inference_pb2.ReleaseSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_inference_pb2.ReleaseSessionResponse, _abc.Awaitable[_inference_pb2.ReleaseSessionResponse]]:
+        """Removes the chunks that one session stored and alone used: the end of an agent. NOT_FOUND for an unknown model."""
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -12,6 +12,7 @@ from kvkernels.paged_gather import Integers
 from kvsidecar.cache.v1 import cache_pb2 as pb
 from kvsidecar.chunk_layout import new_header
 from kvsidecar.kv_transfer.block_copier import BlockCopier
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.kv_layout import PagedKVCache
@@ -39,21 +40,21 @@ class PageStore:
     def close(self) -> None:
         self._connection.close()
 
-    def exists(self, names: Sequence[str]) -> int:
+    def exists(self, names: Sequence[str], hints: CacheHints = NO_HINTS) -> int:
         """Return the number of leading pages that are stored."""
-        held = self._find(names)
+        held = self._find(names, hints)
         if held is None:
             return 0
         self._pages.release(held)
         return next((i for i in range(len(names)) if i not in held.pages), len(names))
 
-    def load(self, names: Sequence[str], slots: Integers) -> list[bool]:
+    def load(self, names: Sequence[str], slots: Integers, hints: CacheHints = NO_HINTS) -> list[bool]:
         """Copy pages to ``slots [names * page tokens]``; return which were filled.
 
         The contents of the other slots are undefined.
         """
         done = [False] * len(names)
-        held = self._find(names)
+        held = self._find(names, hints)
         if held is None:
             return done
         session, tokens = held.found.session, self._cache.block_tokens
@@ -74,7 +75,7 @@ class PageStore:
             self._pages.release(held)
         return done
 
-    def store(self, names: Sequence[str], slots: Integers) -> list[bool]:
+    def store(self, names: Sequence[str], slots: Integers, hints: CacheHints = NO_HINTS) -> list[bool]:
         """Store the pages at ``slots [names * page tokens]``; return which are stored now."""
         session, tokens = self._connection.session, self._cache.block_tokens
         if session is None:
@@ -87,7 +88,7 @@ class PageStore:
 
         try:
             with self._writing:
-                return list(self._pages.store(session, pages, b"", fill).stored)
+                return list(self._pages.store(session, pages, b"", fill, hints).stored)
         except Exception as error:
             log.warning("storing pages failed: %s", handle_failure(self._connection, session, error))
             return [False] * len(names)
@@ -106,12 +107,12 @@ class PageStore:
     def _named(self, names: Sequence[str]) -> list[NamedPage]:
         return [NamedPage(name.encode(), self._cache.block_tokens) for name in names]
 
-    def _find(self, names: Sequence[str]) -> LeasedPages | None:
+    def _find(self, names: Sequence[str], hints: CacheHints) -> LeasedPages | None:
         session = self._connection.session
         if session is None or not names:
             return None
         try:
-            return self._pages.find(session, self._named(names), b"")
+            return self._pages.find(session, self._named(names), b"", hints)
         except Exception as error:
             log.warning(
                 "looking pages up failed, computing instead: %s", handle_failure(self._connection, session, error)

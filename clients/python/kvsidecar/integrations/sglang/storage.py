@@ -18,6 +18,7 @@ from kvsidecar.chunk_layout import Geometry
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.integrations import engine_options
 from kvsidecar.integrations.sglang.host_pool_layout import host_pool_cache
+from kvsidecar.integrations.sglang.page_hints import PageHints
 from kvsidecar.integrations.sglang.page_store import PageStore
 from kvsidecar.integrations.torch_numerics import SHARED, torch_numerics
 from kvsidecar.integrations.weights_dir import weights_dir_of
@@ -60,6 +61,7 @@ class KVSidecarStorage(HiCacheStorage):
         _check(storage_config, given)
         self._folder = weights_dir_of(self._settings.model or storage_config.model_name or "")
         self._store: PageStore | None = None
+        self._hints = PageHints(1)
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         super().register_mem_pool_host(mem_pool_host)
@@ -71,13 +73,14 @@ class KVSidecarStorage(HiCacheStorage):
         connection = DaemonConnection(self._settings.address, f"sglang-{self._config.tp_rank}", described, log=log)
         connection.wait(_ATTACH_SECONDS)
         self._store = PageStore(cache, connection, self._settings.timeout_ms / 1000)
+        self._hints = PageHints(cache.block_tokens)
 
     def close(self) -> None:
         if self._store is not None:
             self._store.close()
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        return self._registered_store.exists(keys)
+        return self._registered_store.exists(keys, self._hints.of_call(extra_info))
 
     def exists(self, key: str) -> bool:
         return self._registered_store.exists([key]) == 1
@@ -85,12 +88,12 @@ class KVSidecarStorage(HiCacheStorage):
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._registered_store.load(keys, self._slots(keys, host_indices))
+        return self._registered_store.load(keys, self._slots(keys, host_indices), self._hints.of_call(extra_info))
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        return self._registered_store.store(keys, self._slots(keys, host_indices))
+        return self._registered_store.store(keys, self._slots(keys, host_indices), self._hints.of_call(extra_info))
 
     def clear(self) -> None:
         self._registered_store.clear()

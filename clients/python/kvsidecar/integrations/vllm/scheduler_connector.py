@@ -25,7 +25,9 @@ from kvsidecar.integrations.vllm.pending_lookup import PendingLookup
 from kvsidecar.integrations.vllm.prefill_rate import PrefillRate
 from kvsidecar.integrations.vllm.step_metadata import LoadJob, StepJobs, StoreJob, WorkerHandshake
 from kvsidecar.integrations.vllm.transfer_stats import ATTACHED, TransferStats
+from kvsidecar.kv_hints import read_kv_hints
 from kvsidecar.kv_transfer.block_chunking import BlockChunking
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
 from kvsidecar.kv_transfer.daemon_connection import DaemonConnection
 from kvsidecar.kv_transfer.error_policy import handle_failure
 from kvsidecar.kv_transfer.prefix_lookup import PrefixLookup, PrefixMatch
@@ -59,6 +61,7 @@ class _TrackedRequest:
 
     request: Any
     salt: bytes | None
+    hints: CacheHints = NO_HINTS
     lookup: PendingLookup | None = None
     local_tokens: int = 0  # computed tokens that vLLM had at the lookup
     num_loading_tokens: int = 0  # tokens in the blocks after the running load; 0 without one
@@ -150,7 +153,10 @@ class SchedulerConnector:
                     self._warned_adapters.add(str(error))
                     log.warning("%s; its requests are not cached", error)
                 salt = None
-            found = self._requests[request.request_id] = _TrackedRequest(request, salt)
+            given = read_kv_hints(getattr(request, "kv_hints", None))  # engines before vLLM 0.33 have none
+            self.stats.add(applied_hints=given.num_applied, ignored_hints=given.num_ignored)
+            hints = CacheHints.of_kv_hints(given)
+            found = self._requests[request.request_id] = _TrackedRequest(request, salt, hints)
         return found
 
     def get_num_new_matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -214,20 +220,19 @@ class SchedulerConnector:
                 session.count_skipped_lookup(len(tokens))
                 self.stats.count_lookup("skipped")
                 return None
-        return PendingLookup(self._threads.submit(self._match, tokens, salt))
+        return PendingLookup(self._threads.submit(self._match, tokens, salt, tracked.hints))
 
     def _sessions(self) -> list[Session | None]:
         return [rank.connection.session for rank in self._ranks]
 
-    def _match(self, tokens: list[int], salt: bytes) -> tuple[PrefixMatch, ...] | None:
+    def _match(self, tokens: list[int], salt: bytes, hints: CacheHints) -> tuple[PrefixMatch, ...] | None:
         found: list[PrefixMatch] = []
         for rank in self._ranks:
             session = rank.connection.session
             if session is not None:
                 try:
-                    found.append(
-                        rank.lookup.match(session, tokens, salt, seconds_per_token=self._prefill_rate.seconds_per_token)
-                    )
+                    rate = self._prefill_rate.seconds_per_token
+                    found.append(rank.lookup.match(session, tokens, salt, seconds_per_token=rate, hints=hints))
                     continue
                 except Exception as error:
                     log.warning(
@@ -372,6 +377,7 @@ class SchedulerConnector:
                 known,
                 max(0, request.num_prompt_tokens - tracked.computed_from),
                 tracked.began_at,
+                tracked.hints,
             )
         )
 

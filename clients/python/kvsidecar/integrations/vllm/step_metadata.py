@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
+
 
 @dataclass(frozen=True)
 class LoadJob:
@@ -31,6 +33,7 @@ class StoreJob:
     known: tuple[tuple[int, bytes], ...]
     computed: int = 0
     began: float = 0.0
+    hints: CacheHints = NO_HINTS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ COUNTERS = {
     "refused_chunks": "Chunks that the daemon refused: no space, or over quota.",
     "failed_stores": "Stores that failed.",
     "dropped_stores": "Requests that were not stored completely, because too many blocks were queued.",
+    "applied_hints": "Actions in the KV hints of requests that had an effect.",
+    "ignored_hints": "Actions in the KV hints of requests that are unknown or malformed.",
 }
 LOOKUPS = {
     "hit": "a stored prefix",

@@ -193,6 +193,7 @@ class WorkerConnector:
                 token_seconds=storing.token_seconds,
                 after=storing.event,
                 read_guard=storing.read_guard,
+                hints=job.hints,
             )
             self.stats.add(stored_chunks=outcome.stored_chunks, refused_chunks=outcome.refused_chunks)
 

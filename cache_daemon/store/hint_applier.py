@@ -1,0 +1,66 @@
+"""Applies the hints of requests to the chunks that they use and store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_groups import ChunkGroups
+from cache_daemon.store.prompt_hints import ChunkHints, PromptHints
+from cache_daemon.store.retained_chunks import RetainedChunks
+from cache_daemon.store.tier_manager import TierManager
+from cache_daemon.store.ttl import TtlIndex
+
+
+@dataclass(frozen=True)
+class HintApplier:
+    """Expiry, retention, groups and priorities of one store. Runs on the event loop."""
+
+    tiers: TierManager
+    ttl: TtlIndex
+    retained: RetainedChunks
+    groups: ChunkGroups
+
+    def record_match(self, path: Sequence[Chunk], contents: Sequence[Chunk], hints: PromptHints) -> None:
+        """Apply a request's hints to its matched prefix and content matches."""
+        for chunk in (*path[-1:], *contents):
+            self.ttl.extend(chunk, hints.at(chunk.start_position).expires_at)
+        if hints.retained:
+            for chunk in (*path, *contents):
+                at = hints.at(chunk.start_position)
+                self.ttl.extend(chunk, at.expires_at)
+                self.retained.extend(chunk, at.retained_until)
+        for chunk in (*path, *contents):
+            self._share(chunk, hints.group, hints.low_priority)
+
+    def record_use(self, chunk: Chunk, hints: ChunkHints) -> None:
+        """Apply hints to one chunk."""
+        self.ttl.extend(chunk, hints.expires_at)
+        self.retained.extend(chunk, hints.retained_until)
+        self._share(chunk, hints.group, hints.low_priority)
+
+    def record_continuation(self, chunk: Chunk | None, hints: ChunkHints) -> None:
+        """Apply the hints of a chunk to its parent and further ancestors, which live as long."""
+        if chunk is not None:
+            self.ttl.extend(chunk, hints.expires_at)
+        while chunk is not None:
+            self._share(chunk, hints.group, hints.low_priority)
+            chunk = self.tiers.parent_of(chunk)
+
+    def leave_groups(self, chunk: Chunk | None) -> None:
+        """Take a chunk and its ancestors out of their groups, because something other than a request reads them."""
+        while chunk is not None:
+            if chunk.group:
+                self.groups.leave(chunk)
+            chunk = self.tiers.parent_of(chunk)
+
+    def inherit(self, chunk: Chunk, old: Chunk) -> None:
+        """Apply the hints of a chunk to the longer sibling that supersedes it."""
+        self.record_use(chunk, ChunkHints(old.expires_at, old.retained_until, old.group, old.low_priority))
+
+    def _share(self, chunk: Chunk, group: str, low_priority: bool) -> None:
+        if chunk.group and chunk.group != group:
+            self.groups.leave(chunk)
+        if chunk.low_priority and not low_priority:
+            self.tiers.raise_priority(chunk)

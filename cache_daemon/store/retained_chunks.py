@@ -1,0 +1,98 @@
+"""PromptHints: chunks that eviction spares until a deadline, because requests asked for it.
+
+A retention promises a minimum: its end removes nothing. It counts against the quota for pins, beside them, and takes at
+most half of a tenant's other quotas, and a quarter of the arena while it is not durable: so a tenant can always store
+new chunks, and pins find capacity. A chunk beyond these limits is kept like any other, until they allow its retention.
+A restart of the daemon ends all retentions; the next use of a chunk renews its own.
+"""
+
+from __future__ import annotations
+
+from cache_daemon.memory.arena import footprint
+from cache_daemon.store.chunk import Chunk, Residency
+from cache_daemon.store.pins import Pins
+from cache_daemon.store.tenant_accounts import TenantAccount
+from cache_daemon.store.tier_manager import TierManager
+
+_QUOTA_SHARE, _ARENA_SHARE = 0.5, 0.25
+
+
+class RetainedChunks:
+    """Retentions of one store's chunks. Runs on the event loop."""
+
+    def __init__(self, tiers: TierManager, pins: Pins) -> None:
+        self._tiers, self._pins = tiers, pins
+        self._wanted: dict[Chunk, None] = {}  # indexed chunks with a deadline
+        self.retained_bytes = 0
+        tiers.on_indexed.append(self._on_indexed)
+        tiers.on_unindexed.append(self._end)
+
+    def extend(self, chunk: Chunk, until: float) -> None:
+        """Retain a chunk at least ``until``, as far as quotas allow."""
+        if until > max(chunk.retained_until, self._tiers.clock()):
+            chunk.retained_until = until
+            if chunk.indexed:
+                self._on_indexed(chunk)
+
+    def end_due(self) -> None:
+        """End retentions whose deadline has passed, and begin those that limits allow now."""
+        now = self._tiers.clock()
+        for chunk in list(self._wanted):
+            if chunk.retained_until <= now:
+                self._end(chunk)
+            else:
+                self._retain(chunk)
+
+    def _on_indexed(self, chunk: Chunk) -> None:
+        if chunk.retained_until:
+            self._wanted[chunk] = None
+            self._retain(chunk)
+
+    def _retain(self, chunk: Chunk) -> None:
+        if not chunk.is_retained and self._fits(chunk):
+            self._set(chunk, True)
+
+    def _end(self, chunk: Chunk) -> None:
+        if self._wanted.pop(chunk, chunk) is None:
+            chunk.retained_until = 0.0
+            if chunk.is_retained:
+                self._set(chunk, False)
+
+    def _set(self, chunk: Chunk, is_retained: bool) -> None:
+        chunk.is_retained = is_retained
+        sign = 1 if is_retained else -1
+        self.retained_bytes += sign * chunk.size_bytes
+        chunk.tenant.retained_bytes += sign * chunk.size_bytes
+        chunk.tenant.retained_chunks += sign
+        self._tiers.update_evictable(chunk)
+
+    def _fits(self, chunk: Chunk) -> bool:
+        tenant, added = chunk.tenant, chunk.size_bytes
+        beside_pins = (
+            (self._pins.budget_bytes, self._pins.pinned_bytes + self.retained_bytes),
+            (tenant.limits.pin_bytes, tenant.pinned_bytes + tenant.retained_bytes),
+        )
+        if any(limit is not None and used + added > limit for limit, used in beside_pins):
+            return False
+        for quota in (tenant.limits.arena_bytes, tenant.limits.store_bytes):
+            if quota is not None and tenant.retained_bytes + added > quota * _QUOTA_SHARE:
+                return False
+        entries = tenant.limits.entries
+        if entries is not None and tenant.retained_chunks >= entries * _QUOTA_SHARE:
+            return False
+        # Without a durable copy, a retained chunk cannot leave the arena.
+        arena_bytes = self._tiers.arena.size_bytes * _ARENA_SHARE
+        return (
+            chunk.disk_state is Residency.PRESENT or self._tiers.arena_only_pins_bytes + footprint(added) <= arena_bytes
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless sums and chunks add up."""
+        wanted = {chunk.key for chunk in self._tiers.index if chunk.retained_until}
+        assert wanted == {chunk.key for chunk in self._wanted}, "retained chunks differ from the index"
+        retained = [chunk for chunk in self._wanted if chunk.is_retained]
+        assert self.retained_bytes == sum(chunk.size_bytes for chunk in retained), "retained bytes do not add up"
+        accounts: dict[TenantAccount, int] = {}
+        for chunk in retained:
+            accounts[chunk.tenant] = accounts.get(chunk.tenant, 0) + chunk.size_bytes
+        assert all(tenant.retained_bytes == size for tenant, size in accounts.items()), "a tenant's bytes differ"

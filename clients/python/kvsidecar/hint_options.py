@@ -1,0 +1,75 @@
+"""Options of requests with hints for the cache, as keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypedDict, Unpack
+
+from kvsidecar.errors import InvalidRequest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+
+
+class HintOptions(TypedDict, total=False):
+    """Hints about the chunks that a request uses and stores.
+
+    ``cache_ttl_seconds`` is their TTL; without it they do not expire. Eviction spares them for at least
+    ``cache_retain_seconds``, as far as the tenant's quota allows, and beginnings of the prompt for the time of their
+    breakpoint: ``{"messages": 1, "retain_seconds": 3600}``, or with ``tokens``. ``cache_session`` names the agent or
+    conversation, whose own chunks ``release_session`` removes. Chunks of low priority are evicted first.
+    """
+
+    cache_ttl_seconds: int | None
+    cache_retain_seconds: int | None
+    cache_breakpoints: Sequence[Mapping[str, int]]
+    cache_session: str
+    cache_priority: Literal["low", "normal"]
+
+
+def hint_options(**hints: Unpack[HintOptions]) -> pb.CacheOptions:
+    """Convert hints. Raises InvalidRequest, and TypeError for an unknown name."""
+    if unknown := sorted(hints.keys() - HintOptions.__annotations__.keys()):
+        raise TypeError(f"unexpected keyword argument {unknown[0]!r}")
+    for name in ("cache_ttl_seconds", "cache_retain_seconds"):
+        check_number(name, hints.get(name))
+    session, priority = hints.get("cache_session", ""), hints.get("cache_priority", "normal")
+    check_text("cache_session", session)
+    if priority not in ("low", "normal"):
+        raise InvalidRequest(f"cache_priority is {priority!r}; low and normal are allowed", param="cache_priority")
+    return pb.CacheOptions(
+        ttl_seconds=hints.get("cache_ttl_seconds"),
+        retain_seconds=hints.get("cache_retain_seconds"),
+        breakpoints=[_breakpoint(point) for point in hints.get("cache_breakpoints", ())],
+        session=session,
+        priority=pb.CACHE_PRIORITY_LOW if priority == "low" else pb.CACHE_PRIORITY_UNSPECIFIED,
+    )
+
+
+def _breakpoint(point: Mapping[str, int]) -> pb.CacheBreakpoint:
+    names = point.keys()
+    if "retain_seconds" not in names or len(names) != 2 or not names <= {"messages", "tokens", "retain_seconds"}:
+        raise InvalidRequest(
+            f"a breakpoint of cache_breakpoints has {', '.join(map(str, names)) or 'nothing'}; it needs "
+            "retain_seconds, and messages or tokens",
+            param="cache_breakpoints",
+        )
+    for name, value in point.items():
+        check_number(f"{name} of cache_breakpoints", value)
+    return pb.CacheBreakpoint(**point)
+
+
+def check_number(name: str, value: object) -> None:
+    """Raise InvalidRequest unless a value is None or fits into 32 bits."""
+    if value is not None and not (isinstance(value, int) and 0 <= value < 2**32):
+        raise InvalidRequest(f"{name} is {value}; allowed are 0 to {2**32 - 1}", param=name)
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise InvalidRequest for text that UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"{name} has the lone surrogate U+{ord(text[error.start]):04X} at character {error.start}; send whole "
+            f"characters",
+            param=name,
+        ) from None

@@ -1,0 +1,39 @@
+"""Cache hints of SGLang's calls: its KV hint envelope, for a batch of pages."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from kvsidecar.kv_hints import read_kv_hints
+from kvsidecar.kv_transfer.cache_hints import NO_HINTS, CacheHints
+from kvsidecar.retained_prefixes import WHOLE_PROMPT
+
+log = logging.getLogger(__name__)
+
+
+class PageHints:
+    """Reads the envelopes of calls, and counts their actions: ``num_applied``, ``num_ignored``."""
+
+    def __init__(self, page_tokens: int) -> None:
+        self._page_tokens = page_tokens
+        self.num_applied = self.num_ignored = 0
+
+    def of_call(self, extra_info: Any) -> CacheHints:
+        """Return the hints for a call's pages, which follow the pages of its ``prefix_keys``.
+
+        All pages are retained as long as the first one: a batch is short, and a retention is a minimum.
+        """
+        more = getattr(extra_info, "extra_info", None)
+        envelope = more.get("kv_hints") if isinstance(more, dict) else None
+        if envelope is None:
+            return NO_HINTS
+        given = read_kv_hints(envelope)
+        self.num_applied += given.num_applied
+        if given.num_ignored and not self.num_ignored:
+            log.info("KV hints have actions other than kv.fetch 1 and kv.retain 1, which have no effect")
+        self.num_ignored += given.num_ignored
+        start = len(getattr(extra_info, "prefix_keys", None) or ()) * self._page_tokens
+        seconds = next((seconds for end, seconds in given.retained if start < end), 0)
+        retained = ((WHOLE_PROMPT, seconds),) if seconds else ()
+        return CacheHints(retained=retained, low_priority=given.low_priority, fetch=given.fetch)

@@ -1,0 +1,27 @@
+"""Beginnings of a prompt that a request asks to retain, and their canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MAX_RETAINED_PREFIXES = 64
+WHOLE_PROMPT = 2**32 - 1  # an end that includes what follows the prompt
+
+RetainedPrefixes = tuple[tuple[int, int], ...]
+
+
+def retained_prefixes(wanted: Iterable[tuple[int, int]]) -> RetainedPrefixes:
+    """Reduce ``(end in tokens, seconds)`` to those that matter, with rising ends and falling times.
+
+    A prefix matters if no longer one is retained as long. At most the 64 longest are returned.
+    """
+    longest: dict[int, int] = {}
+    for end, seconds in wanted:
+        longest[end] = max(seconds, longest.get(end, 0))
+    found: list[tuple[int, int]] = []
+    most = 0
+    for end in sorted(longest, reverse=True):
+        if end > 0 and longest[end] > most:
+            most = longest[end]
+            found.append((end, most))
+    return tuple(reversed(found[:MAX_RETAINED_PREFIXES]))

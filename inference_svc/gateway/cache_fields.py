@@ -1,0 +1,103 @@
+"""Fields of request bodies with hints for the cache, and the end of sessions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import grpc
+from kvsidecar.chunk_layout import MAX_TTL_SECONDS
+from kvsidecar.errors import InvalidRequest, from_rpc
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.kv_hints import read_kv_hints
+from pydantic import Field
+
+from inference_svc.gateway.body_model import FIRST_ERROR, BodyModel
+from inference_svc.gateway.request_log import log_line
+from inference_svc.gateway.worker_router import Worker
+
+RELEASE_PATH = "/kvsidecar/v1/release"
+MAX_BREAKPOINTS = 16
+_TIMEOUT_SECONDS = 60.0
+_Seconds = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)]
+_Count = Annotated[int, Field(ge=1, lt=2**31)] | None
+CacheSession = Annotated[str, Field(max_length=128)]
+
+
+class CacheBreakpoint(BodyModel):
+    """The end of a beginning of the prompt that is retained."""
+
+    messages: _Count = None
+    """End as a number of leading messages."""
+    tokens: _Count = None
+    """End as a number of leading tokens."""
+    retain_seconds: _Seconds
+
+    def to_grpc(self) -> pb.CacheBreakpoint:
+        """Convert the breakpoint. Raises InvalidRequest without an end, or with two."""
+        if (self.messages is None) == (self.tokens is None):
+            raise InvalidRequest(
+                "a breakpoint of cache_breakpoints needs messages or tokens, and not both", param="cache_breakpoints"
+            )
+        return pb.CacheBreakpoint(**self.model_dump(exclude_none=True))
+
+
+class CacheFields(BodyModel):
+    """Hints of a request about the chunks that it uses and stores."""
+
+    cache_salt: str = ""
+    """Separates tenants: requests with different salts never share cached text."""
+    cache_ttl_seconds: _Seconds | None = None
+    """TTL of the chunks that the request uses and stores; without it they do not expire."""
+    cache_retain_seconds: _Seconds | None = None
+    """Shortest time for which eviction spares these chunks, as far as the tenant's quota allows."""
+    cache_breakpoints: Annotated[list[CacheBreakpoint], FIRST_ERROR] = Field(
+        default_factory=list, max_length=MAX_BREAKPOINTS
+    )
+    """The same for beginnings of the prompt, such as its system message or documents."""
+    cache_session: CacheSession = ""
+    """Session (agent, conversation) of the request; POST /kvsidecar/v1/release removes what it alone used."""
+    cache_priority: Literal["low", "normal"] = "normal"
+    """``low``: the chunks are evicted before others of the tenant."""
+    kv_hints: Any = None
+    """The envelope of vLLM and SGLang; its actions kv.fetch and kv.retain have an effect."""
+
+    def cache_options(self) -> pb.CacheOptions:
+        """Convert the hints. Raises InvalidRequest."""
+        envelope = read_kv_hints(self.kv_hints)
+        if self.kv_hints is not None:
+            log_line().add(kv_hints_applied=envelope.num_applied, kv_hints_ignored=envelope.num_ignored)
+        is_low = self.cache_priority == "low" or envelope.low_priority
+        options = pb.CacheOptions(
+            tenant_salt=self.cache_salt.encode(),
+            ttl_seconds=self.cache_ttl_seconds,
+            retain_seconds=self.cache_retain_seconds,
+            breakpoints=[point.to_grpc() for point in self.cache_breakpoints],
+            session=self.cache_session,
+            priority=pb.CACHE_PRIORITY_LOW if is_low else pb.CACHE_PRIORITY_UNSPECIFIED,
+            fetch=envelope.fetch,
+        )
+        for end, seconds in envelope.retained[::-1][: MAX_BREAKPOINTS - len(options.breakpoints)]:
+            options.breakpoints.add(tokens=end, retain_seconds=seconds)
+        return options
+
+
+class ReleaseBody(BodyModel):
+    """Body of a release: the session that has ended."""
+
+    model: str = ""
+    cache_salt: str = ""
+    cache_session: CacheSession = Field(min_length=1)
+
+    def to_grpc(self) -> pb.ReleaseSessionRequest:
+        return pb.ReleaseSessionRequest(
+            session=self.cache_session, tenant_salt=self.cache_salt.encode(), model=self.model
+        )
+
+
+async def release_session(worker: Worker, request: pb.ReleaseSessionRequest) -> dict[str, Any]:
+    """Remove the chunks that a session alone used. Raises KVSidecarError."""
+    try:
+        found = await worker.client.stub.ReleaseSession(request, timeout=_TIMEOUT_SECONDS)
+    except grpc.RpcError as error:
+        raise from_rpc(error) from error
+    return {"released_chunks": found.released_chunks}

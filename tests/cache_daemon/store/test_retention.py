@@ -1,0 +1,195 @@
+"""Retention: eviction spares chunks until a deadline, within quotas; low priority is evicted first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import grpc
+import pytest
+from kvsidecar import keys
+from kvsidecar.cache.v1 import cache_pb2 as pb
+
+from benchmarks.node import Node
+from benchmarks.peer import payload_of
+from cache_daemon.auth.tenant_limits import TenantLimits
+from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
+from tests.cache_daemon.conftest import Peer
+from tests.cache_daemon.stores import Bench, opened
+
+SLOT = 4096
+ALL = 2**32 - 1
+
+
+def retain(bench: Bench, seconds: float, end: int = ALL) -> PromptHints:
+    return PromptHints(retained=((end, bench.clock.now + seconds),))
+
+
+async def put(
+    bench: Bench, ids: list[int], hints: PromptHints = NO_HINTS, start: int = 0, parent: bytes = b"", salt: bytes = b""
+) -> bytes:
+    """Store a chunk, and wait for the disk. Returns its hash."""
+    reserved = bench.store.reserve(bench.session, salt, [bench.header(ids, start, parent)], hints)[0]
+    if reserved.reservation_id:
+        await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, ids)])
+        await bench.store.settle()
+    return reserved.prefix_hash
+
+
+async def use(bench: Bench, ids: list[int], hints: PromptHints = NO_HINTS, salt: bytes = b"") -> None:
+    found = await bench.store.match(bench.session, salt, keys.token_bytes(ids), hints=hints)
+    bench.store.release(bench.session, [found.lease_id])
+
+
+async def flood(bench: Bench, salt: bytes = b"flood", chunks: int = 120) -> None:
+    """Store and use so many chunks that everything else is evicted."""
+    for i in range(chunks):
+        await put(bench, [10_000 + i], salt=salt)
+        await use(bench, [10_000 + i], salt=salt)
+
+
+def known(bench: Bench, ids: list[int], salt: bytes = b"") -> int:
+    return sum(n for _, n in bench.store.probe(bench.root(salt), keys.token_bytes(ids)))
+
+
+async def test_a_retained_chunk_survives_a_flood_until_its_deadline() -> None:
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT) as bench:
+        await put(bench, [1, 2], retain(bench, 300))
+        await put(bench, [3, 4])
+        await use(bench, [3, 4])
+        await flood(bench)
+        assert (known(bench, [1, 2]), known(bench, [3, 4])) == (2, 0)
+        bench.clock.now += 301
+        await bench.store.sweep()
+        assert known(bench, [1, 2]) == 2, "the end of a retention removes nothing"
+        await flood(bench, b"later")
+        assert known(bench, [1, 2]) == 0
+
+
+async def test_a_retention_removes_no_chunk_that_would_have_stayed_without_it() -> None:
+    """Five minutes of retention are a minimum: hours later the chunk is there, and has no TTL."""
+    async with opened() as bench:
+        await put(bench, [1, 2], retain(bench, 300))
+        bench.clock.now += 30 * 86400
+        await bench.store.sweep()
+        assert known(bench, [1, 2]) == 2
+        assert bench.store.tiers.index.get(await put(bench, [1, 2])).expires_at == inf  # type: ignore[union-attr]
+
+
+async def test_a_use_renews_a_retention_and_never_shortens_it() -> None:
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT) as bench:
+        await put(bench, [1, 2], retain(bench, 100))
+        bench.clock.now += 90
+        await use(bench, [1, 2], retain(bench, 100))
+        await use(bench, [1, 2], retain(bench, 1))
+        await use(bench, [1, 2])
+        bench.clock.now += 90
+        await bench.store.sweep()
+        await flood(bench)
+        assert known(bench, [1, 2]) == 2
+
+
+async def test_only_the_named_part_of_a_prompt_is_retained() -> None:
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT) as bench:
+        hints = retain(bench, 300, end=2)
+        first = await put(bench, [1, 2], hints)
+        await put(bench, [3, 4], hints, 2, first)
+        assert bench.store.stats().retained_bytes == bench.store.find(bench.root(), first).size_bytes
+        await flood(bench)
+        assert known(bench, [1, 2, 3, 4]) == 2
+
+
+async def test_retention_counts_against_the_pin_quota_and_never_blocks_the_tenant() -> None:
+    limits = {b"a": TenantLimits(pin_bytes=2 * SLOT), b"q": TenantLimits(arena_bytes=4 * SLOT, store_bytes=8 * SLOT)}
+    async with opened(arena_bytes=32 * SLOT, budget_bytes=80 * SLOT, limits=limits) as bench:
+        for salt, most in ((b"a", 2), (b"q", 2)):
+            for i in range(10):
+                await put(bench, [i], retain(bench, 3600), salt=salt)
+                assert known(bench, [i], salt) == 1, "a full quota for retention stores new chunks all the same"
+            account = bench.store.accounts.account_of(keys.tenant_id(salt))
+            assert 0 < account.retained_bytes <= most * SLOT
+        pinned = await put(bench, [77], salt=b"a")
+        assert bench.store.pin(bench.root(b"a"), pinned) == 1, "retention does not take the quota from pins"
+
+
+async def test_one_tenant_cannot_retain_the_whole_store() -> None:
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT) as bench:
+        for i in range(100):
+            await put(bench, [i], retain(bench, 30 * 86400), salt=b"greedy")
+        assert bench.store.stats().retained_bytes <= 20 * SLOT
+        await put(bench, [1, 2], salt=b"modest")
+        assert known(bench, [1, 2], b"modest") == 2
+        assert bench.store.pin(bench.root(b"modest"), await put(bench, [1, 2], salt=b"modest")) == 1
+
+
+async def test_a_refused_retention_begins_when_the_quota_allows_it() -> None:
+    limits = {b"a": TenantLimits(pin_bytes=SLOT)}
+    async with opened(limits=limits) as bench:
+        first = await put(bench, [1] * 20, retain(bench, 100), salt=b"a")
+        second = await put(bench, [2] * 20, retain(bench, 1000), salt=b"a")
+        size = bench.store.find(bench.root(b"a"), first).size_bytes
+        assert size <= SLOT < 2 * size
+        assert not bench.store.find(bench.root(b"a"), second).is_retained
+        bench.clock.now += 101
+        await bench.store.sweep()
+        assert bench.store.find(bench.root(b"a"), second).is_retained
+        await bench.store.sweep()
+        assert bench.store.stats().retained_bytes == size
+
+
+async def test_the_end_of_a_session_ends_its_retentions() -> None:
+    async with opened() as bench:
+        hints = PromptHints(retained=((ALL, bench.clock.now + 3600),), group="agent")
+        await put(bench, [1, 2], hints)
+        assert await bench.store.groups.release(bench.root(), "agent") == 1
+        assert bench.store.stats().retained_bytes == 0
+
+
+async def test_a_tenants_own_ttl_wins_over_a_retention() -> None:
+    async with opened(limits={b"a": TenantLimits(ttl_seconds=10)}) as bench:
+        await put(bench, [1, 2], retain(bench, 3600), salt=b"a")
+        bench.clock.now += 11
+        await bench.store.sweep()
+        assert known(bench, [1, 2], b"a") == 0
+
+
+@pytest.mark.parametrize("limits", [None, {b"a": TenantLimits(arena_bytes=8 * SLOT, store_bytes=10 * SLOT)}])
+async def test_low_priority_is_evicted_first_until_a_normal_use(limits: dict[bytes, TenantLimits] | None) -> None:
+    async with opened(arena_bytes=16 * SLOT, budget_bytes=40 * SLOT, limits=limits) as bench:
+        low = PromptHints(low_priority=True)
+        await put(bench, [1], salt=b"a")
+        for i in (2, 3):
+            await put(bench, [i], low, salt=b"a")
+            for _ in range(5):
+                await use(bench, [i], low, salt=b"a")
+        await use(bench, [3], salt=b"a")
+        chunks = 8 if limits else 38  # what fits beside one chunk less than there are
+        for i in range(chunks):
+            await put(bench, [100 + i], salt=b"a")
+        assert (known(bench, [2], b"a"), known(bench, [3], b"a")) == (0, 1)
+
+
+def test_hints_over_the_wire(start: Callable[..., Node]) -> None:
+    peer = Peer(start())
+    retained = [pb.RetainedPrefix(end=1, retain_seconds=600)]
+    for ids, hints in (([1, 2], retained), ([3, 4], [])):
+        request = pb.ReserveRequest(session_id=peer.session, headers=[peer.header(ids)], retained=hints, ttl_seconds=60)
+        (reserved,) = peer.stub.Reserve(request).reservations
+        peer.staged(reserved.staging)[:] = payload_of(ids, reserved.staging.size_bytes)
+        assert peer.commit(reserved).committed == 1
+    kept, other = sorted(peer.list_all(), key=lambda chunk: -chunk.ttl_seconds)
+    assert 500 < kept.ttl_seconds <= 600, "a retained chunk does not expire before"
+    assert other.ttl_seconds <= 60
+    assert peer.stub.Stats(pb.StatsRequest()).retained_bytes == kept.payload_bytes
+    for prefixes, named in (
+        ([pb.RetainedPrefix(end=1, retain_seconds=2_592_001)], "retain_seconds is 2592001; at most 2592000"),
+        ([pb.RetainedPrefix(end=1)] * 65, "retained.*65.*64"),
+    ):
+        match = pb.MatchRequest(session_id=peer.session, token_ids=[1], retained=prefixes)
+        for call, message in (
+            (peer.stub.Match, match),
+            (peer.stub.Reserve, pb.ReserveRequest(session_id=peer.session, retained=prefixes)),
+        ):
+            with pytest.raises(grpc.RpcError, match=named) as refused:
+                call(message)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -1,0 +1,152 @@
+"""Kernels on the devices of a driver that refuses what a real one refuses."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvkernels.cuda import kernel_select, nvrtc
+from kvkernels.cuda.cuda_driver import CubinModule, PrimaryContext
+from kvkernels.cuda.cuda_library import KernelLaunchError, Kernels
+from kvkernels.cuda.kernel_select import DeviceKernels, KernelSelection
+
+from inference_svc.model_runner import cuda_attention
+from tests.kvkernels.doubles.fake_driver import T4_SHARED_BYTES, FakeDriver
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(nvrtc, "cached_cubins", lambda name: [b"cubin"])
+    monkeypatch.setattr(kernel_select, "LIBRARY", kernel_select.LIBRARY / "not built")
+    fake = FakeDriver(devices=2)
+    yield fake
+    fake.close()
+
+
+class Params(ctypes.Structure):
+    _fields_ = (("payload", ctypes.c_void_p),)
+
+
+def kernels_of(selection: KernelSelection, ordinal: int) -> Kernels:
+    found = selection.of(ordinal)
+    assert found.kernels is not None, found.why
+    return found.kernels
+
+
+def launch(kernels: Kernels, shared_bytes: int = 0, y: int = 1) -> None:
+    kernels.launch("attention", (1, y, 1), 128, shared_bytes, Params(), 0)
+
+
+def test_the_first_thread_that_asks_needs_no_context(driver: FakeDriver) -> None:
+    selection = KernelSelection()
+    kernels = kernels_of(selection, 0)
+    launch(kernels)
+    assert driver.refused == 0
+    assert driver.current == -1, "the thread's context is what it was"
+    errors: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            launch(kernels_of(selection, 0))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert driver.launches == 2
+
+
+def test_a_launch_runs_on_its_device_whatever_is_current(driver: FakeDriver) -> None:
+    """A module of another context is an invalid handle, and this device's pointers are wild there."""
+    selection = KernelSelection()
+    first, second = kernels_of(selection, 0), kernels_of(selection, 1)
+    with PrimaryContext(0).current():
+        launch(second)
+        launch(first)
+        assert driver.current == 0
+    assert driver.launches == 2
+    driver.kill(1)
+    launch(first)
+    with pytest.raises(KernelLaunchError, match="illegal memory access"):
+        launch(second)
+
+
+def test_a_library_is_launched_under_its_devices_guard() -> None:
+    events: list[str] = []
+
+    class Library:
+        def launch(self, *_: object) -> None:
+            events.append("launch")
+
+        def has(self, *_: object) -> bool:
+            return True
+
+    class Guard(nullcontext[None]):
+        def __enter__(self) -> None:
+            events.append("cuda:1")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("back")
+
+    launch(DeviceKernels(Library(), Guard))
+    assert events == ["cuda:1", "launch", "back"]
+
+
+def test_a_refusal_is_logged_once_and_tried_again(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kernel_select, "RETRY_SECONDS", 0.0)
+    selection = KernelSelection()
+    driver.kill(0)
+    with caplog.at_level(logging.WARNING, "kvkernels"):
+        assert [selection.of(0).kernels for _ in range(3)] == [None] * 3
+    assert len(caplog.messages) == 1
+    assert "cannot be used on cuda:0" in caplog.messages[0]
+    assert "compiled by NVRTC" in caplog.messages[0]
+    assert selection.of(1).kernels is not None, "another device is asked for itself"
+    driver.revive(0)
+    assert selection.of(0).kernels is not None
+
+
+def test_a_refusal_costs_callers_nothing_for_a_while(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    selection = KernelSelection()
+    driver.kill(0)
+    refused = selection.of(0)
+    driver.revive(0)
+    assert selection.of(0) is refused
+
+
+def test_a_kernel_beyond_a_cards_shared_memory_is_left_to_torch(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A T4 has 64 KiB for a block; attention of 256 channels needs 66 KiB, of 128 it runs."""
+    card = SimpleNamespace(shared_memory_per_block_optin=T4_SHARED_BYTES)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(kernel_select, "_selection", KernelSelection())
+    t4 = torch.device("cuda", 0)
+    with caplog.at_level(logging.WARNING, "kvkernels"):
+        assert cuda_attention.find_kernels(t4, torch.float16, 256) is None
+        assert cuda_attention.find_kernels(t4, torch.float16, 256) is None
+    assert len(caplog.messages) == 1
+    assert "attention of 256 channels needs 67584 bytes of shared memory" in caplog.messages[0]
+    assert cuda_attention.find_kernels(t4, torch.float16, 128) is not None
+
+
+def test_a_launch_that_the_card_cannot_make_is_an_error_with_its_name(driver: FakeDriver) -> None:
+    driver.reset(1, T4_SHARED_BYTES)
+    module = CubinModule([b"cubin"], 0)
+    with pytest.raises(KernelLaunchError, match="attention with 67584 bytes of shared memory: invalid argument"):
+        launch(module, 67_584)
+    with pytest.raises(KernelLaunchError, match=r"attention on a grid of \(1, 70000, 1\)"):
+        launch(module, y=70_000)
+    assert not module.has("nonsense", Params)
+    launch(module, 65_536)
