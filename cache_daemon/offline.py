@@ -240,7 +240,8 @@ def _source(
     Where the environment names both, as in a daemon's container, the daemon is read if it listens.
     """
     target = socket if socket is not None else own_runtime_dir() / "cache.sock"
-    if (store is None and socket is not None) or ((store is None or socket is not None) and listens(target)):
+    only_one_is_named = (socket is None) != (store is None)
+    if socket is not None if only_one_is_named else listens(target):
         with connected(str(target)) as daemon:
             yield RunningStore(daemon, roots)
         return

@@ -158,7 +158,7 @@ class MixedNode:
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.terminate()
     try:
-        assert process.wait(300) in (0, -signal.SIGTERM)  # 0.1.0's gateway ends by the signal itself
+        assert process.wait(1000) in (0, -signal.SIGTERM)  # 0.1.0's gateway ends by the signal itself
     finally:
         process.kill()
 

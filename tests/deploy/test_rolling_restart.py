@@ -14,11 +14,11 @@ import pytest
 
 from tests.deploy.releases import PROMPTS, MixedNode, Release
 
-pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(3000)]
 STREAMS, SECONDS = 32, 60.0
-MARGIN = 1.5  # of the measured speed
-# Longer than a stream, as `terminationGracePeriodSeconds` would be.
-PATIENT = {"KVSIDECAR_WORKER_DRAIN_SECONDS": "240", "KVSIDECAR_GATEWAY_DRAIN_SECONDS": "240"}
+MARGIN = 1.25  # of the measured speed
+# Longer than a stream on a machine that does much else; a drain ends when its last stream ends.
+PATIENT = {"KVSIDECAR_WORKER_DRAIN_SECONDS": "900", "KVSIDECAR_GATEWAY_DRAIN_SECONDS": "900"}
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Streams:
             "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0, "ignore_eos": True, "stream": True,
             "stream_options": {"include_usage": True},
         }  # fmt: skip
-        with httpx.stream("POST", f"{self.node.url}/v1/completions", json=body, timeout=300) as answer:
+        with httpx.stream("POST", f"{self.node.url}/v1/completions", json=body, timeout=900) as answer:
             assert answer.status_code == 200, answer.read()
             lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
         assert lines[-1:] == ["[DONE]"], lines[-1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -152,6 +153,33 @@ def test_what_a_node_keeps_is_reached_through_every_gateway_of_the_fleet(fleet: 
     for path in ("conversations/conv_a%2Fb", "responses/..%2Fmodels/input_items"):
         assert httpx.get(f"{fleet.fronts[0].url}/v1/{path}").status_code == 404
     assert "tokenizer_class" in httpx.get(f"{fleet.fronts[0].url}/tokenizer_info").json()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_fleets_log_has_what_the_nodes_log_has_and_the_node(fleet: Fleet, path: str, stream: bool) -> None:
+    text, name = "the heron waits " * 9, f"fleet-{path.replace('/', '-')}-{stream}"
+    body: dict[str, Any] = {"model": "demo", "stream": stream}
+    body |= {
+        "completions": {"prompt": text, "max_tokens": 5},
+        "responses": {"input": text, "max_output_tokens": 5},
+    }.get(path, {"messages": [{"role": "user", "content": text}], "max_tokens": 5})
+    sent = httpx.post(
+        f"{fleet.fronts[0].url}/v1/{path}", json=body, headers={"X-Request-Id": name}, timeout=60
+    )  # fmt: skip
+    assert sent.status_code == 200
+    assert "kvsidecar-summary" not in sent.text + str(sent.headers).lower()
+    line, deadline = None, time.monotonic() + 20
+    while line is None:
+        said = [json.loads(line) for line in fleet.nodes[0].read_log().splitlines() if name in line]
+        line = said[0] if said else None
+        assert time.monotonic() < deadline
+    assert line["node"] in [gateway.url for gateway in fleet.gateways]
+    assert (line["model"], line["tries"], line["status"]) == ("demo", 1, 200)
+    assert line["id"]
+    assert line["prompt_tokens"] > line["cached_tokens"] >= 0
+    assert line["generated_tokens"] in range(1, 6)
+    assert 0 < line["ttft_ms"] <= line["ms"]
 
 
 def test_warming_and_listing_go_through(fleet: Fleet) -> None:
