@@ -83,6 +83,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                ("generated", rate("kvsidecar_worker_generated_tokens_total")))),
     ),
     "Load": (
+        Panel("Computed prompt tokens by reason", "short",
+              (("{{kind}}", "sum by (kind) (rate(kvsidecar_worker_miss_tokens_total[$__rate_interval]))"),)),
         Panel("Running requests", "short", (("{{instance}}", "kvsidecar_worker_running"),)),
         Panel("Waiting requests", "short", (("{{instance}}", "kvsidecar_worker_waiting"),),
               "The autoscaler's metric."),
