@@ -193,10 +193,11 @@ class _RestartCollector:
     def collect(self) -> Iterable[Metric]:
         metric = CounterMetricFamily(
             "kvsidecar_process_restarts",
-            "Times that a process of the node was started again because it died or was silent",
+            "Times that a process of the node was started again: it died, was silent, or was killed for memory",
             labels=("process", "reason"),
         )
         for name, report in read_reports(self._folder, os.getppid()).items():
             metric.add_metric((name, "died"), report.deaths)
             metric.add_metric((name, "silent"), report.kills)
+            metric.add_metric((name, "memory"), report.oom_kills)
         yield metric

@@ -12,6 +12,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from inference_svc.gateway.answer_summary import SUMMARY_HEADER, summary_comment, summary_of
 from inference_svc.gateway.explain_header import EXPLAIN_HEADER, MISS_HEADER, miss_text
 
 log = structlog.get_logger("gateway")
@@ -39,6 +40,10 @@ class LogLine:
     def add(self, **fields: str | int | float) -> None:
         """Add fields; empty texts are left out."""
         self.fields |= {name: value for name, value in fields.items() if value != ""}
+
+    def adopt(self, fields: dict[str, str | int | float]) -> None:
+        """Add the fields that another gateway has recorded; this one's own win."""
+        self.fields = fields | self.fields
 
     def first_token(self) -> None:
         """Record the time to the first token of the first answer."""
@@ -87,13 +92,19 @@ class RequestLogMiddleware:
             await self._app(scope, receive, send)
             return
         known, status, whole = LogLine(), _CLIENT_CLOSED, False
+        wants_summary, streams = SUMMARY_HEADER.lower().encode() in dict(scope["headers"]), False
 
         async def noted(message: Message) -> None:
-            nonlocal status, whole
+            nonlocal status, whole, streams
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, headers = message["status"], MutableHeaders(scope=message)
+                streams = headers.get("content-type", "").startswith("text/event-stream")
+                if wants_summary and not streams:
+                    headers[SUMMARY_HEADER] = summary_of(known.fields).decode()
                 if known.miss_header and EXPLAIN_HEADER in Headers(scope=scope):
-                    MutableHeaders(scope=message)[MISS_HEADER] = known.miss_header
+                    headers[MISS_HEADER] = known.miss_header
+            elif wants_summary and streams and not message.get("more_body"):
+                message = {**message, "body": message.get("body", b"") + summary_comment(known.fields)}
             await send(message)
             whole = whole or (message["type"] == "http.response.body" and not message.get("more_body"))
 

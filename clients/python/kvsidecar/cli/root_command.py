@@ -66,6 +66,7 @@ def _add_commands() -> None:
     app.command("bench", rich_help_panel=_ASK)(bench_command.bench)
     app.command("pull", rich_help_panel=_MODELS)(model_commands.pull)
     app.add_typer(model_commands.app, name="models", rich_help_panel=_MODELS)
+    service("size", _MODELS)
     service("quantize", _MODELS)
     service("verify", _MODELS)
     app.add_typer(cache_commands.app, name="cache", rich_help_panel=_CACHE)
