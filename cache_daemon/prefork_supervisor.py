@@ -12,6 +12,7 @@ import gc
 import mmap
 import os
 import signal
+import struct
 import sys
 import time
 import traceback
@@ -19,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.process.free_memory import memory_limit_bytes, oom_kills
 from kvsidecar.process.restart_backoff import RestartBackoff
 from kvsidecar.process.runtime_dir import die_with_parent
 
@@ -28,10 +31,26 @@ _AWAITED_SIGNALS = _FORWARDED_SIGNALS | {signal.SIGCHLD}
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.05, 2.0, 5.0
 # Give up on a daemon that keeps dying before it serves: restarting does not help.
 _MAX_FAILED_STARTS = 5
-# Shared with the child, which sets it when it starts to serve.
-_served = mmap.mmap(-1, 1)
+# So often may the kernel kill the daemon for memory within that time; then the orchestrator must see it end.
+_MAX_OOM_KILLS, _OOM_SECONDS = 3, 600.0
+# Shared with the child, which sets the first byte when it starts to serve; then the parent's counts.
+_COUNTS = struct.Struct("<II")
+_shared = mmap.mmap(-1, 1 + _COUNTS.size)
 
 log = structlog.get_logger("cache_daemon")
+
+
+@dataclass(frozen=True)
+class RestartCounts:
+    """Times that the parent restarted the daemon, and how many of them the kernel had killed it for memory."""
+
+    restarts: int = 0
+    oom_kills: int = 0
+
+
+def restart_counts() -> RestartCounts:
+    """Return the counts since the parent's start."""
+    return RestartCounts(*_COUNTS.unpack_from(_shared, 1))
 
 
 @dataclass
@@ -57,17 +76,33 @@ def run_supervised(run: Callable[[], int]) -> int:
     try:
         # The first restart is immediate; a daemon that keeps dying must not keep the machine busy with restarts.
         failed_starts = 0
+        kills_at: list[float] = []
         backoff = RestartBackoff(_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS, immediate=True)
         while True:
-            began, _served[0] = time.monotonic(), 0
+            kills_before = oom_kills()
+            began, _shared[0] = time.monotonic(), 0
             end = _wait_for_child(_fork_child(run, before))
             if end.code >= 0:
                 return end.code
             if end.requested:
                 return 128 - end.code
             seconds = time.monotonic() - began
-            failed_starts = 0 if _served[0] else failed_starts + 1
+            failed_starts = 0 if _shared[0] else failed_starts + 1
             name = signal.strsignal(-end.code) or str(-end.code)  # real-time signals have no name
+            for_memory = -end.code == signal.SIGKILL and oom_kills() > kills_before
+            if for_memory:
+                kills_at = [at for at in kills_at if began - at < _OOM_SECONDS] + [time.monotonic()]
+                log.error(
+                    "the kernel killed the daemon for memory (OOM); use a smaller --arena-bytes or --staging-bytes, or "
+                    "raise the limit",
+                    limit=format_size(memory_limit_bytes()),
+                    kills=len(kills_at),
+                )
+            if len(kills_at) == _MAX_OOM_KILLS:
+                log.error("the daemon was killed for memory too often, giving up", seconds=_OOM_SECONDS)
+                return 128 - end.code
+            counts = restart_counts()
+            _COUNTS.pack_into(_shared, 1, counts.restarts + 1, counts.oom_kills + for_memory)
             if failed_starts == _MAX_FAILED_STARTS:
                 log.error("daemon died too often before it served, giving up", signal=name, deaths=failed_starts)
                 return 128 - end.code
@@ -94,7 +129,7 @@ def unblock_reload_signal() -> None:
 
 def mark_serving() -> None:
     """Record that the child serves: its death no longer counts as a failed start."""
-    _served[0] = 1
+    _shared[0] = 1
 
 
 def _fork_child(run: Callable[[], int], mask: set[signal.Signals | int]) -> int:

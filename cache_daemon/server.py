@@ -24,6 +24,7 @@ from kvsidecar.process.runtime_dir import ensure_private_dir
 
 from cache_daemon.auth.authenticator import PrincipalResolver, is_allowed, peer_credentials
 from cache_daemon.auth.tenants_table import ReloadableTenantsTable
+from cache_daemon.capacity_check import check_capacity
 from cache_daemon.config import DaemonConfig
 from cache_daemon.durable.encryption import cipher_for, key_from_file, parse_key
 from cache_daemon.durable.lmdb_tier import LmdbTier
@@ -41,7 +42,7 @@ from cache_daemon.observability.otel import Telemetry, telemetry
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 from cache_daemon.observability.tier_health import DURABLE, OVERALL, REMOTE, report_health
 from cache_daemon.observability.traffic_trace import record_traffic
-from cache_daemon.prefork_supervisor import mark_serving, unblock_reload_signal
+from cache_daemon.prefork_supervisor import mark_serving, restart_counts, unblock_reload_signal
 from cache_daemon.remote.address import credentials_of, parse_remote
 from cache_daemon.remote.backend_factory import new_backend
 from cache_daemon.remote.coordinator import RemoteSettings
@@ -72,6 +73,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
     stop_on_signals(stop)
     raise_descriptor_limit()
     ensure_private_dir(config.socket.parent)
+    check_capacity(config)
     tenants = ReloadableTenantsTable(config.tenants, keys.tenant_id)
     with (
         hold_socket_lock(config.socket),
@@ -93,6 +95,7 @@ async def serve(config: DaemonConfig, stop: asyncio.Event | None = None) -> None
                     CallMetrics(otel.call_span),
                     loop_monitor.max_stall_ms,
                     on_lookup=on_lookup,
+                    restarts=restart_counts(),
                 )
                 snapshots = StatsSnapshots(shared.stats, shared.calls, asyncio.get_running_loop())
                 otel.observe(snapshots)

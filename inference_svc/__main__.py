@@ -1,4 +1,4 @@
-"""``python -m inference_svc worker|gateway|serve|verify|quantize|prepare``: the command lines of the servers."""
+"""``python -m inference_svc worker|gateway|serve|size|verify|quantize|prepare``: the command lines of the servers."""
 
 from __future__ import annotations
 
@@ -52,6 +52,10 @@ def _run(command: str, rest: list[str]) -> int:
             from inference_svc.node.supervisor import main as supervise
 
         return supervise(rest)
+    if command == "size":
+        from inference_svc.models.size_command import main as size
+
+        return size(rest)
     if command == "verify":
         with fast_imports():
             from inference_svc.server.verify_command import main as verify
@@ -67,7 +71,7 @@ def _run(command: str, rest: list[str]) -> int:
             from inference_svc.models.prepare_command import main as prepare
 
         return prepare(rest)
-    print("usage: python -m inference_svc worker|gateway|serve|verify|quantize|prepare [--help]", file=sys.stderr)
+    print("usage: python -m inference_svc worker|gateway|serve|size|verify|quantize|prepare [--help]", file=sys.stderr)
     return 2
 
 

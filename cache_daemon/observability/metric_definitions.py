@@ -24,10 +24,13 @@ GAUGES = {
     "retained_bytes": "Payload bytes of retained chunks",
     "remote_pending": "Chunks waiting to be written to the remote tier",
     "remote_deletions": "Deletions not yet applied to the remote tier",
+    "remote_refilling_tenants": "Tenants whose chunks are to be written again to a remote tier that lost its data",
     "remote_latency_ms": "Latency of a small read of the remote tier, in milliseconds",
     "remote_bytes_per_second": "Measured read throughput of the remote tier, in bytes per second",
     "loop_stall_ms": "Longest stall of the event loop in the last minute, in milliseconds",
 }
+SECONDS = {"loop_stall_ms": "loop_stall_seconds", "remote_latency_ms": "remote_latency_seconds"}
+"""Gauges in milliseconds, which Prometheus also gets in seconds: the names in ``_ms`` stay for one version."""
 COUNTERS = {
     "prompts": "Prompts that workers served, except those that bypass the cache",
     "prompt_tokens": "Tokens of these prompts",
@@ -56,9 +59,12 @@ COUNTERS = {
     "remote_dropped": "Chunks not written to the remote tier because the queue or the arena was full",
     "remote_withheld": "Chunks withheld from a remote tier that had just lost its data",
     "remote_restored_deletions": "Deletions repeated in a remote tier that had lost them",
+    "remote_data_losses": "Times that the remote tier had lost its data",
     "remote_failures": "Calls to the remote tier that failed or timed out",
     "remote_rejected": "Invalid values read from the remote tier",
     "remote_hedged": "Hedged reads: reads sent to the remote tier a second time",
     "remote_opened": "Times that the circuit breaker of the remote tier opened",
+    "restarts": "Times that the daemon was started again because it died",
+    "oom_kills": "Times that the kernel killed the daemon for memory",
     "refused": "Requests refused by a limit or a quota",
 }

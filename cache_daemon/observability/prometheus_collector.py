@@ -12,7 +12,7 @@ from kvsidecar.telemetry.build_info import BuildInfoCollector
 from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES, SECONDS
 from cache_daemon.observability.metrics_server import MetricsServer
 from cache_daemon.observability.stats_snapshot import StatsSnapshots
 
@@ -29,6 +29,9 @@ class StoreCollector:
         stats = self._snapshots.take()
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
+            if name in SECONDS:
+                text = text.replace(", in milliseconds", ", in seconds")
+                yield GaugeMetricFamily(_PREFIX + SECONDS[name], text, value=getattr(stats, name) / 1e3)
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(_PREFIX + name, text, value=getattr(stats, name))
         yield GaugeMetricFamily(

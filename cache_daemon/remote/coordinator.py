@@ -18,11 +18,13 @@ from cache_daemon.remote.fetch_request import FetchRequest, FetchResult, Infligh
 from cache_daemon.remote.health_probe import HealthProbe
 from cache_daemon.remote.remote_chunk_inserter import RemoteChunkInserter
 from cache_daemon.remote.remote_prefetcher import RemotePrefetcher
+from cache_daemon.remote.remote_refill import RemoteRefill
 from cache_daemon.remote.remote_tier import RemoteTier
 from cache_daemon.remote.tombstone_sync import TombstoneApplier
 from cache_daemon.remote.tombstones import DeletionWriter
 from cache_daemon.remote.write_behind import RemoteWrite, WriteBehindQueue, WritePolicy
 from cache_daemon.store.chunk import Chunk
+from cache_daemon.store.chunk_list import ChunkList
 from cache_daemon.store.lookup import FetchHints
 from cache_daemon.store.prompt_hints import NO_HINTS, PromptHints
 from cache_daemon.store.sessions import Session
@@ -78,12 +80,14 @@ class RemoteCoordinator:
         self._tombstones = TombstoneApplier(
             tier, self._epochs, self._deletions, self._write_behind, services.deleter, self._lookups
         )
+        self._refill = RemoteRefill(ChunkList(tiers.index), self._write_behind)
+        self._epochs.on_change.append(self._refill.on_epoch_change)
         self.transfer = TenantTransfer(services, tier, self._write_behind, inserter, self._epochs, self._lookups)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Start the background tasks."""
-        work = (HealthProbe(self._tier).run(), self._write_behind.run(), self._tombstones.run())
+        work = (HealthProbe(self._tier).run(), self._write_behind.run(), self._tombstones.run(), self._refill.run())
         self._tasks = [asyncio.create_task(one) for one in work]
 
     async def close(self) -> None:
@@ -172,5 +176,6 @@ class RemoteCoordinator:
         out.remote_hedged = tier.hedged_reads.num_hedged
         out.remote_opened = tier.reads.num_opened + tier.writes.num_opened
         out.remote_withheld, out.remote_restored_deletions = queue.counters.withheld, self._tombstones.num_restored
+        out.remote_data_losses, out.remote_refilling_tenants = self._refill.num_losses, self._refill.num_tenants
         out.remote_latency_ms = tier.latency.latency_seconds * 1e3
         out.remote_bytes_per_second = tier.latency.bytes_per_second

@@ -114,8 +114,8 @@ class DeletionEpochs:
         change = self.compare(root, epochs)
         if change is not EpochChange.NONE:
             self.notify(root, change)
-        if change is EpochChange.EPOCH_LOST and epochs.chunks_epoch:
-            self.observe(root, epochs)  # chunk deletions since the loss are a separate change
+        if change is EpochChange.EPOCH_LOST:
+            self.observe(root, epochs)  # chunk deletions, since the loss or lost with it, are a separate change
         return change
 
     def notify(self, root: bytes, change: EpochChange) -> None:
@@ -277,6 +277,11 @@ class DeletionEpochs:
     def tenants_with_deletions(self) -> list[bytes]:
         """Return the tenants with a known deletion."""
         return [root for root, record in self._tenants.items() if record.deletion_epoch or record.tombstones]
+
+    def is_epoch_lost(self, root: bytes, epochs: TenantEpochs) -> bool:
+        """Return True if the backend had an epoch of the tenant, and has none now."""
+        record = self._tenants.get(root)
+        return epochs.tenant_epoch is None and record is not None and bool(record.tenant_digest)
 
     def observed_at(self, root: bytes) -> float:
         """Return when a tenant last changed, or without ``root`` everything (monotonic seconds)."""

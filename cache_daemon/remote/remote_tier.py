@@ -281,6 +281,11 @@ class RemoteTier:
         async with self._guarded(self.writes, _WRITE_SECONDS):
             await self.backend.put_if_absent(self.key_schema.tenant_epoch_key(root), new_epoch(deletion=False))
 
+    async def create_deletions_epoch(self) -> None:
+        """Create the deletions epoch if there is none, so that a loss of data changes it. Raises RemoteFailed."""
+        async with self._guarded(self.writes, _WRITE_SECONDS):
+            await self.backend.put_if_absent(self.key_schema.deletions_epoch_key, new_epoch(deletion=False))
+
     async def write(self, items: Sequence[Item], ttl_seconds: int | None) -> None:
         """Write values, a few megabytes in all. Raises RemoteFailed."""
         size = sum(len(value) for _, value in items)

@@ -118,11 +118,7 @@ class TombstoneApplier:
             await self._poll_tenants(list(islice(self._unseen_tenants, _TENANTS_PER_READ)))
         if time.monotonic() < self._next_poll_at:
             return
-        state = (
-            self._tier.backend_generation,
-            self._deletions.num_done,
-            await self._tier.read_deletions_epoch(),
-        )
+        state = (self._tier.backend_generation, self._deletions.num_done, await self._deletions_epoch())
         if state == self._last_poll:
             return
         began = time.monotonic()
@@ -131,6 +127,15 @@ class TombstoneApplier:
         await self._poll_all_tenants()
         self._last_poll = state
         self._next_poll_at = time.monotonic() + _IDLE_FACTOR * (time.monotonic() - began)
+
+    async def _deletions_epoch(self) -> bytes | None:
+        """Return the deletions epoch. A backend without one is new, or has lost its data, and gets one."""
+        epoch = await self._tier.read_deletions_epoch()
+        if epoch is None and self._write_behind.is_writing:
+            with contextlib.suppress(RemoteFailed):  # polling needs no right or space to write
+                await self._tier.create_deletions_epoch()
+                epoch = await self._tier.read_deletions_epoch()
+        return epoch
 
     async def _poll_all_tenants(self) -> None:
         after: bytes | None = b""
@@ -151,8 +156,14 @@ class TombstoneApplier:
 
     async def _poll_tenants(self, roots: list[bytes]) -> None:
         for root, epochs in zip(roots, await self._tier.read_epochs(roots) if roots else [], strict=True):
-            self._epochs.observe(root, epochs)
+            change = self._epochs.observe(root, epochs)
             self._unseen_tenants.pop(root, None)
+            # A lost deletion is written back first.
+            is_lost = change is EpochChange.NONE and self._epochs.is_epoch_lost(root, epochs)
+            if is_lost and self._write_behind.is_writing:
+                with contextlib.suppress(RemoteFailed):  # else a write of one of its chunks creates it
+                    await self._tier.create_tenant_epoch(root)
+                    self._epochs.observe(root, (await self._tier.read_epochs([root]))[0])
 
     # ---- applying -------------------------------------------------------------------------------------------
 

@@ -93,6 +93,11 @@ class WriteBehindQueue:
         epochs.on_change.append(self._on_epoch_change)
 
     @property
+    def is_writing(self) -> bool:
+        """Return True if this node writes chunks without a command."""
+        return self._policy.write != "never"
+
+    @property
     def pending(self) -> int:
         """Number of chunks queued or being written."""
         return len(self._queue) + self._num_in_flight
@@ -104,9 +109,16 @@ class WriteBehindQueue:
 
         A match is at least their second use.
         """
-        if self._policy.write != "never":
+        if self.is_writing:
             for chunk in chunks:
                 self._enqueue(chunk)
+
+    def enqueue_again(self, chunk: Chunk) -> bool:
+        """Enqueue a chunk that the write mode has selected before. Returns whether it did."""
+        if not self.is_writing or (self._policy.write == "second-use" and not chunk.hits):
+            return False
+        self._enqueue(chunk)
+        return chunk.key in self._queue
 
     def record_stored(self, chunk: Chunk, seconds: float) -> None:
         """Record that a chunk was just fetched, and expires in the backend after ``seconds``."""
@@ -285,7 +297,10 @@ class WriteBehindQueue:
         if found.record_epoch is None:
             raise RemoteFailed("it does not keep what it is given")
         news = self._epochs.observe(root, found.epochs)
-        if news is not EpochChange.NONE and not (by_command and news is EpochChange.EPOCH_LOST):
+        if news is EpochChange.EPOCH_LOST and not by_command:
+            self.counters.withheld += len(batch)
+            return [], 0
+        if news not in (EpochChange.NONE, EpochChange.EPOCH_LOST):
             self.counters.dropped += len(batch)
             return [], 0
         found_records = {key: record for key, record in zip(asked, found.records, strict=True) if record is not None}

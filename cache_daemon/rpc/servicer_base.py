@@ -12,6 +12,7 @@ from kvsidecar.errors import Context, PermissionDenied
 
 from cache_daemon.auth.principal import Principal
 from cache_daemon.observability.call_metrics import CallMetrics
+from cache_daemon.prefork_supervisor import RestartCounts
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.caller_budgets import CallerLimits, LargeRequests, OpenStreams
 from cache_daemon.store.chunk_store import ChunkStore
@@ -27,6 +28,7 @@ class ServiceState:
     calls: CallMetrics = field(default_factory=CallMetrics)
     stall_ms: Callable[[], float] = lambda: 0.0
     on_lookup: Callable[[bytes, bytes], None] | None = None  # gets root and ids of every prompt that is looked up
+    restarts: RestartCounts = field(default_factory=RestartCounts)
     open_streams: OpenStreams = field(default_factory=OpenStreams)
     large_requests: LargeRequests = field(default_factory=LargeRequests)
 
@@ -37,6 +39,7 @@ class ServiceState:
         """
         stats = self.store.stats()
         stats.loop_stall_ms, stats.refused = self.stall_ms(), self.calls.refused
+        stats.restarts, stats.oom_kills = self.restarts.restarts, self.restarts.oom_kills
         return stats
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 from kvsidecar.integrations.vllm import transfer_stats as vllm
 
-from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES
+from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES, SECONDS
 from inference_svc.gateway.fleet.discovery import NodeDiscovery
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
 from inference_svc.gateway.gateway_metrics import GatewayMetrics
@@ -16,6 +18,8 @@ from inference_svc.server import worker_metrics as worker
 _EXTRA = {
     "durable_failing": "gauge",
     "remote_failing": "gauge",
+    "loop_stall_seconds": "gauge",
+    "remote_latency_seconds": "gauge",
     "calls_total": "counter",
     "call_seconds_total": "counter",
 }
@@ -25,12 +29,18 @@ _VLLM = {f"vllm:kvsidecar_{name}_total": "counter" for name in (*vllm.COUNTERS, 
 }
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 # In addition to the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
-_WORKER_EXTRA = {"engine_up": "gauge", "corrupt_hits_total": "counter"}
+_WORKER_EXTRA = {
+    "misses_total": "counter",
+    "miss_tokens_total": "counter",
+    "engine_up": "gauge",
+    "corrupt_hits_total": "counter",
+    **{f"{name}_total": "counter" for name in worker._CACHE},
+}
 
 
 def exported() -> dict[str, str]:
     """Return every scraped metric's name and type: gauge, counter or histogram (without ``_bucket``)."""
-    found = {f"kvsidecar_cache_{name}": "gauge" for name in GAUGES}
+    found = {f"kvsidecar_cache_{name}": "gauge" for name in GAUGES if name not in SECONDS}
     found |= {f"kvsidecar_cache_{name}_total": "counter" for name in COUNTERS}
     found |= {f"kvsidecar_cache_{name}": kind for name, kind in _EXTRA.items()}
     found |= {f"kvsidecar_worker_{name}": "gauge" for name in worker._GAUGES}
@@ -38,7 +48,7 @@ def exported() -> dict[str, str]:
     found |= {f"kvsidecar_worker_{name}": kind for name, kind in _WORKER_EXTRA.items()}
     of_fleet = FleetMetrics()
     of_fleet.watch(NodeDiscovery([], httpx.AsyncClient(), 1.0))
-    for registry in (GatewayMetrics(WorkerRouter([])).registry, of_fleet.registry):
+    for registry in (GatewayMetrics(WorkerRouter([]), Path()).registry, of_fleet.registry):
         for family in registry.collect():
             found[family.name + _SUFFIXES.get(family.type, "")] = "gauge" if family.type == "info" else family.type
     return found | _VLLM

@@ -128,6 +128,7 @@ class ChunkLoader:
             window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
             explain=not sequence.miss.done(),
             known_tokens=sequence.kv.num_computed,
+            across_tenants=sequence.request.explain_across_tenants,
         )
         cache.hints.add_to(request)
         with sequence.trace.part("lookup", sequence.timestamps.admitted_at):
@@ -221,6 +222,8 @@ class ChunkLoader:
                 gate.fail()
             session.release([found.lease_id])
         ended = time.perf_counter()
+        self._stats.load_seconds += found.lookup_seconds + ended - began
+        self._stats.saved_prefill_seconds += copied * self._cost_model.prefill_seconds_per_token
         self._cost_model.record_load(copied, found.lookup_seconds + ended - began)
         self._stats.loaded_bytes += int(sum(p.size_bytes * share for p, share in zip(parts, shares, strict=True)))
         if not gate:

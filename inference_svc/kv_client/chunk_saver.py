@@ -148,6 +148,7 @@ class _SnapshotSource:
         start, pool = header.start_position, self._snapshot.pool
         slots = torch.from_numpy(self._snapshot.table.slots(start, start + header.token_count))
         pack_chunk(pool.keys, pool.values, slots, header, payload)
+        self._context.stats.stored_bytes += payload.nbytes
 
     def after_group(self, result: WriteResult) -> None:
         self._context.stats.stored_chunks += sum(result.newly_stored)

@@ -20,6 +20,9 @@ class CacheStats:
     refused_chunks: int = 0
     corrupt_chunks: int = 0  # chunks deleted because their values were not finite
     loaded_bytes: int = 0  # payload bytes copied into the pool
+    stored_bytes: int = 0  # payload bytes written for the daemon
+    load_seconds: float = 0.0  # lookups and copies of loads
+    saved_prefill_seconds: float = 0.0  # estimated prefill of the loaded tokens
 
 
 @dataclass(frozen=True)

@@ -91,3 +91,9 @@ def config_of_shape(name: str) -> Any:
     check_shape(name)
     kind, values = _SHAPES[name.removeprefix(PREFIX)]
     return getattr(transformers, kind)(**values)
+
+
+def values_of(name: str) -> dict[str, Any]:
+    """Return the configuration values of ``shape:NAME``. Raises ModelUnsupported."""
+    check_shape(name)
+    return _SHAPES[name.removeprefix(PREFIX)][1]

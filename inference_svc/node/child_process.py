@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import structlog
+from kvsidecar.byte_sizes import format_size
+from kvsidecar.process.free_memory import memory_limit_bytes, oom_kills
 from kvsidecar.process.node_report import SERVING, SILENT, STARTING, ProcessReport
 from kvsidecar.process.restart_backoff import RestartBackoff
 from kvsidecar.process.runtime_dir import die_with_parent
@@ -77,14 +79,28 @@ class ChildProcess:
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
         )
         following = asyncio.create_task(self._probe_until_exit(self.process))
-        killed = False
+        killed, kills_before = False, oom_kills()
         try:
             code = await self.process.wait()
         finally:
             following.cancel()
             killed = (await asyncio.gather(following, return_exceptions=True))[0] is True
-        kills, deaths = self.report.kills + killed, self.report.deaths + (not killed)
-        self._set_report(ProcessReport(STARTING, deaths=deaths, kills=kills))
+        for_memory = not killed and code == -signal.SIGKILL and oom_kills() > kills_before
+        if for_memory:
+            log.error(
+                "the kernel killed the process for memory (OOM); use smaller sizes, or raise the limit",
+                name=self.name,
+                limit=format_size(memory_limit_bytes()),
+            )
+        report = self.report
+        self._set_report(
+            ProcessReport(
+                STARTING,
+                deaths=report.deaths + (not killed and not for_memory),
+                kills=report.kills + killed,
+                oom_kills=report.oom_kills + for_memory,
+            )
+        )
         return code
 
     async def _probe_until_exit(self, process: asyncio.subprocess.Process) -> bool:

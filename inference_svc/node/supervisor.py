@@ -39,6 +39,7 @@ from inference_svc.models.model_check import cuda_devices
 from inference_svc.node.child_process import STOP_SECONDS, ChildProcess
 from inference_svc.node.liveness import PROBE_SECONDS, GrpcProbe, HttpProbe, Probe
 from inference_svc.node.node_lock import NodeLock
+from inference_svc.node.planned_memory import warn_of_planned_memory
 from inference_svc.server.daemon_address import daemon_address
 from inference_svc.server.preflight import checked_settings
 from inference_svc.server.worker_config import ModelSettings, WorkerConfig
@@ -145,10 +146,14 @@ class Supervisor:
         while await asyncio.to_thread(health_status, self._url, PROBE_SECONDS) != HTTPStatus.OK:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
         name = self._worker.public_name
-        log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers)
         shown, beside = _browser_urls(self._config.host, self._config.port)
         page = f"a page at {shown}, " if self._config.page else ""
-        print(f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat", flush=True)
+        said = f"{name} is ready: {page}OpenAI's API at {shown}/v1{beside}; try: kvsidecar chat"
+        on_terminal = sys.stdout.isatty()  # else standard output may be a log, which has lines of JSON alone
+        detail = {} if on_terminal else {"detail": said}
+        log.info("ready", url=f"{self._url}/v1", model=name, workers=self._config.workers, **detail)
+        if on_terminal:
+            print(said, flush=True)
 
     def _daemon_command(self) -> list[str]:
         flags = self._explicit("store", "arena_bytes", "store_bytes", "log_level", "otlp_endpoint")
@@ -314,7 +319,9 @@ def main(arguments: Sequence[str]) -> int:
             if not worker.cache_address:
                 _refuse_second_daemon(config.runtime_dir / CACHE_SOCKET)
             lock.describe(NodeReport(os.getpid(), gateway_url(config), config.workers, cache=not worker.cache_address))
-            node = Supervisor(config, checked_settings(worker), lock)
+            worker = checked_settings(worker)
+            warn_of_planned_memory(worker, config.workers, "0" if worker.cache_address else config.arena_bytes)
+            node = Supervisor(config, worker, lock)
 
             async def run() -> int:
                 return await node.run()

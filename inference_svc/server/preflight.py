@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError
 from kvsidecar.models.model_pull import default_model
+from kvsidecar.process.free_memory import memory_limit_bytes
 
 from inference_svc.lora.adapter_dir import AdapterDir, open_adapter_dir
-from inference_svc.models.model_check import SELF, check_device, check_dtype, check_model
+from inference_svc.models.model_check import SELF, check_device, check_dtype, check_model, cuda_devices
 from inference_svc.server.worker_config import ModelSettings
 
 M = TypeVar("M", bound=ModelSettings)
@@ -24,6 +26,7 @@ def checked_settings(settings: M) -> M:
     """
     check_device(settings.device)
     check_dtype(settings.dtype, settings.device)
+    check_pool_bytes(settings)
     try:
         check_draft(settings.speculate, settings.draft_model, settings.strict)
         if not settings.model:
@@ -33,6 +36,22 @@ def checked_settings(settings: M) -> M:
     except PermissionError as error:  # the user may not read a folder
         raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
     return settings
+
+
+def has_host_pool(settings: ModelSettings) -> bool:
+    """Return True if the KV pool is in host memory."""
+    return settings.device == "cpu" or (settings.device == "auto" and cuda_devices() == 0)
+
+
+def check_pool_bytes(settings: ModelSettings) -> None:
+    """Raise ConfigurationError for a KV pool in host memory that no machine or control group of this size holds."""
+    limit = memory_limit_bytes()
+    if has_host_pool(settings) and settings.pool_bytes > limit:
+        raise ConfigurationError(
+            f"pool_bytes is {format_size(settings.pool_bytes)}, and this process may have {format_size(limit)} of "
+            "memory (machine and control group), in which the model's weights must be, too; choose a smaller one, or "
+            "raise the limit"
+        )
 
 
 def open_adapters(settings: ModelSettings) -> list[AdapterDir]:

@@ -8,6 +8,7 @@ from kvsidecar.telemetry.build_info import BuildInfoCollector
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from inference_svc.kv_client.client_context import CacheStats
 from inference_svc.server.runtime import Runtime
 from inference_svc.server.worker_stats import worker_stats
 
@@ -53,6 +54,13 @@ _COUNTERS = (
     "stored_chunks",
     "refused_chunks",
 )
+# Fields of CacheStats.
+_CACHE = {
+    "loaded_bytes": "Bytes of chunks that were copied into the pool",
+    "stored_bytes": "Bytes of chunks that were written for the daemon",
+    "load_seconds": "Time of lookups and copies that loaded chunks",
+    "saved_prefill_seconds": "Estimated time that computing the loaded tokens would have taken",
+}
 _STREAM_GAUGES = ("resident_bytes", "pass_bytes")
 _STREAM_COUNTERS = ("hits", "waits", "misses", "read_bytes", "read_seconds", "wait_seconds")
 
@@ -75,9 +83,9 @@ class WorkerCollector:
         yield GaugeMetricFamily("kvsidecar_worker_engine_up", text, value=float(not self._runtime.engine.ailment))
         for name in _COUNTERS:
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", name.replace("_", " "), value=getattr(stats, name))
-        loaded = self._runtime.cache.stats.loaded_bytes if self._runtime.cache is not None else 0
-        text = "Bytes of chunks that were copied into the pool"
-        yield CounterMetricFamily("kvsidecar_worker_loaded_bytes", text, value=loaded)
+        cache = self._runtime.cache.stats if self._runtime.cache is not None else CacheStats()
+        for name, text in _CACHE.items():
+            yield CounterMetricFamily(f"kvsidecar_worker_{name}", text, value=getattr(cache, name))
         for name, (field, text) in _SPECULATION.items():
             yield CounterMetricFamily(f"kvsidecar_worker_{name}", text, value=getattr(stats, field))
         places = CounterMetricFamily(
@@ -88,6 +96,14 @@ class WorkerCollector:
         for place, count in enumerate(stats.accepted_at):
             places.add_metric([str(place)], count)
         yield places
+        requests = CounterMetricFamily(
+            "kvsidecar_worker_misses", "Requests that computed more than the last token, by reason", labels=["kind"]
+        )
+        tokens = CounterMetricFamily("kvsidecar_worker_miss_tokens", "Tokens that they computed", labels=["kind"])
+        for miss in stats.misses:
+            requests.add_metric([miss.kind], miss.requests)
+            tokens.add_metric([miss.kind], miss.tokens)
+        yield from (requests, tokens)
         for name in _STREAM_GAUGES:
             text = f"streaming of layers: {name.replace('_', ' ')}"
             yield GaugeMetricFamily(f"kvsidecar_worker_stream_{name}", text, value=getattr(streaming, name))

@@ -27,6 +27,7 @@ _MAX_NAMED = 3
 COMMANDS = {
     "serve": "worker",
     "worker": "worker",
+    "size": "worker",
     "verify": "worker",
     "quantize": "worker",
     "prepare": "worker",

@@ -14,6 +14,7 @@ from fastapi.responses import StreamingResponse
 from kvsidecar.errors import DeadlineExceeded, KVSidecarError, Unavailable
 from starlette.types import Receive, Scope, Send
 
+from inference_svc.gateway.answer_summary import SUMMARY_HEADER, SummaryFilter, parse_summary
 from inference_svc.gateway.answer_writer import error_event
 from inference_svc.gateway.anthropic_api.error_envelope import REQUEST_ID, messages_error_event
 from inference_svc.gateway.client_disconnect import cancel_on_disconnect
@@ -84,10 +85,12 @@ class Proxy:
             tries, give_up = tries + 1, 0.0
             tried.append(node)
             opened = _NodeRequest(node, deadline)
+            log_line().add(node=node.url, tries=tries)
             try:
                 answer = await opened.open(self._client, found, self._prefix_query.has_another(found, tried))
                 if isinstance(answer, _ProxiedStream):
                     self._metrics.ttft.observe(time.perf_counter() - began)
+                    log_line().first_token()
                 return answer
             except _NodeRefusal as error:
                 refused, why = error.answer, str(error)
@@ -161,7 +164,7 @@ class _NodeRequest:
             "POST",
             self._node.url + asked.path,
             content=asked.raw,
-            headers={"Content-Type": "application/json"} | preference,
+            headers={"Content-Type": "application/json", SUMMARY_HEADER: "1"} | preference,
             extensions=self._node.extensions,
         )
         response = await self._node.wait_for(client.send(request, stream=True), self._deadline)
@@ -172,14 +175,21 @@ class _NodeRequest:
             if not first:
                 raise NodeFailed("it began an answer and said nothing")
             return _ProxiedStream(self, first, pieces)
-        return proxied_response(response, await self._node.wait_for(response.aread(), self._deadline))
+        content = await self._node.wait_for(response.aread(), self._deadline)
+        log_line().adopt(parse_summary(response.headers.get(SUMMARY_HEADER, "").encode()))
+        return proxied_response(response, content)
 
     async def pieces(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the node's bytes; after a failure, an error as the last event."""
-        yield first
+        summary, piece = SummaryFilter(), first
         try:
-            while piece := await self._node.wait_for(anext(rest, b""), self._deadline):
-                yield piece
+            while piece:
+                if passed := summary.feed(piece):
+                    yield passed
+                piece = await self._node.wait_for(anext(rest, b""), self._deadline)
+            if passed := summary.rest():
+                yield passed
+            log_line().adopt(summary.fields)
         except (*CONNECTION_ERRORS, NodeFailed, TimeoutError) as error:
             late = isinstance(error, TimeoutError)
             if not late:

@@ -215,6 +215,19 @@ def test_a_node_for_all_addresses_says_one_that_can_be_opened(tmp_path: Path) ->
         served.end()
 
 
+def test_a_log_in_a_file_has_lines_of_json_alone(tmp_path: Path) -> None:
+    """Of all processes, from the start to the end."""
+    served, log = Served(tmp_path, workers=1), tmp_path / "log"
+    try:
+        assert served.ask().status_code == 200
+        served.until(lambda: "demo is ready: " in log.read_text())
+    finally:
+        served.end()
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {"serve", "daemon", "worker-0", "gateway"} <= {line["logger"] for line in lines}
+    assert all(line["event"] and line["level"] and line["timestamp"] for line in lines)
+
+
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(tmp_path: Path) -> None:
     """Whichever kind of address it listens on."""
     with socket.socket(socket.AF_INET6) as probe:

@@ -18,6 +18,7 @@ PROGRAMS = {
     "daemon": ("cache_daemon",),
     "worker": ("inference_svc", "worker"),
     "gateway": ("inference_svc", "gateway"),
+    "size": ("inference_svc", "size"),
     "verify": ("inference_svc", "verify"),
     "quantize": ("inference_svc", "quantize"),
 }

@@ -58,6 +58,7 @@ class Part:
     restarts: int = 0
     """Number of restarts by the supervisor."""
     kills: int = 0
+    oom_kills: int = 0
     """Number of these restarts because the process did not respond."""
 
 
@@ -170,7 +171,12 @@ def _report_on(name: str, reports: dict[str, ProcessReport]) -> ProcessReport:
 
 
 def _with_restarts(part: Part, report: ProcessReport) -> Part:
-    return replace(part, restarts=report.deaths + report.kills, kills=report.kills)
+    return replace(
+        part,
+        restarts=report.deaths + report.kills + report.oom_kills,
+        kills=report.kills,
+        oom_kills=report.oom_kills,
+    )
 
 
 def _shown(part: Part) -> str:
@@ -178,7 +184,8 @@ def _shown(part: Part) -> str:
     if not part.restarts:
         return part.detail
     again = f"{part.detail}; started again {part.restarts} time{'s' if part.restarts > 1 else ''}"
-    return f"{again}, {part.kills} of them because it did not answer" if part.kills else again
+    again += f", {part.kills} of them because it did not answer" if part.kills else ""
+    return again + (f", {part.oom_kills} of them killed for memory" if part.oom_kills else "")
 
 
 def gateway_of(node: NodeReport, process: psutil.Process | None = None) -> Part:

@@ -1,4 +1,4 @@
-"""Commands that run a service: serve, daemon, worker, gateway, verify, quantize."""
+"""Commands that run a service: serve, daemon, worker, gateway, size, verify, quantize."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def commands() -> list[Callable[..., None]]:
 
     For shell completion they have the flags of their settings; otherwise they have none, and pass all flags on.
     """
-    found = [serve, daemon, worker, verify, quantize, gateway]
+    found = [serve, daemon, worker, size, verify, quantize, gateway]
     return [_with_flags(command) for command in found] if ASKED_BY_SHELL in os.environ else found
 
 
@@ -64,6 +64,11 @@ def daemon(context: typer.Context) -> None:
 def worker(context: typer.Context) -> None:
     """Run one inference worker alone."""
     become("worker", context.args)
+
+
+def size(context: typer.Context) -> None:
+    """Compute the arena, pool and disk that a model needs for a number of sessions."""
+    become("size", context.args)
 
 
 def verify(context: typer.Context) -> None:

@@ -5,6 +5,8 @@ Imports no torch, so that commands can check before they load it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -30,19 +32,47 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def _of_groups() -> list[int]:
-    """Return the free bytes of each memory control group of this process.
+def memory_limit_bytes() -> int:
+    """Return the most memory that this process may ever have, within machine and control groups."""
+    limits = [int(psutil.virtual_memory().total)]
+    for folder, files in _groups():
+        text = "".join(_lines(folder / files.limit))
+        if text.isdigit():
+            limits.append(int(text))
+    return min(limits)
 
-    Reads both cgroup versions.
-    """
-    found = []
+
+def oom_kills() -> int:
+    """Return how many processes of this process's control group the kernel has killed for memory."""
+    for folder, files in _groups():
+        for line in _lines(folder / files.events):
+            name, _, count = line.partition(" ")
+            if name == "oom_kill" and count.isdigit():
+                return int(count)
+    return 0
+
+
+@dataclass(frozen=True)
+class _GroupFiles:
+    """Names of a memory control group's files in one cgroup version."""
+
+    limit: str
+    usage: str
+    events: str
+
+
+_V1 = _GroupFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.oom_control")
+_V2 = _GroupFiles("memory.max", "memory.current", "memory.events")
+
+
+def _groups() -> Iterator[tuple[Path, _GroupFiles]]:
+    """Yield this process's memory control groups, the innermost first, in both cgroup versions."""
     for line in _lines(_STATUS):
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            tops = [_GROUPS, _GROUPS / "unified"]
-            names = ("memory.max", "memory.current")
+            tops, files = [_GROUPS, _GROUPS / "unified"], _V2
         elif "memory" in controllers.split(","):
-            tops, names = [_GROUPS / "memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            tops, files = [_GROUPS / "memory"], _V1
         else:
             continue
         for top in tops:
@@ -51,25 +81,28 @@ def _of_groups() -> list[int]:
             for folder in (group, *group.parents) if group.is_dir() else (top,):
                 if not folder.is_relative_to(top):
                     break
-                left = _left(folder, *names)
-                if left is not None:
-                    found.append(left)
-    return found
+                yield folder, files
 
 
-def _left(folder: Path, limit: str, usage: str) -> int | None:
-    texts = ["".join(_lines(folder / name)) for name in (limit, usage)]
+def _of_groups() -> list[int]:
+    """Return the free bytes of each memory control group of this process."""
+    found = (_left(folder, files) for folder, files in _groups())
+    return [left for left in found if left is not None]
+
+
+def _left(folder: Path, files: _GroupFiles) -> int | None:
+    texts = ["".join(_lines(folder / name)) for name in (files.limit, files.usage)]
     if not all(text.isdigit() for text in texts):
         return None  # there is no limit ("max"), or no such group
     most, used = map(int, texts)
     cached = {name: int(n) for name, n in (line.split() for line in _lines(folder / "memory.stat"))}
     # Version 1 counts nested groups under separate names.
-    files = sum(cached.get(f"total_{name}", cached.get(name, 0)) for name in ("inactive_file", "active_file"))
-    return most - used + files
+    cached_files = sum(cached.get(f"total_{name}", cached.get(name, 0)) for name in ("inactive_file", "active_file"))
+    return most - used + cached_files
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="ascii").splitlines()
+        return path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         return []

@@ -41,6 +41,8 @@ class ProcessReport:
     """Number of restarts after it ended by itself."""
     kills: int = 0
     """Number of restarts after it was killed for not responding."""
+    oom_kills: int = 0
+    """Number of restarts after the kernel killed it for memory."""
 
 
 def write_node_report(lock: TextIO, node: NodeReport) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -128,6 +129,33 @@ def test_the_answer_of_a_node_without_workers_comes_from_the_other_at_once(fleet
         fleet.nodes[1].kill("worker-0")
         assert answer.result(60).choices[0].message.content == expected
     fleet.nodes[1].start_worker(0)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_fleets_log_has_what_the_nodes_log_has_and_the_node(fleet: Fleet, path: str, stream: bool) -> None:
+    text, name = "the heron waits " * 9, f"fleet-{path.replace('/', '-')}-{stream}"
+    body: dict[str, Any] = {"model": "demo", "stream": stream}
+    body |= {
+        "completions": {"prompt": text, "max_tokens": 5},
+        "responses": {"input": text, "max_output_tokens": 5},
+    }.get(path, {"messages": [{"role": "user", "content": text}], "max_tokens": 5})
+    sent = httpx.post(
+        f"{fleet.fronts[0].url}/v1/{path}", json=body, headers={"X-Request-Id": name}, timeout=60
+    )  # fmt: skip
+    assert sent.status_code == 200
+    assert "kvsidecar-summary" not in sent.text + str(sent.headers).lower()
+    line, deadline = None, time.monotonic() + 20
+    while line is None:
+        said = [json.loads(line) for line in fleet.nodes[0].read_log().splitlines() if name in line]
+        line = said[0] if said else None
+        assert time.monotonic() < deadline
+    assert line["node"] in [gateway.url for gateway in fleet.gateways]
+    assert (line["model"], line["tries"], line["status"]) == ("demo", 1, 200)
+    assert line["id"]
+    assert line["prompt_tokens"] > line["cached_tokens"] >= 0
+    assert line["generated_tokens"] in range(1, 6)
+    assert 0 < line["ttft_ms"] <= line["ms"]
 
 
 def test_warming_and_listing_go_through(fleet: Fleet) -> None:

@@ -2217,6 +2217,10 @@ class StatsResponse(_message.Message):
     REMOTE_RESTORED_DELETIONS_FIELD_NUMBER: _builtins.int
     FAILED_READS_FIELD_NUMBER: _builtins.int
     RETAINED_BYTES_FIELD_NUMBER: _builtins.int
+    REMOTE_DATA_LOSSES_FIELD_NUMBER: _builtins.int
+    REMOTE_REFILLING_TENANTS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
+    OOM_KILLS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the daemon."""
     uptime_seconds: _builtins.float
@@ -2334,6 +2338,14 @@ class StatsResponse(_message.Message):
     """Reads of stored chunks that failed: the disk's errors, not corrupt data. The chunks stay and are read again."""
     retained_bytes: _builtins.int
     """Bytes of retained chunks; see RetainedPrefix."""
+    remote_data_losses: _builtins.int
+    """Times that the remote tier had lost its data, such as a server that restarted empty."""
+    remote_refilling_tenants: _builtins.int
+    """Tenants whose chunks are to be written again after such a loss."""
+    restarts: _builtins.int
+    """Times that the daemon's parent process has started it again because it died."""
+    oom_kills: _builtins.int
+    """Of these, times that the kernel had killed it for memory."""
     @_builtins.property
     def session_details(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionInfo]:
         """Sessions in detail; for operators."""
@@ -2404,10 +2416,14 @@ class StatsResponse(_message.Message):
         remote_restored_deletions: _builtins.int = ...,
         failed_reads: _builtins.int = ...,
         retained_bytes: _builtins.int = ...,
+        remote_data_losses: _builtins.int = ...,
+        remote_refilling_tenants: _builtins.int = ...,
+        restarts: _builtins.int = ...,
+        oom_kills: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "retained_bytes", b"retained_bytes", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_chunks", b"arena_chunks", "arena_evictions", b"arena_evictions", "arena_used_bytes", b"arena_used_bytes", "cached_tokens", b"cached_tokens", "calls", b"calls", "chunks", b"chunks", "commits", b"commits", "content_tokens", b"content_tokens", "corrupt_chunks", b"corrupt_chunks", "durable_budget_bytes", b"durable_budget_bytes", "durable_bytes", b"durable_bytes", "durable_chunks", b"durable_chunks", "durable_evictions", b"durable_evictions", "durable_failing", b"durable_failing", "durable_file_bytes", b"durable_file_bytes", "epoch", b"epoch", "expired_chunks", b"expired_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "leases", b"leases", "loop_stall_ms", b"loop_stall_ms", "matched_tokens", b"matched_tokens", "matches", b"matches", "oom_kills", b"oom_kills", "pending_writes", b"pending_writes", "pinned_bytes", b"pinned_bytes", "pool_tokens", b"pool_tokens", "promoted_tokens", b"promoted_tokens", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts", "refused", b"refused", "remote_bypassed", b"remote_bypassed", "remote_bytes_per_second", b"remote_bytes_per_second", "remote_data_losses", b"remote_data_losses", "remote_deletions", b"remote_deletions", "remote_dropped", b"remote_dropped", "remote_engine", b"remote_engine", "remote_failing", b"remote_failing", "remote_failures", b"remote_failures", "remote_hedged", b"remote_hedged", "remote_hits", b"remote_hits", "remote_late", b"remote_late", "remote_latency_ms", b"remote_latency_ms", "remote_lookups", b"remote_lookups", "remote_opened", b"remote_opened", "remote_pending", b"remote_pending", "remote_read_bytes", b"remote_read_bytes", "remote_refilling_tenants", b"remote_refilling_tenants", "remote_rejected", b"remote_rejected", "remote_restored_deletions", b"remote_restored_deletions", "remote_tokens", b"remote_tokens", "remote_withheld", b"remote_withheld", "remote_written_bytes", b"remote_written_bytes", "remote_written_chunks", b"remote_written_chunks", "requested_tokens", b"requested_tokens", "reservations", b"reservations", "restarts", b"restarts", "retained_bytes", b"retained_bytes", "session_details", b"session_details", "sessions", b"sessions", "tokens", b"tokens", "uptime_seconds", b"uptime_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,12 +22,14 @@ _SECTIONS = {
         "chunks", "tokens", "arena_chunks", "arena_used_bytes", "arena_bytes", "durable_chunks", "durable_bytes",
         "durable_budget_bytes", "durable_file_bytes", "pinned_bytes", "retained_bytes",
     ),
-    "what is going on": ("sessions", "leases", "reservations", "pending_writes", "loop_stall_ms"),
+    "what is going on": (
+        "sessions", "leases", "reservations", "pending_writes", "loop_stall_ms", "restarts", "oom_kills",
+    ),
     "the remote tier": (
         "remote_lookups", "remote_hits", "remote_tokens", "remote_bypassed", "remote_late", "remote_read_bytes",
         "remote_written_bytes", "remote_written_chunks", "remote_pending", "remote_dropped", "remote_deletions",
-        "remote_withheld", "remote_restored_deletions", "remote_failures", "remote_rejected", "remote_hedged",
-        "remote_opened", "remote_latency_ms",
+        "remote_data_losses", "remote_refilling_tenants", "remote_withheld", "remote_restored_deletions",
+        "remote_failures", "remote_rejected", "remote_hedged", "remote_opened", "remote_latency_ms",
         "remote_bytes_per_second",
     ),
     "what went": (

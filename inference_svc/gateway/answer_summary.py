@@ -1,0 +1,71 @@
+"""Summary of an answer: the node's counts of a request, for the log of the gateway that forwarded it.
+
+A gateway that sends the header ``X-KVSidecar-Summary`` gets the summary as a header of the same name, or at the end of
+a stream as a comment, which readers of events ignore. It has nothing that the answer itself does not show.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+SUMMARY_HEADER = "X-KVSidecar-Summary"
+_COMMENT = b": kvsidecar-summary "
+_TEXTS = ("model", "id", "aborted")
+_COUNTS = ("prompt_tokens", "cached_tokens", "generated_tokens", "answers", "ttft_ms")
+_MAX_BYTES, _MAX_TEXT = 4096, 200
+
+Fields = dict[str, str | int | float]
+
+
+def summary_of(fields: Mapping[str, str | int | float]) -> bytes:
+    """Return the summary of a log line's fields, as the value of the header."""
+    return json.dumps({name: fields[name] for name in (*_TEXTS, *_COUNTS) if name in fields}).encode()
+
+
+def summary_comment(fields: Mapping[str, str | int | float]) -> bytes:
+    """Return the summary as the last comment of a stream."""
+    return _COMMENT + summary_of(fields) + b"\n\n"
+
+
+def parse_summary(data: bytes) -> Fields:
+    """Return the fields of a summary; empty for anything else."""
+    try:
+        found = json.loads(data) if len(data) <= _MAX_BYTES else None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        return {}
+    texts = {name: found[name][:_MAX_TEXT] for name in _TEXTS if isinstance(found.get(name), str)}
+    counts = {
+        name: found[name] for name in _COUNTS if type(found.get(name)) in (int, float) and 0 <= found[name] < 1 << 62
+    }
+    return texts | counts
+
+
+class SummaryFilter:
+    """Removes the summary from the bytes of a stream. ``fields`` has it after the last piece."""
+
+    def __init__(self) -> None:
+        self.fields: Fields = {}
+        self._held = b""  # the beginning of a line that may become the summary
+        self._at_line_start = True
+
+    def feed(self, piece: bytes) -> bytes:
+        """Return the bytes to pass on."""
+        data, begins_line = self._held + piece, self._at_line_start
+        at = 0 if begins_line and data.startswith(_COMMENT) else data.find(b"\n" + _COMMENT) + 1 or -1
+        if at >= 0:  # nothing follows the summary
+            self._held, self._at_line_start = data[at : at + _MAX_BYTES + len(_COMMENT)], True
+            self.fields = parse_summary(self._held[len(_COMMENT) :].strip())
+            return data[:at]
+        last = data.rfind(b"\n") + 1
+        may_begin = (last > 0 or begins_line) and _COMMENT.startswith(data[last:])
+        self._held = data[last:] if may_begin else b""
+        passed = data[: len(data) - len(self._held)]
+        self._at_line_start = passed.endswith(b"\n") if passed else begins_line
+        return passed
+
+    def rest(self) -> bytes:
+        """Return the bytes that were held back and are no summary."""
+        return b"" if self.fields else self._held

@@ -1,0 +1,33 @@
+"""Planned memory of a node: arena, staging and KV pools against the machine and its control groups."""
+
+from __future__ import annotations
+
+import os
+
+import structlog
+from kvsidecar.byte_sizes import format_size, parse_size
+from kvsidecar.process.free_memory import memory_limit_bytes
+
+from inference_svc.server.preflight import has_host_pool
+from inference_svc.server.worker_config import ModelSettings
+
+log = structlog.get_logger("serve")
+
+
+def warn_of_planned_memory(worker: ModelSettings, num_workers: int, arena_bytes: str) -> None:
+    """Warn if the node may need more memory than there is; the model's weights come on top."""
+    try:
+        arena = parse_size(arena_bytes)
+        staging = num_workers * parse_size(os.environ.get("KVSIDECAR_CACHE_STAGING_BYTES", "256MiB"))
+    except ValueError:  # the daemon will report it
+        return
+    limit, pools = memory_limit_bytes(), num_workers * worker.pool_bytes * has_host_pool(worker)
+    if arena + staging + pools > limit:
+        log.warning(
+            "memory is planned above the limit; when it fills, the kernel ends a process (kvsidecar size tells what to "
+            "plan)",
+            arena=format_size(arena),
+            staging=format_size(staging),
+            pools=format_size(pools),
+            limit=format_size(limit),
+        )

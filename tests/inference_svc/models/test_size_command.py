@@ -1,0 +1,68 @@
+"""What ``kvsidecar size`` plans, against what a node takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from kvsidecar.cache.v1 import cache_pb2 as pb
+
+from benchmarks.node import Node
+from inference_svc.models.kv_geometry import DTYPES
+
+
+def size(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvsidecar.cli.root_command", "size", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def planned(*arguments: str) -> Any:
+    done = size(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_a_model_of_known_size() -> None:
+    """The documents say 12 KiB per token."""
+    plan = planned("shape:qwen2.5-0.5b", "--context", "8192", "--sessions", "50", "--workers", "2")
+    assert plan["bytes_per_token"]["16"] == 2 * 24 * 2 * 64 * 2 == 12 << 10
+    assert plan["bytes_per_token"]["16"] / 2 < plan["bytes_per_token"]["8"] < plan["bytes_per_token"]["16"] * 0.6
+    assert plan["store_bytes"] == plan["arena_bytes"] == 50 * 8192 * (12 << 10)
+    assert plan["min_arena_bytes"] == 8 * 8192 * (12 << 10) == 2 * plan["pool_bytes"]
+    assert plan["memory_bytes"] == plan["arena_bytes"] + (128 << 20) + 2 * (plan["pool_bytes"] + (256 << 20))
+
+
+def test_a_node_with_the_planned_sizes_keeps_all_sessions_in_memory() -> None:
+    sessions, context = 6, 512
+    with Node("demo", arena_bytes="64MiB", pool_bytes="64MiB", daemon_flags={"store": "none"}) as node:
+        (session,) = node.cache_stats().session_details
+        dtype = next(name for name, value in DTYPES.items() if value == session.descriptor.dtype)
+        plan = planned("demo", "--context", str(context), "--sessions", str(sessions), "--dtype", dtype)
+        for i in range(sessions):
+            ids = [10 + (i * 31 + j * 7) % 4000 for j in range(context - 1)]
+            node.client().generate(ids, max_tokens=1)
+        node.settle()
+        stats: pb.StatsResponse = node.cache_stats()
+    assert stats.tokens >= sessions * (context - 8)
+    exact = stats.tokens * plan["bytes_per_token"]["16"]
+    assert exact <= stats.arena_used_bytes <= plan["arena_bytes"] + (1 << 20)
+    assert plan["arena_bytes"] < 1.5 * stats.arena_used_bytes, "it does not plan for more than is needed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("demo", "--context", "0", "--sessions", "1"), "context is '0'; allowed are 1 to"),
+        (("demo", "--context", "1", "--sessions", "9" * 30), "allowed are 1 to"),
+        (("no-such-model", "--context", "1", "--sessions", "1"), "'no-such-model' is neither 'demo'"),
+        (("--context", "1", "--sessions", "1"), "name a model"),
+    ],
+)
+def test_bad_input_gets_one_sentence(arguments: tuple[str, ...], said: str) -> None:
+    done = size(*arguments)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
