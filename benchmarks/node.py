@@ -137,10 +137,11 @@ class Node:
             except grpc.RpcError:
                 self._check("a-daemon", deadline)
 
-    def start_worker(self, i: int, wait: bool = True) -> None:
+    def start_worker(self, i: int, wait: bool = True, **changed: Any) -> None:
+        """Start a worker; ``changed`` flags replace those of the node."""
         socket = self.worker_socket(i)
         socket.unlink(missing_ok=True)
-        flags = {**self._worker_flags, "socket": socket, "name": f"worker-{i}"}
+        flags = {**self._worker_flags, **changed, "socket": socket, "name": f"worker-{i}"}
         self._start(f"worker-{i}", ["inference_svc", "worker"], flags)
         if wait:
             self.wait_worker(i)

@@ -29,8 +29,12 @@ _VLLM = {f"vllm:kvsidecar_{name}_total": "counter" for name in (*vllm.COUNTERS, 
 }
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 # In addition to the fields of a worker's statistics (inference_svc/server/worker_metrics.py).
-_WORKER_EXTRA = {"engine_up": "gauge", "corrupt_hits_total": "counter"} | {
-    f"{name}_total": "counter" for name in worker._CACHE
+_WORKER_EXTRA = {
+    "misses_total": "counter",
+    "miss_tokens_total": "counter",
+    "engine_up": "gauge",
+    "corrupt_hits_total": "counter",
+    **{f"{name}_total": "counter" for name in worker._CACHE},
 }
 
 

@@ -94,6 +94,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
                ("stored", rate("kvsidecar_worker_stored_bytes_total")))),
     ),
     "Load": (
+        Panel("Computed prompt tokens by reason", "short",
+              (("{{kind}}", "sum by (kind) (rate(kvsidecar_worker_miss_tokens_total[$__rate_interval]))"),)),
         Panel("Running requests", "short", (("{{instance}}", "kvsidecar_worker_running"),)),
         Panel("Waiting requests", "short", (("{{instance}}", "kvsidecar_worker_waiting"),),
               "The autoscaler's metric."),

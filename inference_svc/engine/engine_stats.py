@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from inference_svc.engine.miss_counts import MissCounts
 
 
 @dataclass
@@ -24,6 +26,7 @@ class EngineStats:
     corrupt_hits: int = 0  # reused prefixes with NaN or infinity, computed again
     overflow_admissions: int = 0  # sequences admitted to the disk overflow
     steps: int = 0
+    misses: MissCounts = field(default_factory=MissCounts)
 
     @property
     def cacheable_tokens(self) -> int:

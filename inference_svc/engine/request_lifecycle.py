@@ -109,6 +109,7 @@ class RequestFinisher:
         stats.approximate_tokens += usage.num_approximate
         stats.recomputed_tokens += usage.num_recomputed
         stats.generated_tokens += sequence.num_generated
+        stats.misses.add(sequence)
         try:
             if sequence.request.cache.write and self._connector.save(sequence, self._pool, on_saved):
                 sequence.state = SequenceState.SAVING

@@ -16,6 +16,7 @@ from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.worker_router import Worker, WorkerRouter
 
 SERVING_PATH, CACHED_PREFIX_PATH, WARM_PATH = "/kvsidecar/v1/serving", "/kvsidecar/v1/held", "/kvsidecar/v1/warm"
+REQUEST_PATH = "/kvsidecar/v1/requests"
 _TIMEOUT_SECONDS = 2.0
 MAX_WARM_SECONDS = 86400.0
 

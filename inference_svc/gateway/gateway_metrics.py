@@ -145,7 +145,7 @@ class AnswerTimer:
             m.generation_tokens.labels(model).observe(part.usage.generated_tokens)
             log_line().answered(model, part.usage)
             if part.HasField("miss"):
-                log_line().add(miss=part.miss.kind, miss_at=part.miss.position)
+                log_line().missed(part.miss)
 
 
 class _WorkerCollector:
@@ -168,6 +168,20 @@ class _WorkerCollector:
                 for stats, labels in known:
                     metric.add_metric(labels, read(stats))
                 yield metric
+        yield from _misses(known)
+
+
+def _misses(known: list[tuple[pb.GetStatsResponse, tuple[str, str]]]) -> Iterable[Metric]:
+    text = "Requests that computed more than the last token of their prompt, by reason"
+    requests = CounterMetricFamily("kvsidecar_gateway_misses", text, labels=(*_LABELS, "kind"))
+    tokens = CounterMetricFamily(
+        "kvsidecar_gateway_miss_tokens", "Tokens that they computed", labels=(*_LABELS, "kind")
+    )
+    for stats, labels in known:
+        for miss in stats.misses:
+            requests.add_metric((*labels, miss.kind), miss.requests)
+            tokens.add_metric((*labels, miss.kind), miss.tokens)
+    return requests, tokens
 
 
 class _RestartCollector:

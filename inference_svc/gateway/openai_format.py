@@ -102,7 +102,8 @@ def miss_reason(part: pb.GenerateStreamResponse) -> dict[str, Any]:
     miss = part.miss
     times = {"seconds_ago": round(miss.seconds_ago, 3), "remembered_seconds": round(miss.remembered_seconds, 3)}
     found = {"kind": miss.kind, "position": miss.position, "computed_tokens": miss.computed_tokens, "by": miss.by}
-    return {"miss": {**found, **times, "sentence": miss.sentence, "advice": miss.advice}}
+    place = {"part": miss.part, "text_before": miss.text_before, "text_after": miss.text_after}
+    return {"miss": {**found, **times, **place, "sentence": miss.sentence, "advice": miss.advice}}
 
 
 def prompt_logprobs(parts: Iterable[pb.TokenLogprob]) -> list[dict[str, Any] | None]:

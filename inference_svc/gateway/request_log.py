@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import structlog
 from kvsidecar.inference.v1 import inference_pb2 as pb
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inference_svc.gateway.answer_summary import SUMMARY_HEADER, summary_comment, summary_of
+from inference_svc.gateway.explain_header import EXPLAIN_HEADER, MISS_HEADER, miss_text
 
 log = structlog.get_logger("gateway")
 
@@ -24,7 +25,7 @@ _DEBUG_PATHS, _DEBUG_PREFIXES = (
 _LONGEST_PATH = 120
 # Allowed request ids; others could inject text into the log.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,64}")
-_KEPT = ("/v1/responses/", "/v1/conversations/")
+_KEPT = ("/v1/responses/", "/v1/conversations/", "/kvsidecar/v1/requests/")
 _CLIENT_CLOSED, _FAILED, _UNAVAILABLE = 499, 500, 503
 
 
@@ -34,6 +35,7 @@ class LogLine:
 
     began: float = field(default_factory=time.perf_counter)
     fields: dict[str, str | int | float] = field(default_factory=dict)
+    miss_header: str = ""
 
     def add(self, **fields: str | int | float) -> None:
         """Add fields; empty texts are left out."""
@@ -59,6 +61,13 @@ class LogLine:
         counts = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         counts |= {"generated_tokens": usage.generated_tokens, "answers": 1}
         self.add(model=model, **{name: int(self.fields.get(name, 0)) + count for name, count in counts.items()})
+
+    def missed(self, miss: pb.MissReason) -> None:
+        """Record the reason why an answer computed tokens of its prompt; of several answers, the first one's."""
+        if not self.miss_header:
+            self.miss_header = miss_text(miss)
+            by = "" if miss.kind == "reuse_off" else miss.by  # a sentence about the node, not about the request
+            self.add(miss=miss.kind, miss_at=miss.position, miss_by=by, miss_part=miss.part)
 
 
 _current: ContextVar[LogLine] = ContextVar("line")
@@ -92,6 +101,8 @@ class RequestLogMiddleware:
                 streams = headers.get("content-type", "").startswith("text/event-stream")
                 if wants_summary and not streams:
                     headers[SUMMARY_HEADER] = summary_of(known.fields).decode()
+                if known.miss_header and EXPLAIN_HEADER in Headers(scope=scope):
+                    headers[MISS_HEADER] = known.miss_header
             elif wants_summary and streams and not message.get("more_body"):
                 message = {**message, "body": message.get("body", b"") + summary_comment(known.fields)}
             await send(message)
@@ -108,11 +119,15 @@ class RequestLogMiddleware:
             _write(scope, known, status, whole)
 
 
+def named_request_id(scope: Scope) -> str:
+    """Return the client's ``X-Request-Id`` if it is plain; else an empty text."""
+    named = dict(scope["headers"]).get(b"x-request-id", b"")
+    return named.decode() if _REQUEST_ID.fullmatch(named) else ""
+
+
 def _write(scope: Scope, known: LogLine, status: int, whole: bool) -> None:
     path = scope["path"]
-    named = dict(scope["headers"]).get(b"x-request-id", b"")
-    if _REQUEST_ID.fullmatch(named):
-        known.add(request_id=named.decode())
+    known.add(request_id=named_request_id(scope))
     if not whole and status < _FAILED:
         known.add(broken_off="the client has gone")
     # The raw path: decoded, it could contain terminal control sequences.

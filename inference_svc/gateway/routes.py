@@ -12,7 +12,7 @@ from inference_svc.gateway.anthropic_api.error_envelope import COUNT_PATH, MESSA
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.cache_fields import RELEASE_PATH
 from inference_svc.gateway.drain import HEALTH, READYZ, DrainMiddleware
-from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, SERVING_PATH, WARM_PATH
+from inference_svc.gateway.fleet_api import CACHED_PREFIX_PATH, REQUEST_PATH, SERVING_PATH, WARM_PATH
 from inference_svc.gateway.gateway_config import GatewayConfig
 from inference_svc.gateway.handlers import GatewayHandlers
 from inference_svc.gateway.http_tracing import TracingMiddleware
@@ -48,10 +48,10 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
     add_outer_middleware(app, config.origins)
     app.add_api_route("/v1/models", gateway.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", gateway.model, methods=["GET"])
-    app.add_api_route("/v1/chat/completions", gateway.chat, methods=["POST"])
-    app.add_api_route("/v1/completions", gateway.complete, methods=["POST"])
-    app.add_api_route("/v1/responses", gateway.respond, methods=["POST"])
-    app.add_api_route(MESSAGES_PATH, gateway.create_message, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", gateway.answers.chat, methods=["POST"])
+    app.add_api_route("/v1/completions", gateway.answers.complete, methods=["POST"])
+    app.add_api_route("/v1/responses", gateway.answers.respond, methods=["POST"])
+    app.add_api_route(MESSAGES_PATH, gateway.answers.create_message, methods=["POST"])
     app.add_api_route(COUNT_PATH, gateway.count_tokens, methods=["POST"])
     app.add_api_route("/v1/responses/input_tokens", gateway.count_input, methods=["POST"])
     for path, handler, method in (
@@ -81,6 +81,7 @@ def create_app(config: GatewayConfig, tracer: Tracer = NOOP_TRACER) -> FastAPI:
         app.add_api_route(path, gateway.health, methods=["GET"])
     app.add_api_route("/metrics", gateway.show_metrics, methods=["GET"])
     app.add_api_route(NODE, gateway.show_node, methods=["GET"])
+    app.add_api_route(REQUEST_PATH + "/{name:path}", gateway.show_request, methods=["GET"])
     app.add_api_route(SERVING_PATH, gateway.serving_status, methods=["GET"])
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/chat/completions", gateway.cached_prefix_of_chat, methods=["POST"])
     app.add_api_route(CACHED_PREFIX_PATH + "/v1/completions", gateway.cached_prefix_of_completion, methods=["POST"])

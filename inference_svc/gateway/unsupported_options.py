@@ -62,7 +62,6 @@ IGNORED_OF_MESSAGES = (
     "billing_policy",
     "container",
     "context_management",
-    "diagnostics",
     "fallback_credit_token",
     "fallbacks",
     "inference_geo",

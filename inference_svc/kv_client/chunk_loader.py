@@ -128,6 +128,7 @@ class ChunkLoader:
             window=0 if session.remote or not load.pool.window else load.pool.window + WINDOW_STEP,
             explain=not sequence.miss.done(),
             known_tokens=sequence.kv.num_computed,
+            across_tenants=sequence.request.explain_across_tenants,
         )
         cache.hints.add_to(request)
         with sequence.trace.part("lookup", sequence.timestamps.admitted_at):

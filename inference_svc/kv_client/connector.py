@@ -305,7 +305,9 @@ class DaemonConnector:
     def _explain(self, sequence: Sequence, known_tokens: int, answer: pb.MatchResponse | None = None) -> None:
         """Set the reason of a miss; see ``MissProbe``. On a lookup thread."""
         daemon, found = self._daemons.get(sequence.cache_scope.adapter), self._session(sequence)
-        if daemon is not None and found is not None and not sequence.miss.done():
+        if daemon is None or found is None:
+            sequence.set_miss(MISS_UNAVAILABLE)
+        elif not sequence.miss.done():
             self._misses.explain(*found, daemon.namespace, sequence, known_tokens, answer)
 
     def _await_saves(self, saves: list[Job], load: SequenceLoad) -> None:

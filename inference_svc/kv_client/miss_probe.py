@@ -10,6 +10,7 @@ from kvsidecar.kv_transfer.session import Session
 
 from inference_svc.kv_client.chunk_loader import ChunkLoader, document_marks
 from inference_svc.kv_client.client_context import ClientContext
+from inference_svc.sequence.kv_connector import MISS_UNAVAILABLE
 from inference_svc.sequence.sequence import Sequence
 
 # Kinds that the worker itself knows.
@@ -37,7 +38,7 @@ class MissProbe:
     ) -> None:
         """Set the reason of a lookup's answer, or without one of a probe, which leases nothing.
 
-        The pool has ``known_tokens`` of the prompt. A failed probe sets none: the cache works without it.
+        The pool has ``known_tokens`` of the prompt.
         """
         tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
         if answer is None:
@@ -47,10 +48,12 @@ class MissProbe:
                 namespace=namespace,
                 explain=True,
                 known_tokens=known_tokens,
+                across_tenants=sequence.request.explain_across_tenants,
             )
             try:
                 answer = session.stub.Match(request, timeout=self._timeout)
-            except grpc.RpcError:
+            except grpc.RpcError:  # the cache works without the reason
+                sequence.set_miss(MISS_UNAVAILABLE)
                 return
         behind_other_text = self._is_stored_behind_other_text(session, root, sequence, tokens, answer.miss)
         sequence.set_miss(MISS_REUSE_OFF if behind_other_text else answer.miss)

@@ -79,10 +79,8 @@ class RequestBuilder:
         self._separator, self._reuse_anywhere = defaults.document_separator, defaults.reuse_anywhere
         self._vocabulary = int(loaded.config.vocab_size)
         self._grammar_compiler = GrammarCompiler(self._tokenizer, self._vocabulary, loaded.stop_tokens)
-        self._chat_template = ChatTemplate(
-            loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser
-        )
-        self.breakpoints = BreakpointFinder(self._chat_template, lambda text: self._ids(text, False))
+        self.chat_template = ChatTemplate(loaded.id, self._tokenizer, self._grammar_compiler, defaults.tool_call_parser)
+        self.breakpoints = BreakpointFinder(self.chat_template, lambda text: self._ids(text, False))
         self._sampled_calls = SampledCalls()
         # A longer text cannot fit, because no token has more characters than the longest one of the vocabulary.
         self._max_characters = context_length * max(map(len, self._tokenizer.get_vocab()), default=1)
@@ -217,10 +215,10 @@ class RequestBuilder:
         marker, pieces = token_hex(16), list[str]()  # no text has this marker, and templates write it as it is
         if sampled:
             with suppress(InvalidRequest):  # templates may demand a call before a result
-                rendered = self._chat_template.render(chat, generation_prompt, dict.fromkeys(sampled, marker))
+                rendered = self.chat_template.render(chat, generation_prompt, dict.fromkeys(sampled, marker))
                 pieces = rendered.split(marker)
         if len(pieces) != len(sampled) + 1:
-            return self._encode(self._chat_template.render(chat, generation_prompt), special, separator)
+            return self._encode(self.chat_template.render(chat, generation_prompt), special, separator)
         ids, ends = [], list[int]()
         for piece, tokens in zip(pieces, [*sampled.values(), []], strict=True):
             found, marks = self._encode(piece, special and not ids, separator)
@@ -274,7 +272,7 @@ class RequestBuilder:
 
     def grammar_state(self, request: pb.GenerateRequest) -> GrammarState | None:
         """Compile the request's grammar, which may take seconds; None without one. Raises InvalidRequest."""
-        return self._chat_template.grammar_state(request)
+        return self.chat_template.grammar_state(request)
 
     def tokenize(
         self, request: pb.GenerateRequest, sink: Callable[[SequenceOutput], None], arrived: float
@@ -306,7 +304,7 @@ class RequestBuilder:
             self._tokenizer,
             strings,
             frozenset() if shown else ends,
-            shown or self._chat_template.shows_special(request),
+            shown or self.chat_template.shows_special(request),
             request.include_stop,
             request.min_tokens,
         )
@@ -327,6 +325,7 @@ class RequestBuilder:
             max_branches=request_options.max_branches(request.speculation_branches),
             adapter=adapter,
             report_provenance=request.explain,
+            explain_across_tenants=request.explain and request.explain_across_tenants,
             arrived_at=arrived,
         )
         return lambda grammar: Sequence(parameters, tokens, text, sink, grammar)
@@ -366,7 +365,7 @@ class RequestBuilder:
 
     def call_parser(self, request: pb.GenerateRequest) -> ToolCallParser | None:
         """Return a parser of tool calls for the answer's text; None if the request allows none."""
-        return self._chat_template.parser(request)
+        return self.chat_template.parser(request)
 
     def reasoning_splitter(self, request: pb.GenerateRequest, sequence: Sequence) -> ReasoningSplitter | None:
         """Return a splitter of reasoning and answer for a chat; None if there is no reasoning."""

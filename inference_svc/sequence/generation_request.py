@@ -56,6 +56,7 @@ class GenerationRequest:
     max_branches: int | None = None  # maximum paths of a draft tree; None for the worker's limit
     adapter: LoraAdapter | None = None
     report_provenance: bool = False
+    explain_across_tenants: bool = False  # the reason of a miss may name another tenant's prompt; for operators
     arrived_at: float = field(default_factory=time.perf_counter)
 
     @property

@@ -31,7 +31,8 @@ from kvsidecar.retained_prefixes import RetainedPrefixes
 
 from inference_svc.context_reuse.chunking import DocumentMarks
 from inference_svc.lora.lora_adapter import LoraAdapter
-from inference_svc.request.miss_report import add_miss
+from inference_svc.request.miss_place import add_place
+from inference_svc.request.miss_report import MissReporter
 from inference_svc.request.prompt_provenance import numerics_of, prompt_parts
 from inference_svc.request.request_options import check_salt, check_session
 from inference_svc.request.response_fields import (
@@ -66,6 +67,7 @@ class InferenceService(InferenceServiceServicer):
         self._requests = runtime.request_builder()
         self._requests.warm_up()
         self._adapters = LoraAdmin(runtime)
+        self._misses = MissReporter(runtime.reuse_state)
         self._loop = asyncio.get_running_loop()
         # Templates and tokenizers take seconds for a long prompt, and would block the event loop's streams.
         self._tokenize_threads = ThreadPoolExecutor(2, "tokenize")
@@ -76,6 +78,7 @@ class InferenceService(InferenceServiceServicer):
 
     @unary(INFERENCE_DOMAIN)
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        _check_explain(request, context)
         response = pb.GenerateResponse()
         texts, reasoning = list[str](), list[str]()
         async for part in self._generate(request, self._observer.request("Generate", context, request.prompt)):
@@ -105,6 +108,7 @@ class InferenceService(InferenceServiceServicer):
     async def GenerateStream(
         self, request: pb.GenerateStreamRequest, context: Context
     ) -> AsyncIterator[pb.GenerateStreamResponse]:
+        _check_explain(request.request, context)
         try:
             seen = self._observer.request("GenerateStream", context, request.request.prompt)
             async for part in self._generate(request.request, seen):
@@ -141,7 +145,7 @@ class InferenceService(InferenceServiceServicer):
                 if first and (request.explain or request.echo or sequence.request.num_prompt_logprobs is not None):
                     await self._tokenize_beside(request, partial(self._add_prompt_fields, request, sequence, part))
                 if part.finish_reason:
-                    await add_miss(sequence, part, wait=request.explain)
+                    await self._add_miss(request, sequence, part)
                 first = False
                 yield part
 
@@ -213,6 +217,15 @@ class InferenceService(InferenceServiceServicer):
         part.prompt_logprobs.extend(prompt_logprobs(sequence, self._requests.text))
         if request.echo:
             part.prompt_text = self._requests.prompt_text(request, sequence)
+
+    async def _add_miss(self, request: pb.GenerateRequest, sequence: Sequence, part: pb.GenerateStreamResponse) -> None:
+        await self._misses.add(sequence, part, wait=request.explain)
+        if request.explain and part.HasField("miss"):
+            tokens = sequence.tokens[: sequence.request.num_prompt_tokens]
+            work = partial(
+                add_place, part.miss, request.prompt, tokens, self._requests.text, self._requests.chat_template
+            )
+            await self._tokenize_beside(request, work)
 
     def _part(self, sequence: Sequence, output: SequenceOutput, request_id: str) -> pb.GenerateStreamResponse:
         part = pb.GenerateStreamResponse(text=output.text, request_id=request_id)
@@ -364,6 +377,12 @@ class InferenceService(InferenceServiceServicer):
     @unary(INFERENCE_DOMAIN)
     async def GetStats(self, request: pb.GetStatsRequest, context: Context) -> pb.GetStatsResponse:
         return worker_stats(self._runtime)
+
+
+def _check_explain(request: pb.GenerateRequest, context: Context) -> None:
+    """Let only callers at the Unix socket learn about other tenants: the gateway, for its operators."""
+    if request.explain_across_tenants and not context.peer().startswith("unix"):
+        request.explain_across_tenants = False
 
 
 def _require_unix_socket(context: Context) -> None:

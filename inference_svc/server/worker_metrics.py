@@ -96,6 +96,14 @@ class WorkerCollector:
         for place, count in enumerate(stats.accepted_at):
             places.add_metric([str(place)], count)
         yield places
+        requests = CounterMetricFamily(
+            "kvsidecar_worker_misses", "Requests that computed more than the last token, by reason", labels=["kind"]
+        )
+        tokens = CounterMetricFamily("kvsidecar_worker_miss_tokens", "Tokens that they computed", labels=["kind"])
+        for miss in stats.misses:
+            requests.add_metric([miss.kind], miss.requests)
+            tokens.add_metric([miss.kind], miss.tokens)
+        yield from (requests, tokens)
         for name in _STREAM_GAUGES:
             text = f"streaming of layers: {name.replace('_', ' ')}"
             yield GaugeMetricFamily(f"kvsidecar_worker_stream_{name}", text, value=getattr(streaming, name))

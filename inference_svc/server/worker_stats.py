@@ -50,6 +50,7 @@ def worker_stats(runtime: Runtime) -> pb.GetStatsResponse:
         skipping_tokens=engine.stats.bypassing_tokens,
         bypassed_requests=cache.stats.bypassed if cache else 0,
         reuse_anywhere=runtime.reuse_state().message(),
+        misses=[pb.MissCount(kind=k, requests=n, tokens=t) for k, n, t in engine.stats.misses.as_tuples()],
     )
 
 

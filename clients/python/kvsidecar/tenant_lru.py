@@ -69,6 +69,10 @@ class TenantLru(Generic[V]):
         kept = [] if own is None else list(own.values.values())  # in one step: another thread may store
         return [value for value, _ in reversed(kept)]
 
+    def values(self) -> list[V]:
+        """Return the values of all tenants."""
+        return [value for own in self._tenants.values() for value, _ in own.values.values()]
+
     def num_bytes_of(self, tenant: Hashable) -> int:
         own = self._tenants.get(tenant)
         return 0 if own is None else own.num_bytes

@@ -9,8 +9,10 @@ from typing import Any
 from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
+from inference_svc.gateway import openai_format
 from inference_svc.gateway.anthropic_api.error_envelope import event, messages_error_event
 from inference_svc.gateway.anthropic_api.messages_schema import MessagesRequest
+from inference_svc.gateway.prompt_fingerprint import PromptComparison
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
 
@@ -21,14 +23,15 @@ _SIGNATURE = "kvsidecar"
 class MessageWriter:
     """Writes one message. Call ``whole`` or ``stream`` once."""
 
-    def __init__(self, request: MessagesRequest, request_id: str) -> None:
-        self._request, self._request_id = request, request_id
+    def __init__(self, request: MessagesRequest, request_id: str, comparison: PromptComparison | None = None) -> None:
+        """``comparison`` is that of ``diagnostics``; None for a request without it."""
+        self._request, self._request_id, self._comparison = request, request_id, comparison
         self._ttl = request.retain_seconds
         self._content: list[dict[str, Any]] = []
         self._streams = False
         self._open, self._call, self._arguments = "", -1, list[str]()
         self._body: dict[str, Any] = {
-            "id": f"msg_{request_id.removeprefix('req_')}",
+            "id": message_id(request_id),
             "type": "message",
             "role": "assistant",
             "model": request.model,
@@ -45,7 +48,8 @@ class MessageWriter:
     async def stream(self, first: ChoiceChunk, pieces: AsyncIterator[ChoiceChunk]) -> AsyncIterator[bytes]:
         """Yield the events. ``first`` tells the prompt's usage."""
         self._streams = True
-        start = {**self._body, "content": [], "usage": self._usage(first.part.usage)}
+        usage = first.part.usage
+        start = {**self._body, "content": [], "usage": self._usage(usage), **self._diagnostics(usage)}
         yield event("message_start", {"type": "message_start", "message": start})
         yield event("ping", {"type": "ping"})
         try:
@@ -125,12 +129,17 @@ class MessageWriter:
         usage = self._usage(part.usage)
         stop = part.stop_string if part.WhichOneof("stopped_by") == "stop_string" else None
         ended = {"stop_reason": self._stop_reason(part), "stop_sequence": stop if self._request.max_tokens else None}
-        self._body |= {**ended, "usage": usage}
+        self._body |= {**ended, "usage": usage, **self._diagnostics(part.usage)}
+        miss = openai_format.miss_reason(part) if self._request.explain else {}
+        self._body |= miss
         # The totals: clients replace the counts of message_start by these.
         return [
-            self._event("message_delta", delta=ended, usage=usage),
+            self._event("message_delta", delta=ended, usage=usage, **miss),
             self._event("message_stop"),
         ]
+
+    def _diagnostics(self, usage: pb.Usage) -> dict[str, Any]:
+        return {} if self._comparison is None else {"diagnostics": self._comparison.anthropic_diagnostics(usage)}
 
     def _stop_reason(self, part: pb.GenerateStreamResponse) -> str:
         if not self._request.max_tokens:
@@ -160,6 +169,11 @@ class MessageWriter:
 
     def _event(self, kind: str, **body: Any) -> bytes:
         return event(kind, {"type": kind, **body}) if self._streams else b""
+
+
+def message_id(request_id: str) -> str:
+    """Return the id of a request's message."""
+    return f"msg_{request_id.removeprefix('req_')}"
 
 
 def _parsed(arguments: str) -> dict[str, Any]:

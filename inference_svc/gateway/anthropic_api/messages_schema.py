@@ -114,8 +114,12 @@ class CountTokensRequest(BodyModel):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
     """The older name of ``output_config.format``."""
+    diagnostics: Any = None
+    """``previous_message_id`` names an earlier message to compare with; other values have no effect."""
+    explain: bool = False
+    """Ours, like the next: report the reason why tokens of the prompt were computed."""
     cache_salt: str = ""
-    """Ours: requests with different salts never share cached text."""
+    """Requests with different salts never share cached text."""
 
     def prompt(self) -> pb.Prompt:
         return self._chat({}).prompts()[0]
@@ -178,6 +182,7 @@ class MessagesRequest(CountTokensRequest):
                 "cache_breakpoints": self._breakpoints(),
                 "cache_session": self.cache_session,
                 "kv_hints": self.kv_hints,
+                "explain": self.explain,
             }
         )
 

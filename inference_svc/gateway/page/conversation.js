@@ -230,6 +230,7 @@ class Meter {
       turn.promptTokens = known(["exact", "moved", "repaired", "computed"]);
       turn.cached = known(["exact", "moved", "repaired"]);
     }
+    if (event.miss !== undefined) turn.miss = event.miss;
     const text = event.choices?.[0]?.delta?.content;
     if (text) {
       this._first ??= now;

@@ -33,15 +33,33 @@ function merged(parts) {
   return Object.entries(sums(parts)).map(([reading, tokens]) => ({ reading, tokens })).filter((p) => p.tokens);
 }
 
-/** Renders the prompt's text in colours, with a legend. */
-export function reading(parts) {
+/** Says why tokens of the prompt were computed, and what would help. */
+export function reason(miss) {
+  const part = miss.part ? ` It is in ${miss.part}.` : "";
+  const made = el("p", { class: "reason", text: `${sentence(miss.sentence)}${part}` });
+  if (miss.advice) made.append(" ", el("span", { text: sentence(miss.advice) }));
+  return made;
+}
+
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
+
+/** Renders the prompt's text in colours, with a legend; the reason stands where the miss begins. */
+export function reading(parts, miss) {
   const key = el("ul", { class: "key" });
   for (const [kind, tokens] of Object.entries(sums(parts))) {
     if (!tokens && kind !== "computed" && kind !== "exact") continue;
     key.append(el("li", { title: KINDS[kind][1] }, el("i", { class: kind }), el("b", { text: count(tokens) }), KINDS[kind][0]));
   }
+  if (!parts.some((part) => part.text)) {
+    return el("div", { class: "reading" }, key, el("p", { class: "note", text: "The page keeps the prompt's text of the last answer only." }));
+  }
   const prompt = el("div", { class: "prompt", tabindex: "0", role: "region", "aria-label": "The prompt as the model has it" });
+  let noted = !miss;
   for (const part of parts) {
+    if (!noted && part.reading === "computed") {
+      noted = true;
+      prompt.append(el("span", { class: "why", text: miss.kind.replaceAll("_", " "), title: miss.sentence }));
+    }
     if (part.text) prompt.append(el("mark", { class: part.reading, title: KINDS[part.reading][0], text: part.text }));
   }
   return el("div", { class: "reading" }, key, prompt);

@@ -37,10 +37,12 @@ export const hasChat = () => read("localStorage", CHAT, null) !== null;
 /** Deletes the conversation; other tabs get a `storage` event. */
 export const forgetChat = () => write("localStorage", CHAT, null);
 
-/** Stores the conversation, without prompt provenance if that is too large. Returns false on failure. */
+/** Stores the conversation; older turns keep the lengths of their prompts' parts, not the texts. Returns false on failure. */
 export function saveChat(chat) {
+  const brief = (turn) => ({ ...turn, parts: turn.parts?.map(({ reading, tokens }) => ({ reading, tokens })) });
   const bare = (turn) => ({ ...turn, parts: undefined });
-  return write("localStorage", CHAT, { ...chat, turns: chat.turns.map((t, i) => (i === chat.turns.length - 1 ? t : bare(t))) })
+  return write("localStorage", CHAT, { ...chat, turns: chat.turns.map((t, i) => (i === chat.turns.length - 1 ? t : brief(t))) })
+    || write("localStorage", CHAT, { ...chat, turns: chat.turns.map(brief) })
     || write("localStorage", CHAT, { ...chat, turns: chat.turns.map(bare) });
 }
 

@@ -2,7 +2,7 @@
 
 import { count, duration, el } from "./dom.js";
 import { draw } from "./prose.js";
-import { race, reading, strip } from "./reuse.js";
+import { race, reading, reason, strip } from "./reuse.js";
 
 export function question(text) {
   return el("div", { class: "turn user", text });
@@ -38,10 +38,11 @@ export class Answer {
     const children = [];
     if (turn.parts) children.push(strip(turn.parts));
     children.push(numbers(turn));
+    if (turn.miss) children.push(reason(turn.miss));
     if (!busy) children.push(this._acts(turn));
     if (turn.without !== undefined) children.push(race(turn.ttft, turn.without, turn.cached));
     if (turn.compareProblem) children.push(el("p", { class: "problem", role: "alert", text: turn.compareProblem }));
-    if (turn.parts && this._open && !busy) children.push(reading(turn.parts));
+    if (turn.parts && this._open && !busy) children.push(reading(turn.parts, turn.miss));
     this._facts.replaceChildren(...children);
     if (focused) this._facts.querySelector(`[data-act="${focused}"]`)?.focus();
   }

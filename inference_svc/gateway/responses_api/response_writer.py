@@ -13,6 +13,7 @@ from kvsidecar.errors import KVSidecarError
 from kvsidecar.inference.v1 import inference_pb2 as pb
 
 from inference_svc.gateway import openai_format
+from inference_svc.gateway.prompt_fingerprint import PromptComparison
 from inference_svc.gateway.request_log import log_line
 from inference_svc.gateway.request_runner import ChoiceChunk, prepend
 from inference_svc.gateway.responses_api.conversation_store import StoredResponse
@@ -36,6 +37,7 @@ class ResponseWriter:
     ) -> None:
         """``chat`` are the messages that are answered, without the instructions; ``given`` the input's items."""
         self._request, self._keep, self._chat, self._given, self.model = request, keep, chat, given, model
+        self.comparison: PromptComparison | None = None  # if the request asked for one
         self._items: list[dict[str, Any]] = []
         self._calls: dict[int, dict[str, Any]] = {}
         self._open: dict[str, Any] | None = None
@@ -74,6 +76,10 @@ class ResponseWriter:
             self._body["text"] = {"format": request.text.format.model_dump(by_alias=True, exclude_none=True)}
         if not isinstance(self._body["tool_choice"], str):
             self._body["tool_choice"] = self._body["tool_choice"].model_dump()
+
+    @property
+    def id(self) -> str:
+        return str(self._body["id"])
 
     async def whole(self, pieces: AsyncIterator[ChoiceChunk]) -> bytes:
         """Return the response as JSON."""
@@ -114,12 +120,19 @@ class ResponseWriter:
         for delta in part.tool_calls:
             events += self._call(delta)
         if part.finish_reason:
+            self._report_miss(part)
             events += self._end(part)
         return events
 
     def _explain(self, part: pb.GenerateStreamResponse) -> None:
         if part.prompt_parts:
             self._body |= openai_format.prompt_provenance(part)
+
+    def _report_miss(self, part: pb.GenerateStreamResponse) -> None:
+        if self._request.explain:
+            self._body |= openai_format.miss_reason(part)
+        if self.comparison is not None:
+            self._body["prompt_cache_diagnostics"] = self.comparison.openai_diagnostics(part)
 
     def _say(self, text: str, logprobs: list[dict[str, Any]]) -> list[bytes]:
         events = []

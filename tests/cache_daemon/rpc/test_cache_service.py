@@ -126,32 +126,6 @@ def test_a_probe_needs_no_session_and_holds_nothing(peer: Peer) -> None:
     assert peer.stats().leases == 0
 
 
-def test_fetch_and_store_move_chunks_as_byte_streams(peer: Peer) -> None:
-    ids = list(range(2000))
-    header = peer.header(ids)
-    data = payload_of(ids, header.payload_bytes)
-    header.checksum = keys.checksum(data)
-
-    def pieces(checksum_of: bytes = data) -> list[pb.StoreRequest]:
-        first = pb.StoreRequest(start=pb.StoreStart(descriptor=peer.descriptor, header=header))
-        cuts = range(0, len(checksum_of), 100_000)
-        return [first, *(pb.StoreRequest(data=checksum_of[i : i + 100_000]) for i in cuts)]
-
-    code, _ = code_of(lambda: peer.stub.Store(iter(pieces(b"\0" * len(data)))))
-    assert code == grpc.StatusCode.DATA_LOSS
-    code, text = code_of(lambda: peer.stub.Store(iter(pieces()[:-1])))
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "announced" in text
-    stored = peer.stub.Store(iter(pieces()))
-    assert peer.stub.Store(iter(pieces())).already_stored
-    got = list(peer.stub.Fetch(pb.FetchRequest(namespace=peer.namespace, prefix_hash=stored.prefix_hash)))
-    assert got[0].header.prefix_hash == stored.prefix_hash
-    assert b"".join(m.data for m in got[1:]) == data
-    assert peer.read(ids) == 2000
-    stats = peer.stats()
-    assert (stats.leases, stats.reservations, stats.sessions) == (0, 0, 1)
-
-
 def test_eviction_spares_leased_and_pinned_chunks(start: Callable[..., Node]) -> None:
     node = start(arena_bytes="1MiB", store="none", eviction="lru")
     peer = Peer(node)

@@ -154,6 +154,22 @@ def test_a_reload_keeps_the_chat_until_it_is_forgotten(opened: Any) -> None:
     assert page.evaluate("localStorage.getItem('kvsidecar.chat')") is None
 
 
+def test_a_reload_keeps_the_bars_and_the_reasons_of_older_turns(opened: Any) -> None:
+    page = opened()
+    first = ask(page, f"{time.time_ns()} is a number that nobody has sent")
+    reason = first.locator(".reason").inner_text()
+    assert "prompt tokens were cached" in reason
+    first.get_by_role("button", name="What was reused").click()
+    expect(first.locator(".prompt .why")).to_have_text(re.compile("never seen|differs"))
+    ask(page, "and another")
+    page.reload()
+    expect(page.locator(".strip")).to_have_count(2)
+    older = page.locator(".answer").first
+    expect(older.locator(".reason")).to_have_text(reason)
+    older.get_by_role("button", name="What was reused").click()
+    expect(older.locator(".note")).to_contain_text("the last answer only")
+
+
 def test_what_one_tab_forgot_does_not_come_back_from_another(opened: Any) -> None:
     first = opened()
     ask(first, "nobody is to read this")

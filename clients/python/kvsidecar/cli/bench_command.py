@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvsidecar.bench.log_replay import LogReplay
 from kvsidecar.errors import InvalidRequest, KVSidecarError
 
 _ROWS = {
@@ -36,14 +37,22 @@ def bench(
     completions: Annotated[bool, typer.Option("--completions", help="Use /completions instead of chat.")] = False,
     api_key: Annotated[str, typer.Option(envvar="OPENAI_API_KEY", show_envvar=True, help="Bearer token.")] = "",
     seed: Annotated[int | None, typer.Option(help="Seed of the prompts; default: random.")] = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(help="Send nothing; report the computed tokens by cause from this request log of a gateway."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the results to this file, as JSON.")] = None,
 ) -> None:
     """Measure TTFT and throughput of any OpenAI URL, with prompts that share prefixes.
 
     First sends every prefix once, then the requests that continue one, and shows both side by side. The exit code is 1
-    when a request failed.
+    when a request failed. With --replay it reads a gateway's log instead, and reports what the layout of its prompts
+    costs.
     """
+    if replay is not None:
+        _replay(replay, as_json, out)
+        return
     if not url.startswith(("http://", "https://")):
         raise InvalidRequest(f"--url is {url!r}; it must begin with http:// or https://")
     # Lazy: the HTTP client's import takes longer than most commands.
@@ -68,6 +77,33 @@ def bench(
         raise KVSidecarError(f"no request succeeded; the first said: {why}")
     if result["first"]["failed"] + result["again"]["failed"]:
         raise SystemExit(1)
+
+
+def _replay(log: Path, as_json: bool, out: Path | None) -> None:
+    report = LogReplay.of_file(log)
+    if out is not None:
+        out.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(report.as_dict()))
+        return
+    console, prompt = Console(), max(1, report.prompt_tokens)
+    console.print(
+        f"{report.requests} requests, {report.prompt_tokens} prompt tokens, {report.cached_tokens} of them cached "
+        f"({report.cached_tokens / prompt:.0%})",
+        highlight=False,
+    )
+    table = Table("computed because of", "requests", "tokens", "of all", "mean TTFT (ms)")
+    for cause in report.by_cost():
+        ttft = "-" if cause.mean_ttft_ms is None else f"{cause.mean_ttft_ms:.0f}"
+        table.add_row(cause.kind, str(cause.requests), str(cause.tokens), f"{cause.tokens / prompt:.0%}", ttft)
+    console.print(table)
+    for place in report.costly_places():
+        console.print(
+            f"{place.requests} requests differ from an earlier one at token {place.position}{place.where} and computed "
+            f"{place.tokens} tokens: move the text that changes there behind the text that stays the same",
+            markup=False,
+            highlight=False,
+        )
 
 
 def _show(result: dict[str, Any], console: Console) -> None:

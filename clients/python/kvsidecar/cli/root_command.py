@@ -16,6 +16,7 @@ from kvsidecar.cli import (
     node_commands,
     service_commands,
     warm,
+    why,
 )
 from kvsidecar.cli import cache as cache_commands
 from kvsidecar.cli import chat as chat_command
@@ -61,6 +62,7 @@ def _add_commands() -> None:
     app.command("chat", rich_help_panel=_ASK)(chat_command.chat)
     app.command("generate", rich_help_panel=_ASK)(generate_command.generate)
     app.command("warm", rich_help_panel=_ASK)(warm.warm)
+    app.command("why", rich_help_panel=_ASK)(why.why)
     app.command("bench", rich_help_panel=_ASK)(bench_command.bench)
     app.command("pull", rich_help_panel=_MODELS)(model_commands.pull)
     app.add_typer(model_commands.app, name="models", rich_help_panel=_MODELS)

@@ -87,6 +87,12 @@ class UnknownResponse(KVSidecarError):
     reason = "UNKNOWN_RESPONSE"
 
 
+class UnknownRequest(KVSidecarError):
+    """No answer with this id is remembered."""
+
+    reason = "UNKNOWN_REQUEST"
+
+
 class NamespaceMismatch(KVSidecarError):
     """The worker's namespace id does not match its descriptor."""
 

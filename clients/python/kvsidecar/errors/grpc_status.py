@@ -38,6 +38,7 @@ from kvsidecar.errors.error_classes import (
     Unavailable,
     UnknownLease,
     UnknownModel,
+    UnknownRequest,
     UnknownResponse,
     UnknownSession,
 )
@@ -67,6 +68,7 @@ STATUS: dict[type[KVSidecarError], tuple[grpc.StatusCode, int]] = {
     InvalidRequest: (grpc.StatusCode.INVALID_ARGUMENT, 400),
     PromptExceedsPool: (grpc.StatusCode.RESOURCE_EXHAUSTED, 413),
     UnknownModel: (grpc.StatusCode.NOT_FOUND, 404),
+    UnknownRequest: (grpc.StatusCode.NOT_FOUND, 404),
     UnknownResponse: (grpc.StatusCode.NOT_FOUND, 404),
     NamespaceMismatch: (grpc.StatusCode.FAILED_PRECONDITION, 409),
     StaleEpoch: (grpc.StatusCode.FAILED_PRECONDITION, 409),

@@ -689,6 +689,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_BRANCHES_FIELD_NUMBER: _builtins.int
     RETURN_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CONTINUOUS_USAGE_FIELD_NUMBER: _builtins.int
+    EXPLAIN_ACROSS_TENANTS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Maximal number of tokens to generate, at least 1. The remaining context limits it; 4,294,967,295 requests all of
     that. Default: 256.
@@ -736,6 +737,10 @@ class GenerateRequest(_message.Message):
     """Return the prompt's tokens."""
     continuous_usage: _builtins.bool
     """Set `usage` in every message of a stream."""
+    explain_across_tenants: _builtins.bool
+    """With `explain`: let the reason of a miss name an earlier prompt under another salt. For operators: a gateway sets
+    it for nobody else, and a worker ignores it except at its Unix socket.
+    """
     @_builtins.property
     def prompt(self) -> Global___Prompt:
         """The prompt."""
@@ -791,10 +796,11 @@ class GenerateRequest(_message.Message):
         speculation_branches: _builtins.int = ...,
         return_prompt_tokens: _builtins.bool = ...,
         continuous_usage: _builtins.bool = ...,
+        explain_across_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "grammar", b"grammar", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "continuous_usage", b"continuous_usage", "echo", b"echo", "explain", b"explain", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "return_prompt_tokens", b"return_prompt_tokens", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_prompt_logprobs", b"_prompt_logprobs", "_truncate_prompt_tokens", b"_truncate_prompt_tokens", "cache", b"cache", "continuous_usage", b"continuous_usage", "echo", b"echo", "explain", b"explain", "explain_across_tenants", b"explain_across_tenants", "grammar", b"grammar", "ignore_eos", b"ignore_eos", "include_stop", b"include_stop", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "return_prompt_tokens", b"return_prompt_tokens", "sampling", b"sampling", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "speculation_branches", b"speculation_branches", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "tool_use", b"tool_use", "truncate_prompt_tokens", b"truncate_prompt_tokens", "truncation", b"truncation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -1286,6 +1292,9 @@ class MissReason(_message.Message):
     REMEMBERED_SECONDS_FIELD_NUMBER: _builtins.int
     SENTENCE_FIELD_NUMBER: _builtins.int
     ADVICE_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    TEXT_BEFORE_FIELD_NUMBER: _builtins.int
+    TEXT_AFTER_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """Kind: "never_seen", "differs", "other_tenant", "other_namespace", "evicted", "quota", "expired", "deleted",
     "not_stored", "corrupt", "arena_full", "load_slower", "reuse_off", "skipped", "unavailable" or "unknown".
@@ -1304,6 +1313,14 @@ class MissReason(_message.Message):
     """The reason as a sentence."""
     advice: _builtins.str
     """A sentence about a remedy; empty when there is none."""
+    part: _builtins.str
+    """The part of a chat that `position` is in, such as "messages[3] (user)", "tools" or "template"; set with `explain`
+    only, and empty when unknown.
+    """
+    text_before: _builtins.str
+    """The prompt's text just before `position`; set with `explain` only."""
+    text_after: _builtins.str
+    """The prompt's text from `position` on, its beginning; set with `explain` only."""
     def __init__(
         self,
         *,
@@ -1315,14 +1332,47 @@ class MissReason(_message.Message):
         remembered_seconds: _builtins.float = ...,
         sentence: _builtins.str = ...,
         advice: _builtins.str = ...,
+        part: _builtins.str = ...,
+        text_before: _builtins.str = ...,
+        text_after: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "by", b"by", "computed_tokens", b"computed_tokens", "kind", b"kind", "position", b"position", "remembered_seconds", b"remembered_seconds", "seconds_ago", b"seconds_ago", "sentence", b"sentence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["advice", b"advice", "by", b"by", "computed_tokens", b"computed_tokens", "kind", b"kind", "part", b"part", "position", b"position", "remembered_seconds", b"remembered_seconds", "seconds_ago", b"seconds_ago", "sentence", b"sentence", "text_after", b"text_after", "text_before", b"text_before"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MissReason: _TypeAlias = MissReason  # noqa: Y015
+
+@_typing.final
+class MissCount(_message.Message):
+    """Requests with one kind of miss since the worker's start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """As in MissReason."""
+    requests: _builtins.int
+    """Requests that computed more than the last token of their prompt."""
+    tokens: _builtins.int
+    """Tokens that they computed."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        requests: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "requests", b"requests", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissCount: _TypeAlias = MissCount  # noqa: Y015
 
 @_typing.final
 class ToolCallDelta(_message.Message):
@@ -2074,6 +2124,7 @@ class GetStatsResponse(_message.Message):
     SKIPPING_TOKENS_FIELD_NUMBER: _builtins.int
     BYPASSED_REQUESTS_FIELD_NUMBER: _builtins.int
     REUSE_ANYWHERE_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests in the batch now."""
     waiting: _builtins.int
@@ -2154,6 +2205,10 @@ class GetStatsResponse(_message.Message):
     def reuse_anywhere(self) -> Global___ReuseAnywhere:
         """As in GetModelResponse."""
 
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissCount]:
+        """Completed requests with a miss, by kind; kinds without one are absent."""
+
     def __init__(
         self,
         *,
@@ -2193,10 +2248,11 @@ class GetStatsResponse(_message.Message):
         skipping_tokens: _builtins.int = ...,
         bypassed_requests: _builtins.int = ...,
         reuse_anywhere: Global___ReuseAnywhere | None = ...,
+        misses: _abc.Iterable[Global___MissCount] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["reuse_anywhere", b"reuse_anywhere", "streaming", b"streaming"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "bypassed_requests", b"bypassed_requests", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "reuse_anywhere", b"reuse_anywhere", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_tokens", b"accepted_tokens", "approximate_tokens", b"approximate_tokens", "branched_tokens", b"branched_tokens", "bypassed_requests", b"bypassed_requests", "cache_attached", b"cache_attached", "cache_failures", b"cache_failures", "cached_tokens", b"cached_tokens", "cancelled", b"cancelled", "draft_branches", b"draft_branches", "draft_seconds", b"draft_seconds", "draft_tokens", b"draft_tokens", "drafts", b"drafts", "generated_tokens", b"generated_tokens", "misses", b"misses", "overflow_free_pages", b"overflow_free_pages", "overflow_pages", b"overflow_pages", "overflowed", b"overflowed", "page_tokens", b"page_tokens", "pending_saves", b"pending_saves", "pool_free_pages", b"pool_free_pages", "pool_pages", b"pool_pages", "preemptions", b"preemptions", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "refused_chunks", b"refused_chunks", "requests", b"requests", "resident_sequences", b"resident_sequences", "resident_tokens", b"resident_tokens", "reuse_anywhere", b"reuse_anywhere", "running", b"running", "skipping_requests", b"skipping_requests", "skipping_tokens", b"skipping_tokens", "stored_chunks", b"stored_chunks", "streaming", b"streaming", "verify_seconds", b"verify_seconds", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

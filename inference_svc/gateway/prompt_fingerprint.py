@@ -1,0 +1,124 @@
+"""Fingerprints of requests, compared to name the part that changed since an earlier one."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from google.protobuf.message import Message
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.tenant_lru import TenantLru
+
+from inference_svc.gateway.openai_format import miss_reason
+
+_DIGEST_BYTES, _OBJECT_BYTES, _OVERHEAD_BYTES = 8, 48, 1024
+_MAX_BYTES, _MAX_BYTES_IN_ALL = 4 << 20, 32 << 20
+_MODEL, _TOOLS, _ARGUMENTS, _SYSTEM, _MESSAGES = "model", "tools", "arguments", "system", "messages"
+# A changed part as the vendors name it: types.beta.BetaResponse of openai-python, Anthropic's cache diagnostics.
+_OPENAI = {_MODEL: "model_changed", _TOOLS: "tools_changed", _ARGUMENTS: "reasoning_effort_changed"}
+_OPENAI |= {_SYSTEM: "input_changed", _MESSAGES: "input_changed"}
+_ANTHROPIC = {_MODEL: "model_changed", _TOOLS: "tools_changed", _ARGUMENTS: "messages_changed"}
+_ANTHROPIC |= {_SYSTEM: "system_changed", _MESSAGES: "messages_changed"}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFingerprint:
+    """Keyed hashes of a chat request's parts; it holds no text."""
+
+    model: str
+    tools: bytes
+    arguments: bytes
+    system: bytes
+    messages: tuple[bytes, ...]
+
+    def change_since(self, before: PromptFingerprint) -> str:
+        """Return the first part that keeps this prompt from continuing an earlier one; empty if it continues it."""
+        for name in (_MODEL, _TOOLS, _ARGUMENTS, _SYSTEM):
+            if getattr(self, name) != getattr(before, name):
+                return name
+        return "" if self.messages[: len(before.messages)] == before.messages else _MESSAGES
+
+    @property
+    def num_bytes(self) -> int:
+        return _OVERHEAD_BYTES + _OBJECT_BYTES * len(self.messages)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComparison:
+    """A request compared with an earlier one.
+
+    ``earlier_id`` None: the request named none. ``found`` False: it is not known to this tenant.
+    """
+
+    earlier_id: str | None
+    found: bool = False
+    change: str = ""
+
+    def openai_diagnostics(self, part: pb.GenerateStreamResponse) -> dict[str, Any]:
+        """Return ``prompt_cache_diagnostics`` of a response, with our reason as ``miss``."""
+        if not self.found:
+            return {"type": "comparison_response_not_found"}
+        if not self.change:
+            return {"type": "cache_hit" if part.usage.cached_tokens else "unavailable", **miss_reason(part)}
+        missed = part.usage.prompt_tokens - part.usage.cached_tokens
+        found = {"type": "cache_miss", "reason": _OPENAI[self.change], "cache_missed_tokens": missed}
+        return {**found, **miss_reason(part)}
+
+    def anthropic_diagnostics(self, usage: pb.Usage) -> dict[str, Any] | None:
+        """Return ``diagnostics`` of a message; None where it continues the earlier one."""
+        if self.earlier_id is None:
+            return {"cache_miss_reason": None}
+        if not self.found:
+            return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+        if not self.change:
+            return None
+        missed = usage.prompt_tokens - usage.cached_tokens
+        return {"cache_miss_reason": {"type": _ANTHROPIC[self.change], "cache_missed_input_tokens": missed}}
+
+
+class FingerprintStore:
+    """The latest fingerprints of each tenant by the ids of answers, until the process ends."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._stored = TenantLru[PromptFingerprint](_MAX_BYTES, _MAX_BYTES_IN_ALL)
+
+    def fingerprint(self, request: pb.GenerateRequest) -> PromptFingerprint:
+        """Fingerprint a chat request. Any thread may call it."""
+        chat = request.prompt.chat
+        systems = 1 if chat.messages and chat.messages[0].role == "system" else 0
+        return PromptFingerprint(
+            request.model,
+            self._hash(chat.tools),
+            self._digest(chat.template_arguments.encode()),
+            self._hash(chat.messages[:systems]),
+            tuple(self._hash([message]) for message in chat.messages[systems:]),
+        )
+
+    def compare(
+        self, tenant: Hashable, salt: str, fingerprint: PromptFingerprint, earlier_id: str | None
+    ) -> PromptComparison:
+        """Compare a request with the one that was answered with ``earlier_id``, of the same tenant and salt."""
+        before = None if earlier_id is None else self._stored.get(tenant, f"{earlier_id}\n{salt}")
+        if before is None:
+            return PromptComparison(earlier_id)
+        return PromptComparison(earlier_id, True, fingerprint.change_since(before))
+
+    def keep(self, tenant: Hashable, salt: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
+        """Keep a request's fingerprint under its answer's id."""
+        self._stored.put(tenant, f"{answer_id}\n{salt}", fingerprint, fingerprint.num_bytes)
+
+    def _hash(self, parts: Iterable[Message]) -> bytes:
+        return self._digest(b"".join(part.SerializeToString(deterministic=True) for part in parts))
+
+    def _digest(self, data: bytes) -> bytes:
+        return blake2b(data, digest_size=_DIGEST_BYTES, key=self._key).digest()
+
+
+def earlier_id(options: Any, name: str) -> str | None:
+    """Return the id that a vendor's option names; None for other values, since the options are hints."""
+    given = options.get(name) if isinstance(options, dict) else None
+    return given if isinstance(given, str) else None

@@ -1,0 +1,49 @@
+"""Parses request bodies with the rights of their senders: salt, reasons of misses, conversations."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from fastapi import Request
+from kvsidecar.errors import PermissionDenied
+
+from inference_svc.gateway.anthropic_api.messages_schema import CountTokensRequest, MessagesRequest
+from inference_svc.gateway.api_keys import ApiKeys
+from inference_svc.gateway.cache_fields import CacheFields, ReleaseBody
+from inference_svc.gateway.explain_header import ACROSS_TENANTS, requested_explain
+from inference_svc.gateway.request_schema import ChatRequest, GenerationOptions
+from inference_svc.gateway.responses_api.conversation_store import ConversationStore
+from inference_svc.gateway.responses_api.input_items import ITEM, listed, to_messages
+from inference_svc.gateway.responses_api.responses_schema import ResponsesRequest
+from inference_svc.gateway.unsupported_options import parse
+
+Salted = TypeVar("Salted", bound=CacheFields | CountTokensRequest | ReleaseBody)
+
+
+class RequestParser:
+    """Parses bodies of all endpoints. Any thread may call the methods; they raise KVSidecarError."""
+
+    def __init__(self, keys: ApiKeys, conversations: ConversationStore) -> None:
+        self._keys, self._conversations = keys, conversations
+
+    def salted(self, kind: type[Salted], request: Request, raw: bytes, body: Any) -> Salted:
+        """Parse a body, and set the salt that its sender may use."""
+        parsed = parse(kind, raw, body)
+        parsed.cache_salt = self._keys.salt(request.scope, parsed.cache_salt)
+        explain = requested_explain(request.headers)
+        if explain == ACROSS_TENANTS and not self._keys.is_operator(request.scope):
+            raise PermissionDenied("only an operator may ask for reasons across tenants; send an operator's key")
+        if explain and isinstance(parsed, GenerationOptions | ResponsesRequest | MessagesRequest):
+            parsed.explain = True
+        return parsed
+
+    def chat_of_response(
+        self, request: Request, parsed: ResponsesRequest
+    ) -> tuple[ChatRequest, list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return a response's chat request, its messages, and the items of its input. Raises InvalidRequest."""
+        tenant, conversation = self._keys.tenant(request.scope), parsed.conversation_id
+        param = "previous_response_id" if conversation is None else "conversation"
+        before = self._conversations.messages(tenant, conversation or parsed.previous_response_id, param)
+        items = parsed.items(lambda name: ITEM.validate_python(self._conversations.item(tenant, name)))
+        said = to_messages(items)
+        return parsed.chat(before, said), [*before, *said], listed(items)

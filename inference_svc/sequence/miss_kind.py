@@ -1,0 +1,30 @@
+"""Kind of a sequence's miss, for its answer and for the counters."""
+
+from __future__ import annotations
+
+from kvsidecar.cache.v1.cache_pb2 import MissKind, MissReason
+
+from inference_svc.sequence.sequence import Sequence
+
+MISS_SKIPPED, MISS_CORRUPT, MISS_UNKNOWN = "skipped", "corrupt", "unknown"
+
+
+def computed_tokens(sequence: Sequence) -> int:
+    """Number of prompt tokens that an answer computed; the last one always is, so 1 is no miss."""
+    return sequence.request.num_prompt_tokens - sequence.usage.num_cached
+
+
+def miss_reason(sequence: Sequence) -> MissReason | str | None:
+    """Return the reason of a miss, or its kind; None while the connector has not set it."""
+    if not sequence.request.cache.read:
+        return MISS_SKIPPED
+    if sequence.kv.load_failed:
+        return MISS_CORRUPT
+    return sequence.miss.result() if sequence.miss.done() else None
+
+
+def kind_of(reason: MissReason | str) -> str:
+    """Return the kind as text."""
+    if isinstance(reason, str):
+        return reason
+    return MissKind.Name(reason.kind).removeprefix("MISS_KIND_").lower().replace("unspecified", MISS_UNKNOWN)
