@@ -372,7 +372,7 @@ class RequestBuilder:
         if not request.prompt.HasField("chat"):
             return None
         prompt = sequence.tokens[: sequence.request.num_prompt_tokens]
-        return self._chat_template.reasoning_splitter(request.prompt.chat, self.text(prompt[-_TAIL_TOKENS:]))
+        return self.chat_template.reasoning_splitter(request.prompt.chat, self.text(prompt[-_TAIL_TOKENS:]))
 
     def sampling(self, given: pb.Sampling, min_tokens: int = 0) -> SamplingParams:
         """Build a request's sampling parameters; unset ones are the model's defaults (generation_config.json)."""
