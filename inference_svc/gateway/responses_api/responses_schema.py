@@ -16,7 +16,8 @@ from inference_svc.gateway.response_format import JsonSchema
 from inference_svc.gateway.responses_api.input_items import InputItem, Item, ItemReference, MessageItem
 
 _AS_IN_CHATS = (
-    "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "chat_template_kwargs",
+    "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "ignore_eos",
+    "chat_template_kwargs",
 )  # fmt: skip
 
 
@@ -88,13 +89,14 @@ class ResponsesRequest(CacheFields):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(default=None, description=DEFAULT_LENGTH)
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    """vLLM's, like the next six: as in chats."""
+    top_k: int | None = Field(default=None, ge=-1, lt=2**31)
+    """vLLM's, like the next seven: as in chats."""
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: str | Annotated[list[str], FIRST_ERROR] | None = None
+    ignore_eos: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     text: Text | None = None
     tools: Annotated[list[FunctionTool | SkippedTool], FIRST_ERROR] | None = None

@@ -205,7 +205,7 @@ def test_what_changes_nothing_passes(gateway: Gateway, plain: list[str]) -> None
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "at most 8"),
         ({"min_tokens": -1}, "min_tokens", "greater than or equal to 0"),
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "allowed are 1 and more"),
-        ({"truncate": "right"}, "truncate", "'left' or 'middle'"),
+        ({"truncate": "top"}, "truncate", "'left', 'middle' or 'right'"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "greater than or equal to -1"),
         ({"truncate_prompt_tokens": 2**30, "prompt": [7] * 6000}, None, "the prompt is too long: it has 6000 tokens"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),

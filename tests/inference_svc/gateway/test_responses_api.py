@@ -119,6 +119,7 @@ def test_the_sdk_parses_into_its_types(gateway: Gateway) -> None:
         ({"input": []}, "input"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format"),
         ({"extra_body": {"n": 2}}, "n"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
     ],
 )
@@ -263,6 +264,9 @@ def test_sampling_is_as_in_chats(gateway: Gateway) -> None:
     asked: Any = {"model": "demo", "input": "hello there", "max_output_tokens": 12}
     body = {**options, "stop": ["zzz"], "chat_template_kwargs": {"enable_thinking": False}}
     found = gateway.client.responses.create(**asked, extra_body=body)
+    on = gateway.client.responses.create(**asked, extra_body=options | {"ignore_eos": True})
+    assert on.usage is not None
+    assert on.usage.output_tokens == 12
     said: Any = [{"role": "user", "content": "hello there"}]
     chat = gateway.client.chat.completions.create(model="demo", messages=said, max_tokens=12, extra_body=options)
     assert found.output_text == (chat.choices[0].message.content or "")
