@@ -17,6 +17,7 @@ from cache_daemon.diagnostics.miss_explainer import MAX_TENANT_BYTES, PromptOwne
 from cache_daemon.diagnostics.tag_history import TagHistory
 from cache_daemon.diagnostics.token_tags import TAG_BYTES, TokenTags
 from cache_daemon.store.loss_cause import LossCause
+from cache_daemon.store.prompt_hints import PromptHints
 from tests.cache_daemon.conftest import descriptor
 from tests.cache_daemon.stores import Bench, FakeClock, opened
 
@@ -114,8 +115,8 @@ async def test_evicted_by_a_quota() -> None:
 async def test_expired_deleted_and_corrupt() -> None:
     clock = FakeClock()
     async with opened(clock=clock) as bench:
-        until = clock.now + 10
-        reserved = bench.store.reserve(bench.session, b"", [bench.header(A)], until)[0]
+        hints = PromptHints(expires_at=clock.now + 10)
+        reserved = bench.store.reserve(bench.session, b"", [bench.header(A)], hints)[0]
         await bench.store.commit(bench.session, bench.store.epoch, [bench.fill(reserved, A)])
         clock.now += 20
         assert await why(bench, A) == ("expired", 0, "")
