@@ -353,8 +353,9 @@ def test_of_a_prompt_that_is_too_long_beginning_and_end_are_read_on_request() ->
     assert read(ids[:70], truncate="middle").tokens == ids[:70], "what fits is read whole"
     with pytest.raises(PromptTooLong, match="the prompt is too long: it has 500 tokens"):
         read()
-    with pytest.raises(InvalidRequest, match="truncate is 'right'; allowed are left, middle"):
-        read(truncate="right")
+    assert read(truncate="right").tokens == ids[:70]
+    with pytest.raises(InvalidRequest, match="truncate is 'up'; allowed are left, middle, right"):
+        read(truncate="up")
     asked = to_request(ids)
     asked.truncation = 9  # type: ignore[assignment]
     with pytest.raises(InvalidRequest, match="truncation is 9"):
