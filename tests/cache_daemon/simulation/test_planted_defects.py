@@ -20,7 +20,7 @@ PLANTED = {
         Lookup, "_match", "if session.closed:", "if False:", "has ended was answered", 8,
     ),
     "a pin does not keep a chunk in the durable tier": (
-        TierManager, "update_evictable", "chunk, chunk.pins > 0 or (needed", "chunk, (needed", "is pinned, and", 12,
+        TierManager, "update_evictable", "chunk, chunk.is_spared or (needed", "chunk, (needed", "is pinned, and", 12,
     ),
     "a Commit checks what the worker wrote, not its own copy": (
         TwoPhaseCommit, "_copy_and_verify", "keys.checksum(arena.read(copy.slot))", "keys.checksum(view)",

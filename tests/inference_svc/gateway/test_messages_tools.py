@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,10 @@ def test_arguments_that_are_empty_or_come_at_once_are_deltas(gateway: Gateway) -
     assert len([kind for kind, _ in found if kind == "content_block_start"]) == 1
 
 
+# The worker keeps the tokens of an answer just after it has sent the last one.
+KEEP_SECONDS = 0.5
+
+
 @pytest.mark.parametrize("protocol", ["messages", "chat", "responses"])
 def test_a_call_that_is_sent_back_has_the_tokens_that_the_model_wrote(gateway: Gateway, protocol: str) -> None:
     """The model writes JSON with other spaces, and in other tokens, than the template would."""
@@ -94,6 +99,7 @@ def _messages(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
         first: Any = client.messages.create(messages=said("Keep a note."), tool_choice=forced, **asked)
         result = {"type": "tool_result", "tool_use_id": only_block(first).id, "content": "ok"}
         talk: Any = [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        time.sleep(KEEP_SECONDS)
         second: Any = client.messages.create(messages=[*said("Keep a note."), *talk], **(asked | {"max_tokens": 1}))
     one, two = (
         (prompt_tokens(a.usage), a.usage.cache_read_input_tokens, a.usage.output_tokens) for a in (first, second)
@@ -108,6 +114,7 @@ def _chat(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
     first = create(messages=said("Keep one."), tool_choice="required", parallel_tool_calls=False, **asked)
     message = first.choices[0].message
     answer: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "ok"}
+    time.sleep(KEEP_SECONDS)
     second = create(messages=[*said("Keep one."), message, answer], max_tokens=1, **asked)
     one, two = (
         (a.usage.prompt_tokens, a.usage.prompt_tokens_details.cached_tokens, a.usage.completion_tokens)
@@ -122,6 +129,7 @@ def _responses(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
     create = gateway.client.responses.create
     first = create(input="Keep this.", tool_choice={"type": "function", "name": "keep"}, **asked)
     result: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "ok"}
+    time.sleep(KEEP_SECONDS)
     second = create(input=[*said("Keep this."), *first.output, result], max_output_tokens=1, **asked)
     one, two = (
         (a.usage.input_tokens, a.usage.input_tokens_details.cached_tokens, a.usage.output_tokens)
