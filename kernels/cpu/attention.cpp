@@ -9,6 +9,7 @@
 // All arithmetic is per row and in one order. On CPUs that multiply pairs of bfloat16, probabilities are rounded to
 // bfloat16, as in torch's kernel and in the CUDA kernels; elsewhere everything is float32.
 #include "jobs.h"
+#include "kv_page_layout.h"
 #include "simd.h"
 #include "thread_pool.h"
 
@@ -16,7 +17,7 @@ using namespace kvk;
 
 namespace {
 
-constexpr int PAGE = 32, KEYS = 64, PIECE = 512, ROWS = 4;
+constexpr int PIECE = 512, ROWS = 4;
 // Rows times heads of a tile; its partial sums should stay in the L2 cache.
 constexpr int TILE = 256, MAX_QUERY_ROWS = TILE + ROWS;
 // Up to this many row groups, values are widened in place for each group instead of once for all.
@@ -67,57 +68,6 @@ struct State {
     }
   }
 };
-
-// ---- layouts of a block's keys and values; a word is a float or a pair of bfloat16 ----------------------------------
-
-// Loads up to LANES words, zero-padded.
-KVK_INLINE Words words(const int32_t* from, int64_t count) {
-  if (count >= LANES) return load<Words>(from);
-  Words out = {};
-  memcpy(&out, from, LANES / 2 * sizeof(int32_t));  // dimensions come by 16
-  return out;
-}
-
-// Transposes a page's keys [PAGE, dim] to columns of [words, KEYS].
-template <class T, bool PAIRED> void load_key_page(float* to, const T* from, int64_t dim) {
-  const int64_t size = dim * sizeof(T) / sizeof(int32_t);
-  for (int key = 0; key < PAGE; key += LANES)
-    for (int64_t word = 0; word < size; word += LANES) {
-      Words lines[LANES];
-      const int64_t count = size - word;
-      for (int i = 0; i < LANES; i++) lines[i] = words((const int32_t*)(from + (key + i) * dim) + word, count);
-      transpose(lines);
-      for (int i = 0; i < LANES && i < count; i++) {
-        if constexpr (PAIRED || sizeof(T) == sizeof(float)) {
-          store(to + (word + i) * KEYS + key, lines[i]);
-        } else {
-          store(to + 2 * (word + i) * KEYS + key, lower(lines[i]));
-          store(to + (2 * (word + i) + 1) * KEYS + key, upper(lines[i]));
-        }
-      }
-    }
-}
-
-// Widens a page's values [PAGE, dim] to float32, or interleaves them to [PAGE / 2, dim] pairs.
-template <class T, bool PAIRED> void load_value_page(float* to, const T* from, int64_t dim) {
-  if constexpr (PAIRED) {
-    for (int key = 0; key < PAGE; key += 2, from += 2 * dim, to += dim)
-      for (int64_t d = 0; d < dim; d += LANES)
-        store(to + d, extended(load<Halves>(from + d)) | extended(load<Halves>(from + dim + d)) << 16);
-  } else {
-    for (int64_t d = 0; d < PAGE * dim; d += LANES) store(to + d, widened(from + d));
-  }
-}
-
-// Zeroes a value that no row attends to: the page may hold NaN there, and 0 * NaN is not 0.
-template <bool PAIRED> void zero_value(float* values, int key, int64_t dim) {
-  if constexpr (PAIRED) {
-    uint16_t* pairs = (uint16_t*)(values + key / 2 * dim) + key % 2;
-    for (int64_t d = 0; d < dim; d++) pairs[2 * d] = 0;
-  } else {
-    memset(values + key * dim, 0, dim * sizeof(float));
-  }
-}
 
 // ---- products -------------------------------------------------------------------------------------------------------
 
@@ -242,8 +192,8 @@ template <class T> class Tile {
       if (first_key_ + KEYS < to && first_key_ + KEYS <= last_)
         for (int page = 0; page < KEYS / PAGE; page++) {
           const int64_t next = pages[KEYS / PAGE + page] * dim_;
-          prefetch_page(keys + next);
-          if (with_values) prefetch_page(values + next);
+          prefetch_page(keys + next, dim_);
+          if (with_values) prefetch_page(values + next, dim_);
         }
       if (with_values && !whole)
         for (int key = 0; key < KEYS; key++)
@@ -254,11 +204,6 @@ template <class T> class Tile {
         if (above && within) work(group);
       }
     }
-  }
-
-  // Starts reading a page of keys or values that the next block needs, while this block is computed.
-  KVK_INLINE void prefetch_page(const T* page) {
-    for (int64_t byte = 0; byte < PAGE * dim_ * (int64_t)sizeof(T); byte += 64) __builtin_prefetch((const char*)page + byte);
   }
 
   // Computes base-2 logits; masked keys get a large negative value.
