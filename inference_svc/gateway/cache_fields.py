@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-import grpc
 from kvsidecar.chunk_layout import MAX_TTL_SECONDS
-from kvsidecar.errors import InvalidRequest, from_rpc
+from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.kv_hints import read_kv_hints
 from pydantic import Field
@@ -17,7 +16,6 @@ from inference_svc.gateway.worker_router import Worker
 
 RELEASE_PATH = "/kvsidecar/v1/release"
 MAX_BREAKPOINTS = 16
-_TIMEOUT_SECONDS = 60.0
 _Seconds = Annotated[int, Field(ge=1, le=MAX_TTL_SECONDS)]
 _Count = Annotated[int, Field(ge=1, lt=2**31)] | None
 CacheSession = Annotated[str, Field(max_length=128)]
@@ -96,8 +94,5 @@ class ReleaseBody(BodyModel):
 
 async def release_session(worker: Worker, request: pb.ReleaseSessionRequest) -> dict[str, Any]:
     """Remove the chunks that a session alone used. Raises KVSidecarError."""
-    try:
-        found = await worker.client.stub.ReleaseSession(request, timeout=_TIMEOUT_SECONDS)
-    except grpc.RpcError as error:
-        raise from_rpc(error) from error
+    found = await worker.call("ReleaseSession", request)
     return {"released_chunks": found.released_chunks}

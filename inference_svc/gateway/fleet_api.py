@@ -84,9 +84,7 @@ async def warm_prompt(worker: Worker, request: pb.WarmRequest, within_seconds: f
     """
     worker.in_flight += 1
     try:
-        found = await worker.client.stub.Warm(request, timeout=within_seconds)
-    except grpc.RpcError as error:
-        raise from_rpc(error) from error
+        found = await worker.call("Warm", request, within_seconds)
     finally:
         worker.in_flight -= 1
     return {

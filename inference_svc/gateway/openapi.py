@@ -106,7 +106,7 @@ def document() -> dict[str, Any]:
     for method, found_here in (("get", _GETS), ("delete", _DELETES)):
         for path, summary, fields in found_here:
             paths.setdefault(path, {})[method] = _operation(summary, fields)
-    # Of a synchronous response, which every one is: only refused.
+    # Always refused: every response is synchronous.
     paths[f"{_RESPONSES}/{{name}}/cancel"] = {"post": _operation("Cancels a response", ("id",))}
     for path, item in paths.items():
         named = [name for name in ("name", "item") if f"{{{name}}}" in path]

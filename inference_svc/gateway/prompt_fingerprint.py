@@ -13,6 +13,7 @@ from kvsidecar.inference.v1 import inference_pb2 as pb
 from kvsidecar.tenant_lru import TenantLru
 
 from inference_svc.gateway.openai_format import miss_reason
+from inference_svc.gateway.request_history import answer_key
 
 _DIGEST_BYTES, _OBJECT_BYTES, _OVERHEAD_BYTES = 8, 48, 1024
 _MAX_BYTES, _MAX_BYTES_IN_ALL = 4 << 20, 32 << 20
@@ -102,14 +103,14 @@ class FingerprintStore:
         self, tenant: Hashable, salt: str, fingerprint: PromptFingerprint, earlier_id: str | None
     ) -> PromptComparison:
         """Compare a request with the one that was answered with ``earlier_id``, of the same tenant and salt."""
-        before = None if earlier_id is None else self._stored.get(tenant, f"{earlier_id}\n{salt}")
+        before = None if earlier_id is None else self._stored.get(tenant, answer_key(earlier_id, salt))
         if before is None:
             return PromptComparison(earlier_id)
         return PromptComparison(earlier_id, True, fingerprint.change_since(before))
 
     def keep(self, tenant: Hashable, salt: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
         """Keep a request's fingerprint under its answer's id."""
-        self._stored.put(tenant, f"{answer_id}\n{salt}", fingerprint, fingerprint.num_bytes)
+        self._stored.put(tenant, answer_key(answer_id, salt), fingerprint, fingerprint.num_bytes)
 
     def _hash(self, parts: Iterable[Message]) -> bytes:
         return self._digest(b"".join(part.SerializeToString(deterministic=True) for part in parts))

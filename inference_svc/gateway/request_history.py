@@ -39,7 +39,7 @@ class RequestHistory:
     def add(self, tenant: Hashable, salt: str, ids: Iterable[str], model: str, part: pb.GenerateStreamResponse) -> None:
         """Keep an answer, given its last message. An answer of several choices keeps its first one."""
         names = tuple(dict.fromkeys(name for name in ids if name))
-        if not names or self._entries.get(tenant, _key(names[0], salt)) is not None:
+        if not names or self._entries.get(tenant, answer_key(names[0], salt)) is not None:
             return
         counts = {
             "prompt_tokens": part.usage.prompt_tokens,
@@ -53,11 +53,11 @@ class RequestHistory:
         body = {"id": names[0], "at": round(now, 3), "model": model, **counts, "miss": miss}
         size = _OVERHEAD_BYTES + sum(map(len, names)) + sum(len(str(value)) for value in (miss or {}).values())
         for name in names:
-            self._entries.put(tenant, _key(name, salt), HistoryEntry(names, salt, now, body), size)
+            self._entries.put(tenant, answer_key(name, salt), HistoryEntry(names, salt, now, body), size)
 
     def find(self, request_id: str, tenant: Hashable, salt: str, *, operator: bool = False) -> dict[str, Any]:
         """Return an answer. Raises UnknownRequest, alike for other tenants' ids and for those that never were."""
-        found = self._entries.get(tenant, _key(request_id, salt))
+        found = self._entries.get(tenant, answer_key(request_id, salt))
         if found is None and operator:
             every = (entry for entry in self._entries.values() if request_id in entry.ids)
             found = max(every, key=lambda entry: entry.at, default=None)
@@ -69,5 +69,6 @@ class RequestHistory:
         return found.body
 
 
-def _key(request_id: str, salt: str) -> str:
-    return f"{request_id}\n{salt}"
+def answer_key(answer_id: str, salt: str) -> str:
+    """Return the key of an answer among those of its tenant."""
+    return f"{answer_id}\n{salt}"

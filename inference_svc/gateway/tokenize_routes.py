@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
-import grpc
-from kvsidecar.errors import InvalidRequest, from_rpc
+from kvsidecar.errors import InvalidRequest
 from kvsidecar.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
@@ -15,8 +14,6 @@ from inference_svc.gateway.chat_messages import Messages, answer_start
 from inference_svc.gateway.openai_tools import Tools, to_chat
 from inference_svc.gateway.unsupported_options import parse
 from inference_svc.gateway.worker_router import Worker
-
-_TIMEOUT_SECONDS = 60.0
 
 
 class TokenizeBody(BodyModel):
@@ -64,10 +61,7 @@ def to_detokenize(raw: bytes, body: Any) -> tuple[str, pb.DetokenizeRequest]:
 
 async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any]:
     """Answer ``/tokenize``. Raises KVSidecarError."""
-    try:
-        found = await worker.client.stub.Tokenize(request, timeout=_TIMEOUT_SECONDS)
-    except grpc.RpcError as error:
-        raise from_rpc(error) from error
+    found = await worker.call("Tokenize", request)
     tokens = list(found.token_ids)
     limit, names = worker.model.context_length, list(found.token_names) if request.return_token_names else None
     return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
@@ -75,18 +69,12 @@ async def tokenize(worker: Worker, request: pb.TokenizeRequest) -> dict[str, Any
 
 async def tokenizer_info(worker: Worker) -> dict[str, Any]:
     """Answer ``/tokenizer_info``. Raises KVSidecarError."""
-    try:
-        found = await worker.client.stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=_TIMEOUT_SECONDS)
-    except grpc.RpcError as error:
-        raise from_rpc(error) from error
+    found = await worker.call("GetTokenizer", pb.GetTokenizerRequest())
     config: dict[str, Any] = json.loads(found.config_json)
     return config
 
 
 async def detokenize(worker: Worker, request: pb.DetokenizeRequest) -> dict[str, Any]:
     """Answer ``/detokenize``. Raises KVSidecarError."""
-    try:
-        found = await worker.client.stub.Detokenize(request, timeout=_TIMEOUT_SECONDS)
-    except grpc.RpcError as error:
-        raise from_rpc(error) from error
+    found = await worker.call("Detokenize", request)
     return {"prompt": found.text}

@@ -30,6 +30,7 @@ _MAX_PREFIXES = 100_000
 # A worker may have this many more requests than the least busy one before load outweighs its prefix.
 _MAX_LOAD_DIFFERENCE = 4
 _POLL_SECONDS, _WAITING_POLL_SECONDS = 1.0, 0.1
+_CALL_SECONDS = 60.0
 # Notices a worker as soon as it is up: gRPC's own backoff grows with every failed attempt, to 9 s for a model that
 # loads for 20 s.
 RECONNECT = (
@@ -85,6 +86,13 @@ class Worker:
     async def _model(self) -> pb.GetModelResponse:
         found: pb.GetModelResponse = await self.client.stub.GetModel(pb.GetModelRequest(), timeout=_POLL_SECONDS * 2)
         return found
+
+    async def call(self, method: str, request: Any, timeout_seconds: float = _CALL_SECONDS) -> Any:
+        """Call a unary method of the worker. Raises KVSidecarError."""
+        try:
+            return await getattr(self.client.stub, method)(request, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise from_rpc(error) from error
 
     def error_of(self, error: grpc.RpcError) -> KVSidecarError:
         """Return a failed call's error for the client.
