@@ -31,7 +31,7 @@ _AWAITED_SIGNALS = _FORWARDED_SIGNALS | {signal.SIGCHLD}
 _MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS, _STABLE_SECONDS = 0.05, 2.0, 5.0
 # Give up on a daemon that keeps dying before it serves: restarting does not help.
 _MAX_FAILED_STARTS = 5
-# So often may the kernel kill the daemon for memory within that time; then the orchestrator must see it end.
+# After this many kills for memory within this time, give up: the orchestrator must see the daemon end.
 _MAX_OOM_KILLS, _OOM_SECONDS = 3, 600.0
 # Shared with the child, which sets the first byte when it starts to serve; then the parent's counts.
 _COUNTS = struct.Struct("<II")

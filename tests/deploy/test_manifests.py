@@ -26,7 +26,7 @@ KUBERNETES = "1.34"  # the first whose resource claims are stable
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the manifests tell vLLM."""
+    """Settings of vLLM in the manifests."""
 
     cache_socket: Path
     port: int

@@ -25,7 +25,7 @@ _PYTHON = os.environ.get("KVSIDECAR_TEST_PYTHON", sys.executable)
 
 @dataclass(frozen=True)
 class Server:
-    """Where it listens, the name of its model, and the folder with that model's tokenizer."""
+    """A running node: its URL, its model's name, and the folder of that model's tokenizer."""
 
     url: str
     model: str

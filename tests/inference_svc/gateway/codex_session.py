@@ -69,7 +69,7 @@ class CodexSession:
             "client_metadata": {"x-codex-turn": str(turn), "x-codex-installation-id": _KEY},
         }
 
-    def recorded_output(self, turn: int) -> list[dict[str, Any]]:
+    def recorded_answer(self, turn: int) -> list[dict[str, Any]]:
         """Return the items of a turn's answer in the recorded session."""
         _, text, call = self._of_agent.recorded_answer(turn)
         thought = {"summary": [{"type": "summary_text", "text": f"**Step {turn}**"}], "encrypted_content": "gAAAA"}

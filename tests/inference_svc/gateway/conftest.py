@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import openai
@@ -37,6 +38,12 @@ class Gateway:
                 pass
             assert time.monotonic() < deadline, self._node.read_log()
             time.sleep(0.05)
+
+    def post(self, path: str, **body: Any) -> Any:
+        """Return the JSON of an answer, which must be 200."""
+        answer = httpx.post(f"{self.url}{path}", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
 
     def close(self) -> None:
         self.client.close()

@@ -64,6 +64,3 @@ def raw_events(gateway: Gateway, body: dict[str, Any]) -> list[tuple[str, dict[s
         kind, data = block.split("\n")
         found.append((kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
     return found
-
-
-# ---- text -------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from kvsidecar.process.runtime_dir import default_data_dir
 from PIL import Image  # matplotlib brings it
 
 from tests.inference_svc.gateway.browser import chromium
-from tests.inference_svc.node.test_supervisor import Served
+from tests.inference_svc.node.served import Served
 
 # Paragraphs are documents, and are reused in another order.
 _SETTINGS = {"KVSIDECAR_REUSE_ANYWHERE": "true"}

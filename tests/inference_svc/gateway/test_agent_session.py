@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -39,10 +40,47 @@ class _Turn:
                 self.content[-1]["input"] = json.loads("".join(arguments))
 
 
+class _Response:
+    """A streamed response: its items, and the tokens of its prompt."""
+
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
+        answer = httpx.post(f"{url}/v1/responses", json=body, timeout=120)
+        assert answer.status_code == 200, answer.text
+        last = json.loads([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")][-1])
+        assert last["type"] in ("response.completed", "response.incomplete")
+        usage = last["response"]["usage"]
+        self.prompt, self.output = usage["input_tokens"], usage["output_tokens"]
+        self.computed = self.prompt - usage["input_tokens_details"]["cached_tokens"]
+        self.content: list[dict[str, Any]] = last["response"]["output"]
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """A protocol: its session and answers, the options of a short answer and of a forced call, and live turns."""
+
+    session: type[AgentSession | CodexSession]
+    answer: type[_Turn | _Response]
+    short: dict[str, Any]
+    forced: dict[str, Any]
+    live_turns: int
+
+
+MESSAGES = _Protocol(
+    AgentSession, _Turn, {"max_tokens": 1},
+    {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 400}, 4,
+)  # fmt: skip
+RESPONSES = _Protocol(
+    CodexSession, _Response, {"max_output_tokens": 1},
+    {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 400}, 3,
+)  # fmt: skip
+each_protocol = pytest.mark.parametrize("protocol", [MESSAGES, RESPONSES], ids=["messages", "responses"])
+
+
+@each_protocol
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_recorded_session_computes_what_is_new(killed: bool) -> None:
+def test_a_recorded_session_computes_what_is_new(protocol: _Protocol, killed: bool) -> None:
     """Also after SIGKILL of all processes in the middle of it: everything stored is there again."""
-    session = AgentSession("demo")
+    session = protocol.session("demo")
     assert len(session.tools) == NUM_TOOLS
     answers = [session.recorded_answer(turn) for turn in range(TURNS)]
     with Node("demo", arena_bytes="256MiB", pool_bytes="128MiB") as node:
@@ -51,7 +89,7 @@ def test_a_recorded_session_computes_what_is_new(killed: bool) -> None:
             for turn in range(TURNS):
                 if killed and turn == TURNS // 2:
                     gateway = _start_again(node, gateway)
-                found = _Turn(gateway.url, session.request(turn, answers) | {"max_tokens": 1})
+                found = protocol.answer(gateway.url, session.request(turn, answers) | protocol.short)
                 if turn:
                     assert found.computed <= found.prompt - before + MAX_EXTRA_TOKENS, turn
                 before = found.prompt
@@ -60,70 +98,22 @@ def test_a_recorded_session_computes_what_is_new(killed: bool) -> None:
     assert before > 2500
 
 
-def test_a_live_session_computes_no_call_again() -> None:
+@each_protocol
+def test_a_live_session_computes_no_call_again(protocol: _Protocol) -> None:
     """The model's own calls are sent back: they are among the tokens that the cache has."""
-    session = AgentSession("demo")
+    session = protocol.session("demo")
     answers: list[list[dict[str, Any]]] = []
     with Node("demo", arena_bytes="256MiB", pool_bytes="128MiB") as node:
         gateway, before = of_node(node), 0
         try:
-            for turn in range(4):
-                forced = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 400}
-                found = _Turn(gateway.url, session.request(turn, answers) | forced)
+            for turn in range(protocol.live_turns):
+                found = protocol.answer(gateway.url, session.request(turn, answers) | protocol.forced)
                 if turn:
                     assert found.computed <= found.prompt - before + MAX_EXTRA_TOKENS, turn
                 answers.append(found.content)
                 before = found.prompt + found.output
         finally:
             gateway.close()
-
-
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_recorded_codex_session_computes_what_is_new(killed: bool) -> None:
-    session = CodexSession("demo")
-    assert len(session.tools) == NUM_TOOLS
-    outputs = [session.recorded_output(turn) for turn in range(TURNS)]
-    with Node("demo", arena_bytes="256MiB", pool_bytes="128MiB") as node:
-        gateway, before = of_node(node), 0
-        try:
-            for turn in range(TURNS):
-                if killed and turn == TURNS // 2:
-                    gateway = _start_again(node, gateway)
-                usage, _ = _respond(gateway, session.request(turn, outputs) | {"max_output_tokens": 1})
-                computed = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
-                if turn:
-                    assert computed <= usage["input_tokens"] - before + MAX_EXTRA_TOKENS, turn
-                before = usage["input_tokens"]
-        finally:
-            gateway.close()
-    assert before > 2500
-
-
-def test_a_live_codex_session_computes_no_call_again() -> None:
-    session = CodexSession("demo")
-    outputs: list[list[dict[str, Any]]] = []
-    with Node("demo", arena_bytes="256MiB", pool_bytes="128MiB") as node:
-        gateway, before = of_node(node), 0
-        try:
-            for turn in range(3):
-                forced = {"tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 400}
-                usage, output = _respond(gateway, session.request(turn, outputs) | forced)
-                computed = usage["input_tokens"] - usage["input_tokens_details"]["cached_tokens"]
-                if turn:
-                    assert computed <= usage["input_tokens"] - before + MAX_EXTRA_TOKENS, turn
-                outputs.append(output)
-                before = usage["input_tokens"] + usage["output_tokens"]
-        finally:
-            gateway.close()
-
-
-def _respond(gateway: Gateway, body: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return usage and items of a streamed response."""
-    answer = httpx.post(f"{gateway.url}/v1/responses", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    last = json.loads([line[6:] for line in answer.text.splitlines() if line.startswith("data: ")][-1])
-    assert last["type"] in ("response.completed", "response.incomplete")
-    return last["response"]["usage"], last["response"]["output"]
 
 
 def _start_again(node: Node, gateway: Gateway) -> Gateway:

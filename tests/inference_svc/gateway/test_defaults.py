@@ -40,18 +40,12 @@ def short(two: Node) -> Iterator[Gateway]:
     found.close()
 
 
-def post(gateway: Gateway, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{gateway.url}/{path}", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def nearly_full(gateway: Gateway) -> tuple[list[dict[str, str]], int]:
     """A conversation that leaves about LEFT tokens of the context, and how many exactly."""
     words = 100
     while True:
         said = [{"role": "user", "content": "a " * words}]
-        found = post(gateway, "tokenize", messages=said)
+        found = gateway.post("/tokenize", messages=said)
         left = found["max_model_len"] - found["count"]
         if left <= LEFT:
             assert left > 300
@@ -62,7 +56,7 @@ def nearly_full(gateway: Gateway) -> tuple[list[dict[str, str]], int]:
 def test_a_chat_may_have_what_the_context_still_holds(gateway: Gateway) -> None:
     said, left = nearly_full(gateway)
     for options in ({}, {"truncate_prompt_tokens": -1, "speculation": "ngram"}):
-        found = post(gateway, "v1/chat/completions", messages=said, ignore_eos=True, **options)
+        found = gateway.post("/v1/chat/completions", messages=said, ignore_eos=True, **options)
         assert found["usage"]["completion_tokens"] == left, options
         assert found["choices"][0]["finish_reason"] == "length"
 
@@ -87,18 +81,18 @@ def test_a_response_may_have_it_too(gateway: Gateway) -> None:
     schema = {"type": "array", "items": {"const": 7}, "minItems": 100, "maxItems": 100}
     wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
     options: dict[str, Any] = {"input": "sevens", "text": wanted, "temperature": 0}
-    found = post(gateway, "v1/responses", **options)
+    found = gateway.post("/v1/responses", **options)
     assert found["usage"]["output_tokens"] > 256
     assert found["status"] == "completed"
     assert json.loads(found["output"][0]["content"][0]["text"]) == [7] * 100
     assert found["max_output_tokens"] is None
-    cut = post(gateway, "v1/responses", **options, max_output_tokens=5)
+    cut = gateway.post("/v1/responses", **options, max_output_tokens=5)
     assert (cut["usage"]["output_tokens"], cut["incomplete_details"]) == (5, {"reason": "max_output_tokens"})
 
 
 def test_a_completion_has_256(gateway: Gateway, short: Gateway) -> None:
     for one in (gateway, short):
-        found = post(one, "v1/completions", prompt="once", ignore_eos=True)
+        found = one.post("/v1/completions", prompt="once", ignore_eos=True)
         assert found["usage"]["completion_tokens"] == 256
 
 
@@ -112,14 +106,14 @@ def test_a_completion_has_256(gateway: Gateway, short: Gateway) -> None:
     ],
 )
 def test_an_operator_may_set_the_default(short: Gateway, options: dict[str, int], tokens: int) -> None:
-    found = post(short, "v1/chat/completions", messages=MESSAGES, ignore_eos=True, **options)
+    found = short.post("/v1/chat/completions", messages=MESSAGES, ignore_eos=True, **options)
     assert found["usage"]["completion_tokens"] == tokens
 
 
 def test_an_operators_default_holds_for_responses(short: Gateway) -> None:
     schema = {"type": "array", "items": {"const": 7}, "minItems": 600}
     wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
-    found = post(short, "v1/responses", input="sevens", text=wanted)
+    found = short.post("/v1/responses", input="sevens", text=wanted)
     assert (found["usage"]["output_tokens"], found["status"]) == (20, "incomplete")
 
 
@@ -233,4 +227,4 @@ USUAL = [
 
 @pytest.mark.parametrize(("path", "body"), USUAL)
 def test_what_asks_for_nothing_passes(short: Gateway, path: str, body: dict[str, Any]) -> None:
-    post(short, path, **body)
+    short.post(f"/{path}", **body)

@@ -136,6 +136,3 @@ def _responses(gateway: Gateway, schema: Any) -> tuple[Counted, Counted]:
         for a in (first, second)
     )
     return one, two
-
-
-# ---- prefills ---------------------------------------------------------------------------------------------------

@@ -34,12 +34,6 @@ CLOCK: Any = {"name": "get_time", "parameters": {"type": "object", "properties":
 TOOLS = [{"type": "function", "function": function} for function in (WEATHER, CLOCK)]
 
 
-def post(gateway: Gateway, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{gateway.url}{path}", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def events(gateway: Gateway, path: str, **body: Any) -> list[dict[str, Any]]:
     with httpx.stream("POST", f"{gateway.url}{path}", json={**body, "stream": True}, timeout=60) as answer:
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
@@ -90,7 +84,7 @@ def test_an_advisory_field_is_never_an_error(gateway: Gateway, value: Any) -> No
         "reasoning_effort", "verbosity", "include_reasoning", "separate_reasoning", "prompt_cache_options",
         "prompt_cache_key", "prompt_cache_retention", "client_metadata",
     )  # fmt: skip
-    found = post(gateway, "/v1/chat/completions", messages=SAID, max_tokens=2, **dict.fromkeys(names, value))
+    found = gateway.post("/v1/chat/completions", messages=SAID, max_tokens=2, **dict.fromkeys(names, value))
     assert found["usage"]["completion_tokens"] > 0
 
 
@@ -113,28 +107,28 @@ def test_usage_in_every_event(gateway: Gateway, path: str, prompt: str) -> None:
 
 def test_token_ids_of_prompt_and_answer(gateway: Gateway) -> None:
     chat = {"messages": SAID, "max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-    whole = post(gateway, "/v1/chat/completions", **chat)
-    assert whole["prompt_token_ids"] == post(gateway, "/tokenize", messages=SAID)["tokens"]
+    whole = gateway.post("/v1/chat/completions", **chat)
+    assert whole["prompt_token_ids"] == gateway.post("/tokenize", messages=SAID)["tokens"]
     ids = whole["choices"][0]["token_ids"]
     assert len(ids) == whole["usage"]["completion_tokens"] == 6
     found = events(gateway, "/v1/chat/completions", **chat)
     assert [event["prompt_token_ids"] for event in found if "prompt_token_ids" in event] == [whole["prompt_token_ids"]]
     assert [i for event in found for choice in event["choices"] for i in choice.get("token_ids", ())] == ids
     words = {"prompt": "hello there", "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-    text = post(gateway, "/v1/completions", **words, return_token_ids=True)["choices"][0]
-    assert text["prompt_token_ids"] == post(gateway, "/tokenize", prompt="hello there")["tokens"]
+    text = gateway.post("/v1/completions", **words, return_token_ids=True)["choices"][0]
+    assert text["prompt_token_ids"] == gateway.post("/tokenize", prompt="hello there")["tokens"]
     assert len(text["token_ids"]) == 4
     first = events(gateway, "/v1/completions", **words, return_token_ids=True)[0]["choices"][0]
     assert first["prompt_token_ids"] == text["prompt_token_ids"]
-    assert "token_ids" not in post(gateway, "/v1/completions", **words)["choices"][0]
+    assert "token_ids" not in gateway.post("/v1/completions", **words)["choices"][0]
 
 
 def test_log_probabilities_name_tokens_by_id(gateway: Gateway) -> None:
     body = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "return_tokens_as_token_ids": True}
-    named = post(gateway, "/v1/completions", prompt="hello", logprobs=2, return_token_ids=True, **body)["choices"][0]
+    named = gateway.post("/v1/completions", prompt="hello", logprobs=2, return_token_ids=True, **body)["choices"][0]
     assert named["logprobs"]["tokens"] == [f"token_id:{i}" for i in named["token_ids"]]
     assert all(key.startswith("token_id:") for top in named["logprobs"]["top_logprobs"] for key in top)
-    chat = post(gateway, "/v1/chat/completions", messages=SAID, logprobs=True, top_logprobs=1, **body)["choices"][0]
+    chat = gateway.post("/v1/chat/completions", messages=SAID, logprobs=True, top_logprobs=1, **body)["choices"][0]
     assert all(
         token["token"].startswith("token_id:") and token["top_logprobs"][0]["token"].startswith("token_id:")
         for token in chat["logprobs"]["content"]
@@ -142,7 +136,7 @@ def test_log_probabilities_name_tokens_by_id(gateway: Gateway) -> None:
 
 
 def test_the_sampled_token_is_among_its_alternatives(gateway: Gateway) -> None:
-    found = post(gateway, "/v1/completions", prompt="hello", max_tokens=3, logprobs=0, ignore_eos=True)
+    found = gateway.post("/v1/completions", prompt="hello", max_tokens=3, logprobs=0, ignore_eos=True)
     logprobs = found["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"] == [
         {token: logprob} for token, logprob in zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)
@@ -178,7 +172,7 @@ def test_a_continued_message_is_returned_with_its_continuation(gateway: Gateway,
 
     def text(**options: Any) -> str:
         if not streamed:
-            return str(post(gateway, "/v1/chat/completions", **body, **options)["choices"][0]["message"]["content"])
+            return str(gateway.post("/v1/chat/completions", **body, **options)["choices"][0]["message"]["content"])
         found = events(gateway, "/v1/chat/completions", **body, **options)
         return "".join(event["choices"][0]["delta"].get("content", "") for event in found)
 
@@ -186,8 +180,8 @@ def test_a_continued_message_is_returned_with_its_continuation(gateway: Gateway,
 
 
 def test_prompt_logprobs_are_null_and_the_fingerprint_is_stable(gateway: Gateway) -> None:
-    chats = [post(gateway, "/v1/chat/completions", messages=SAID, max_tokens=2) for _ in range(2)]
-    words = post(gateway, "/v1/completions", prompt="hello", max_tokens=2)
+    chats = [gateway.post("/v1/chat/completions", messages=SAID, max_tokens=2) for _ in range(2)]
+    words = gateway.post("/v1/completions", prompt="hello", max_tokens=2)
     assert chats[0]["prompt_logprobs"] is None
     assert words["choices"][0]["prompt_logprobs"] is None
     prints = {found["system_fingerprint"] for found in (*chats, words)}
@@ -197,13 +191,13 @@ def test_prompt_logprobs_are_null_and_the_fingerprint_is_stable(gateway: Gateway
 
 
 def test_tokenize_as_vllm(gateway: Gateway) -> None:
-    plain = post(gateway, "/tokenize", messages=SAID)
-    special = post(gateway, "/tokenize", messages=SAID, add_special_tokens=True, return_token_strs=True)
+    plain = gateway.post("/tokenize", messages=SAID)
+    special = gateway.post("/tokenize", messages=SAID, add_special_tokens=True, return_token_strs=True)
     assert plain["token_strs"] is None
     assert special["tokens"][-plain["count"] :] == plain["tokens"]
     assert len(special["token_strs"]) == special["count"] >= plain["count"]
     chat = {"messages": SAID, "max_tokens": 1, "add_special_tokens": True}
-    assert post(gateway, "/v1/chat/completions", **chat)["usage"]["prompt_tokens"] == special["count"]
+    assert gateway.post("/v1/chat/completions", **chat)["usage"]["prompt_tokens"] == special["count"]
     info = httpx.get(f"{gateway.url}/tokenizer_info").json()
     assert info["tokenizer_class"].endswith("Tokenizer")
     assert "<|assistant|>" in info["chat_template"]
@@ -217,11 +211,11 @@ def test_only_allowed_tools_are_called_and_the_prompt_stays(gateway: Gateway, mo
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
     body = {"messages": SAID, "tools": TOOLS, "max_tokens": 60, "temperature": 0}
-    found = post(gateway, "/v1/chat/completions", **body, tool_choice=choice("get_time"))
+    found = gateway.post("/v1/chat/completions", **body, tool_choice=choice("get_time"))
     calls = found["choices"][0]["message"].get("tool_calls", [])
     assert all(call["function"]["name"] == "get_time" for call in calls)
     assert calls or mode == "auto"
-    assert found["usage"]["prompt_tokens"] == post(gateway, "/v1/chat/completions", **body)["usage"]["prompt_tokens"]
+    assert found["usage"]["prompt_tokens"] == gateway.post("/v1/chat/completions", **body)["usage"]["prompt_tokens"]
     with pytest.raises(openai.BadRequestError, match="'rain' is allowed and is not among") as caught:
         gateway.client.post("/chat/completions", body={**body, "tool_choice": choice("rain")}, cast_to=object)
     assert caught.value.param == "tool_choice"
@@ -250,18 +244,18 @@ def test_functions_are_answered_in_their_own_format(gateway: Gateway) -> None:
 
 def test_json_object_with_a_schema(gateway: Gateway) -> None:
     form = {"type": "json_object", "schema": WEATHER["parameters"]}
-    found = post(gateway, "/v1/chat/completions", messages=SAID, response_format=form, max_tokens=120)
+    found = gateway.post("/v1/chat/completions", messages=SAID, response_format=form, max_tokens=120)
     assert json.loads(found["choices"][0]["message"]["content"])["city"] in ("Oslo", "Rome")
 
 
 def test_written_tokens_are_those_that_were_computed(gateway: Gateway) -> None:
     body = {"prompt": "seven grey mice went out to see the sea " * 12, "max_tokens": 1, "cache_salt": "written"}
-    first = post(gateway, "/v1/completions", **body)["usage"]
+    first = gateway.post("/v1/completions", **body)["usage"]
     assert first["prompt_tokens_details"]["cache_write_tokens"] == first["prompt_tokens"]
-    again = post(gateway, "/v1/completions", **body)["usage"]
+    again = gateway.post("/v1/completions", **body)["usage"]
     details = again["prompt_tokens_details"]
     assert details["cache_write_tokens"] == again["prompt_tokens"] - details["cached_tokens"]
-    skipped = post(gateway, "/v1/completions", **body, skip_cache=True)["usage"]
+    skipped = gateway.post("/v1/completions", **body, skip_cache=True)["usage"]
     assert skipped["prompt_tokens_details"]["cache_write_tokens"] == 0
 
 

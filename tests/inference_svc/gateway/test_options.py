@@ -20,14 +20,8 @@ TEXT = "one two three four five six seven one two three"
 LONG: dict[str, Any] = {"prompt": TEXT, "max_tokens": 24, "temperature": 1, "seed": 7, "ignore_eos": True}
 
 
-def post(gateway: Gateway, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{gateway.url}/{path}", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def complete(gateway: Gateway, **options: Any) -> dict[str, Any]:
-    found: dict[str, Any] = post(gateway, "v1/completions", **{**LONG, **options})["choices"][0]
+    found: dict[str, Any] = gateway.post("/v1/completions", **{**LONG, **options})["choices"][0]
     return found
 
 
@@ -45,7 +39,7 @@ def streamed(gateway: Gateway, **options: Any) -> dict[str, Any]:
 
 
 def tokens(gateway: Gateway, text: str) -> list[int]:
-    found: list[int] = post(gateway, "tokenize", prompt=text)["tokens"]
+    found: list[int] = gateway.post("/tokenize", prompt=text)["tokens"]
     return found
 
 
@@ -64,7 +58,7 @@ def rare(gateway: Gateway, plain: list[str]) -> tuple[int, int]:
         if (
             plain[at] not in plain[:at]
             and len(ids) == 1
-            and post(gateway, "detokenize", tokens=ids)["prompt"] == plain[at]
+            and gateway.post("/detokenize", tokens=ids)["prompt"] == plain[at]
         ):
             return ids[0], at
     pytest.fail("the answer repeats itself at once")
@@ -131,7 +125,7 @@ def test_end_tokens_alone_are_drawn_where_nothing_else_may_be(gateway: Gateway) 
 
 def test_every_choice_and_prompt_ends_for_itself(gateway: Gateway, rare: tuple[int, int]) -> None:
     body = {**LONG, "prompt": [TEXT, "hello"], "n": 3, "temperature": 1, "seed": 5, "ignore_eos": False}
-    found = post(gateway, "v1/completions", **body, stop_token_ids=[rare[0]], min_tokens=4, logprobs=0, echo=True)
+    found = gateway.post("/v1/completions", **body, stop_token_ids=[rare[0]], min_tokens=4, logprobs=0, echo=True)
     assert len(found["choices"]) == 6
     for choice in found["choices"]:
         assert choice["text"].startswith(TEXT if choice["index"] < 3 else "hello")
@@ -141,8 +135,8 @@ def test_every_choice_and_prompt_ends_for_itself(gateway: Gateway, rare: tuple[i
 
 def test_special_tokens_are_shown_on_request(gateway: Gateway) -> None:
     body = {"messages": [{"role": "user", "content": "x"}]}
-    prompt = post(gateway, "tokenize", **body)["tokens"]
-    texts = {token: post(gateway, "detokenize", tokens=[token])["prompt"] for token in prompt}
+    prompt = gateway.post("/tokenize", **body)["tokens"]
+    texts = {token: gateway.post("/detokenize", tokens=[token])["prompt"] for token in prompt}
     special, text = next((token, text) for token, text in texts.items() if text.startswith("<|"))
     only = {"allowed_token_ids": [special], "max_tokens": 2}
     assert complete(gateway, **only)["text"] == ""
@@ -152,20 +146,20 @@ def test_special_tokens_are_shown_on_request(gateway: Gateway) -> None:
 def test_only_the_end_of_a_prompt_is_read_on_request(gateway: Gateway) -> None:
     ids = [7] * 6000
     body: dict[str, Any] = {"max_tokens": 5, "temperature": 0}
-    kept = post(gateway, "v1/completions", prompt=[*ids, 100, 200, 300], truncate_prompt_tokens=3, **body)
+    kept = gateway.post("/v1/completions", prompt=[*ids, 100, 200, 300], truncate_prompt_tokens=3, **body)
     assert kept["usage"]["prompt_tokens"] == 3
-    same = post(gateway, "v1/completions", prompt=[100, 200, 300], **body)
+    same = gateway.post("/v1/completions", prompt=[100, 200, 300], **body)
     assert kept["choices"][0]["text"] == same["choices"][0]["text"]
-    chat = post(gateway, "v1/chat/completions", messages=[{"role": "user", "content": TEXT}], max_tokens=1,
+    chat = gateway.post("/v1/chat/completions", messages=[{"role": "user", "content": TEXT}], max_tokens=1,
                 truncate_prompt_tokens=4)  # fmt: skip
     assert chat["usage"]["prompt_tokens"] == 4
     for options in ({"truncation_side": "right"}, {"truncate": "right"}):
-        first = post(gateway, "v1/completions", prompt=[100, 200, 300, *ids], return_token_ids=True,
+        first = gateway.post("/v1/completions", prompt=[100, 200, 300, *ids], return_token_ids=True,
                      truncate_prompt_tokens=3, **body, **options)  # fmt: skip
         assert first["choices"][0]["prompt_token_ids"] == [100, 200, 300]
-    both = post(gateway, "v1/completions", prompt=[100, 200, *ids, 300, 400], truncate="middle",
+    both = gateway.post("/v1/completions", prompt=[100, 200, *ids, 300, 400], truncate="middle",
                 truncate_prompt_tokens=4, **body)  # fmt: skip
-    same = post(gateway, "v1/completions", prompt=[100, 200, 300, 400], **body)
+    same = gateway.post("/v1/completions", prompt=[100, 200, 300, 400], **body)
     assert both["usage"]["prompt_tokens"] == 4
     assert both["choices"][0]["text"] == same["choices"][0]["text"]
 
@@ -174,13 +168,13 @@ def test_how_an_answer_begins(gateway: Gateway) -> None:
     said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, the"}]
 
     def count(**options: Any) -> int:
-        return int(post(gateway, "tokenize", messages=said, **options)["count"])
+        return int(gateway.post("/tokenize", messages=said, **options)["count"])
 
     assert (
         count(add_generation_prompt=False, continue_final_message=True) < count(add_generation_prompt=False) < count()
     )
-    answer = post(
-        gateway, "v1/chat/completions", messages=said, max_tokens=1, add_generation_prompt=False,
+    answer = gateway.post(
+        "/v1/chat/completions", messages=said, max_tokens=1, add_generation_prompt=False,
         continue_final_message=True, chat_template_kwargs={"enable_thinking": False},
     )  # fmt: skip
     assert answer["usage"]["prompt_tokens"] == count(add_generation_prompt=False, continue_final_message=True)
@@ -307,12 +301,12 @@ def test_a_request_says_how_long_it_is_of_use(gateway: Gateway, two: Node) -> No
     """By HTTP, by gRPC and by reading ahead, each of a text of its own."""
     before = kept(two)
     words = "a text that nobody has read and nobody reads again "
-    post(gateway, "v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0, cache_ttl_seconds=1000)
+    gateway.post("/v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0, cache_ttl_seconds=1000)
     two.client(0).generate("two " + words * 9, max_tokens=2, cache_ttl_seconds=2000)
-    post(gateway, "kvsidecar/v1/warm", prompt="three " + words * 9, cache_ttl_seconds=3000)
+    gateway.post("/kvsidecar/v1/warm", prompt="three " + words * 9, cache_ttl_seconds=3000)
     ends = {key: left for key, left in kept(two).items() if key not in before}
     assert {next(most for most in (1000, 2000, 3000) if left <= most) for left in ends.values()} == {1000, 2000, 3000}
-    post(gateway, "v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0)
+    gateway.post("/v1/completions", prompt="one " + words * 9, max_tokens=2, temperature=0)
     left = min(left for key, left in kept(two).items() if key in ends)
     assert left > 1000, "who asks for no time asks for as long as there is room"
     for wrong in (0, 2_592_001):

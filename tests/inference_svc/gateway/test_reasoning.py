@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from benchmarks.node import Node
@@ -41,16 +40,10 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         gateway.close()
 
 
-def post(gateway: Gateway, path: str, **body: Any) -> Any:
-    answer = httpx.post(f"{gateway.url}{path}", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def test_a_chat_has_reasoning_beside_its_text(thinker: Gateway) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     asked: Any = {"model": "", "messages": SAID, "response_format": form}
-    found = post(thinker, "/v1/chat/completions", **asked)
+    found = thinker.post("/v1/chat/completions", **asked)
     message = found["choices"][0]["message"]
     assert (message["reasoning"], message["reasoning_content"], message["content"]) == (REASONING, REASONING, TEXT)
     details = found["usage"]["completion_tokens_details"]
@@ -58,7 +51,7 @@ def test_a_chat_has_reasoning_beside_its_text(thinker: Gateway) -> None:
     deltas = [chunk.choices[0].delta for chunk in thinker.client.chat.completions.create(stream=True, **asked)]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == REASONING
     assert "".join(d.content or "" for d in deltas) == TEXT
-    quiet = post(thinker, "/v1/chat/completions", **asked, reasoning_effort="none")
+    quiet = thinker.post("/v1/chat/completions", **asked, reasoning_effort="none")
     assert "reasoning" not in quiet["choices"][0]["message"], "the prompt closed the reasoning"
     assert quiet["choices"][0]["message"]["content"] == json.dumps(SCHEMA["const"])
 
@@ -95,7 +88,7 @@ def test_reasoning_that_is_sent_back_is_for_the_template_to_write(thinker: Gatew
     asked = {"role": "user", "content": "a"}
 
     def prompt(path: str, **body: Any) -> str:
-        parts = post(thinker, path, max_tokens=1, explain=True, **body)["prompt_parts"]
+        parts = thinker.post(path, max_tokens=1, explain=True, **body)["prompt_parts"]
         return "".join(part["text"] for part in parts)
 
     back = [asked, {"role": "assistant", "content": "b", "reasoning_content": "c"}, asked]
@@ -103,14 +96,14 @@ def test_reasoning_that_is_sent_back_is_for_the_template_to_write(thinker: Gatew
 
     def tokens(answer: list[dict[str, Any]]) -> int:
         said = [asked, {"role": "assistant", "content": answer}, asked]
-        return int(post(thinker, "/v1/messages/count_tokens", model=model, messages=said)["input_tokens"])
+        return int(thinker.post("/v1/messages/count_tokens", model=model, messages=said)["input_tokens"])
 
     block, text = {"type": "thinking", "thinking": "c", "signature": "s"}, {"type": "text", "text": "b"}
     assert tokens([block, text]) > tokens([text])
 
     def read(*items: dict[str, Any]) -> int:
         said = [asked, *items, asked]
-        return int(post(thinker, "/v1/responses/input_tokens", input=said)["input_tokens"])
+        return int(thinker.post("/v1/responses/input_tokens", input=said)["input_tokens"])
 
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "c"}], "summary": []}
     answer = {"role": "assistant", "content": "b"}

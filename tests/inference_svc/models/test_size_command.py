@@ -1,4 +1,4 @@
-"""What ``kvsidecar size`` plans, against what a node takes."""
+"""Plans of ``kvsidecar size`` against the sizes of a real node."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.inference_svc.node.test_supervisor import Served
+from tests.inference_svc.node.served import Served
 
 _LONG: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello"}],

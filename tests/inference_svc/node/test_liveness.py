@@ -24,7 +24,7 @@ from inference_svc.node.child_process import ChildProcess
 from inference_svc.node.liveness import GrpcProbe
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
-from tests.inference_svc.node.test_supervisor import Served
+from tests.inference_svc.node.served import Served
 
 # A service that loads for some seconds and says NOT_SERVING after SIGUSR1.
 _SERVICE = """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import json
 import os
@@ -13,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -25,83 +24,7 @@ from kvsidecar.process.node_report import find_node
 from benchmarks.node import free_port
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
-
-CLI = str(Path(sys.executable).parent / "kvsidecar")
-
-
-class Served:
-    """A running ``kvsidecar serve`` with folders of its own."""
-
-    def __init__(
-        self,
-        folder: Path,
-        workers: int = 2,
-        model: str = "demo",
-        settings: Mapping[str, str] | None = None,
-        host: str = "127.0.0.1",
-        wait: bool = True,
-    ) -> None:
-        folder.chmod(0o700)
-        self.folder, self.port = folder, free_port()
-        self.url = f"http://{TcpAddress(host, self.port)}"
-        own = {name: value for name, value in os.environ.items() if not name.startswith("KVSIDECAR_")}
-        self.environment = {**own, "XDG_RUNTIME_DIR": str(folder), "XDG_DATA_HOME": str(folder / "data")}
-        self.environment |= settings or {}
-        (folder / "kvsidecar").mkdir(mode=0o700)
-        self.log = (folder / "log").open("w+")
-        self.process = subprocess.Popen(
-            [CLI, "serve", model, "--workers", str(workers), "--port", str(self.port), "--host", host,
-             "--arena-bytes", "64MiB"],
-            env=self.environment, stdout=self.log, stderr=self.log,
-        )  # fmt: skip
-        if not wait:
-            return
-        try:
-            self.until(lambda: self.health().get("workers_up") == workers, 150)
-        except BaseException:
-            self.end()
-            raise
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(60)
-        self.log.close()
-
-    def health(self) -> dict[str, object]:
-        try:
-            return dict(httpx.get(f"{self.url}/health", timeout=2).json())
-        except httpx.HTTPError:
-            return {}
-
-    def until(self, condition: object, seconds: float = 60.0) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():  # type: ignore[operator]
-            assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.1)
-
-    def text(self) -> str:
-        self.log.flush()
-        return (self.folder / "log").read_text()[-3000:]
-
-    def children(self, word: str) -> list[psutil.Process]:
-        found = []
-        for child in psutil.Process(self.process.pid).children():
-            with contextlib.suppress(psutil.Error):  # it may die while it is looked at
-                if word in " ".join(child.cmdline()):
-                    found.append(child)
-        return found
-
-    def ask(self) -> httpx.Response:
-        body = {"messages": [{"role": "user", "content": "hello " * 40}], "max_tokens": 4, "temperature": 0}
-        return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
-
-    def run(self, *arguments: str, stdin: str | None = None, columns: int = 200) -> subprocess.CompletedProcess[str]:
-        environment = {**self.environment, "COLUMNS": str(columns)}
-        return subprocess.run(
-            [CLI, *arguments], env=environment, capture_output=True, text=True, timeout=60, input=stdin, check=False
-        )
+from tests.inference_svc.node.served import CLI, Served
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +139,7 @@ def test_a_node_for_all_addresses_says_one_that_can_be_opened(tmp_path: Path) ->
 
 
 def test_a_log_in_a_file_has_lines_of_json_alone(tmp_path: Path) -> None:
-    """Of all processes, from the start to the end."""
+    """Every process writes JSON, from the start to the end."""
     served, log = Served(tmp_path, workers=1), tmp_path / "log"
     try:
         assert served.ask().status_code == 200
