@@ -287,7 +287,7 @@ class Worker:
         return found == {health_pb2.HealthCheckResponse.SERVING}
 
     def generate(self, seconds: float = 30) -> pb.GenerateResponse:
-        request = pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=4)
+        request = pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=4, ignore_eos=True)
         return self.service.Generate(request, timeout=seconds)
 
     def close(self) -> str:
@@ -313,7 +313,9 @@ def test_a_worker_whose_step_hangs_is_not_healthy_and_no_gateway_chooses_it(work
     assert worker.healthy()
     assert worker.generate().text
     (worker.folder / "hang").touch()
-    request = worker.service.Generate.future(pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=2))
+    request = worker.service.Generate.future(
+        pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=2, ignore_eos=True)
+    )
     eventually(lambda: not worker.healthy())
     with pytest.raises(grpc.RpcError, match="a step of the engine has taken"):
         worker.service.GetModel(pb.GetModelRequest(), timeout=10)
