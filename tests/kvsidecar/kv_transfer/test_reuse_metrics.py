@@ -57,7 +57,7 @@ def daemon(tmp_path: Path, max_tenants: int) -> Iterator[tuple[Node, int]]:
     (tmp_path / "tenants.toml").chmod(0o600)
     port = free_port()
     flags = {"metrics_port": port, "tenants": tmp_path / "tenants.toml", "metrics_tenants": max_tenants}
-    with Node(None, arena_bytes="64MiB", daemon_flags=flags) as node:
+    with Node(workers=0, arena_bytes="64MiB", daemon_flags=flags) as node:
         yield node, port
 
 
