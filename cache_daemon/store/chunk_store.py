@@ -60,7 +60,7 @@ from cache_daemon.store.store_services import StoreServices
 from cache_daemon.store.store_threads import StoreThreads
 from cache_daemon.store.tenant_accounts import TenantAccounts
 from cache_daemon.store.tier_manager import StoreContext, TierManager
-from cache_daemon.store.tier_quotas import TierLedger
+from cache_daemon.store.tier_quotas import TierQuotas
 from cache_daemon.store.ttl import TtlIndex
 from cache_daemon.store.upkeep import Upkeep
 
@@ -96,17 +96,17 @@ class ChunkStore:
         self.events, self.sessions = EventLog(self.epoch), SessionTable(config.staging_bytes)
         self.counters, self._started = Counters(), time.monotonic()
         self._durable, self._threads = durable, StoreThreads(config.span)
-        arena_ledger = TierLedger(config.new_policy, lambda limits: limits.arena_bytes)
-        disk_ledger = TierLedger(config.new_policy, lambda limits: limits.store_bytes) if durable else None
+        arena_quotas = TierQuotas(config.new_policy, lambda limits: limits.arena_bytes)
+        disk_quotas = TierQuotas(config.new_policy, lambda limits: limits.store_bytes) if durable else None
         self._writer = GroupCommitWriter(durable, asyncio.get_running_loop()) if durable is not None else None
         self.tiers = TierManager(
-            arena, PrefixIndex(bloom_filter), arena_ledger, disk_ledger, self._writer,
+            arena, PrefixIndex(bloom_filter), arena_quotas, disk_quotas, self._writer,
             StoreContext(self.events, self.accounts, self.counters, StoreClock(config.clock)),
         )  # fmt: skip
         self.verdicts = ReuseVerdicts(self._writer)
         self._persistence: Persistence | None = None
-        if disk_ledger is not None and self._writer is not None:
-            evictor = DiskEvictor(self.tiers, disk_ledger, config.durable_budget_bytes)
+        if disk_quotas is not None and self._writer is not None:
+            evictor = DiskEvictor(self.tiers, disk_quotas, config.durable_budget_bytes)
             self._persistence = Persistence(self.tiers, evictor, self._writer)
         self.ttl, self.groups = TtlIndex(self.tiers), ChunkGroups(self.tiers)
         capacity_bytes = (durable and config.durable_budget_bytes) or arena.size_bytes
@@ -364,7 +364,7 @@ class ChunkStore:
         out.sessions = len(self.sessions)
         out.chunks, out.tokens = len(tiers.index), tiers.index.tokens
         out.arena_bytes, out.arena_used_bytes = self.arena.size_bytes, self.arena.used_bytes
-        out.arena_chunks = len(tiers.arena_ledger)
+        out.arena_chunks = len(tiers.arena_quotas)
         out.leases = sum(len(s.leases) for s in self.sessions)
         out.reservations = sum(len(s.reservations) for s in self.sessions)
         out.pinned_bytes, out.retained_bytes = self._pins.pinned_bytes, self.retained.retained_bytes

@@ -28,7 +28,7 @@ from inference_svc.context_reuse.shipped_verdicts import shipped_verdict
 from inference_svc.context_reuse.text_structure import TextStructure
 from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_stats import EngineLimits
-from inference_svc.kv_client.connector import DaemonConnector
+from inference_svc.kv_client.daemon_connector import DaemonConnector
 from inference_svc.kv_pool.block_table import PAGE_TOKENS
 from inference_svc.kv_pool.disk_overflow import DiskOverflow
 from inference_svc.kv_pool.kv_pool import KVPool

@@ -18,8 +18,8 @@ from inference_svc.model_runner.decoder import Decoder
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import ATTENTION_NAME
 from inference_svc.models.loader import LoadedModel
-from inference_svc.models.longrope import freeze_longrope
 from inference_svc.models.mixture_of_experts import EXPERTS, register_experts
+from inference_svc.models.rope_scaling import freeze_longrope
 from inference_svc.models.supported_architectures import SUPPORTED, UNSUPPORTED
 
 COMMON = {
