@@ -56,7 +56,7 @@ class MissExplainer:
     """
 
     def __init__(self, tiers: TierManager, pending_tokens: Callable[[bytes, bytes], int]) -> None:
-        """``pending_tokens`` as in ``TwoPhaseCommit``."""
+        """``pending_tokens`` as in ``Reservations``."""
         self._tiers, self._pending_tokens, self._tags = tiers, pending_tokens, TokenTags()
         now = tiers.clock()
         self.prompts: TagHistory[int] = TagHistory(MAX_HISTORY_BYTES, MAX_TENANT_BYTES, now)  # value: tokens in all

@@ -235,7 +235,7 @@ class Daemon:
 
     def _check_author(self, key: bytes, path: Path) -> None:
         """Record when a worker last stored a chunk, and check that its reservation was not deleted since."""
-        found = self.store._commit._open_reservations.get(key)
+        found = self.store._reservations._open.get(key)
         if found is None:
             return
         self.world.written[key] = self.world.happened
