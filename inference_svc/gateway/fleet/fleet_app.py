@@ -31,8 +31,8 @@ from inference_svc.gateway.api_keys import ApiKeys
 from inference_svc.gateway.app_factory import add_outer_middleware, create_base_app
 from inference_svc.gateway.body_reader import BodyReader
 from inference_svc.gateway.drain import DrainMiddleware
-from inference_svc.gateway.fleet.discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_discovery import CONNECTION_ERRORS, Node, NodeDiscovery, NodeFailed
 from inference_svc.gateway.fleet.node_wait import NodeWait
 from inference_svc.gateway.fleet.prefix_query import (
     CONVERSATIONS,

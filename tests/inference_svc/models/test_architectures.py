@@ -10,7 +10,7 @@ import torch
 import transformers as t
 from kvsidecar.errors import ModelUnsupported
 
-from inference_svc.context_reuse.rope_shift import key_rotation_of, why_not_shiftable
+from inference_svc.context_reuse.rope_shift import rope_shift_of, why_not_shiftable
 from inference_svc.kv_pool.kv_pool import KVPool
 from inference_svc.model_runner import forward_batch
 from inference_svc.model_runner.attention import register
@@ -191,7 +191,7 @@ def test_keys_turned_by_different_angles_per_layer_are_not_moved() -> None:
     loaded, _, _ = build("Gemma3ForCausalLM")
     assert "different rotary embeddings" in why_not_shiftable(loaded.config)
     with pytest.raises(ModelUnsupported, match="cannot be moved"):
-        key_rotation_of(loaded.model)
+        rope_shift_of(loaded.model)
 
 
 @pytest.mark.parametrize("name", sorted(UNSUPPORTED))
