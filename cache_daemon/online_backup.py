@@ -19,7 +19,7 @@ _PAGE, _CALL_SECONDS = 1000, 120.0
 
 
 class OnlineBackup:
-    """The chunks that a daemon lists at one time; those that go before they are read are missing.
+    """The chunks that a daemon listed at one time, except those that are removed before they are read.
 
     ``daemon`` is a stub at an operator's listener, ``roots`` the tenant roots to read (None: all). Chunks are
     immutable and a parent comes before its children, so an archive of them is consistent whatever the daemon does

@@ -191,7 +191,7 @@ class Reservations:
         return chunk.parent_key if chunk is not None else None
 
     def pending_tokens(self, parent_key: bytes, rest: bytes) -> int:
-        """Return how many leading tokens of ``rest`` a chunk behind a parent has that is being written now."""
+        """Return the longest common prefix, in tokens, of ``rest`` and a reserved child of a parent."""
         newest = islice(reversed(self._open.values()), _MAX_COMPARED)
         shared = (common_bytes(r.ids, rest) for _, r in newest if r.header.parent_prefix_hash == parent_key)
         return max(shared, default=0) // keys.TOKEN_BYTES

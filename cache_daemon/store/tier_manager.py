@@ -45,7 +45,7 @@ class StoreContext:
 
 @dataclass(eq=False)
 class TierManager:
-    """Moves chunks between the tiers and keeps index, ledgers and events consistent.
+    """Moves chunks between the tiers and keeps index, quotas and events consistent.
 
     The ``on_*`` lists hold subscribers.
     """

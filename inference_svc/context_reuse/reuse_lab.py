@@ -1,7 +1,7 @@
 """Reuse lab: approximate reuse in one process, with logits for comparison.
 
 It stores, relocates and recomputes chunks with the worker's decoder, kernels, chunk format and selective recompute.
-``verify`` and the quality benchmarks use it.
+``verifier`` and the quality benchmarks use it.
 """
 
 from __future__ import annotations

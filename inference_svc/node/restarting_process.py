@@ -1,4 +1,4 @@
-"""Child process: one supervised process of a node, with start, probe and restart."""
+"""Restarting process: one child process of a node, with start, probe and restart."""
 
 from __future__ import annotations
 
