@@ -16,10 +16,10 @@ from cache_daemon.diagnostics.miss_explainer import PromptOwner
 from cache_daemon.rpc import request_validation
 from cache_daemon.rpc.call_wrapper import unary, undo_if_cancelled
 from cache_daemon.rpc.servicer_base import ServicerBase
-from cache_daemon.store.commit import ReserveResult
 from cache_daemon.store.lookup import FetchHints, MatchResult
 from cache_daemon.store.prefix_index import MatchedChunk
 from cache_daemon.store.prompt_hints import PromptHints
+from cache_daemon.store.reservations import ReserveResult
 from cache_daemon.store.sessions import rename_handle
 from cache_daemon.store.yield_timer import YieldTimer
 

@@ -9,8 +9,8 @@ from kvsidecar.integrations.vllm import transfer_stats as vllm
 
 from cache_daemon.observability import reuse_metrics
 from cache_daemon.observability.metric_definitions import COUNTERS, GAUGES, SECONDS
-from inference_svc.gateway.fleet.discovery import NodeDiscovery
 from inference_svc.gateway.fleet.fleet_metrics import FleetMetrics
+from inference_svc.gateway.fleet.node_discovery import NodeDiscovery
 from inference_svc.gateway.gateway_metrics import GatewayMetrics
 from inference_svc.gateway.worker_router import WorkerRouter
 from inference_svc.server import worker_metrics as worker
