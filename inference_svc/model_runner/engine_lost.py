@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import Future
+
 import torch
+
+# More than the work of a step takes.
+_MAX_CHECK_SECONDS = 30.0
 
 
 class EngineLost(BaseException):
@@ -15,11 +21,23 @@ class EngineLost(BaseException):
 def check_device(device: torch.device, error: BaseException) -> None:
     """Raises EngineLost if ``error`` left a CUDA device unusable.
 
-    CUDA errors are sticky: after such an error, every later CUDA call of the process fails.
+    CUDA errors are sticky: after such an error, every later CUDA call of the process fails, or hangs.
     """
     if device.type != "cuda":
         return
+    checked: Future[None] = Future()
+    threading.Thread(target=_synchronize, args=(device, checked), name="device-check", daemon=True).start()
     try:
-        torch.cuda.synchronize(device)
+        checked.result(_MAX_CHECK_SECONDS)
+    except TimeoutError:
+        raise EngineLost(f"{device} computes no more: it has not answered for {_MAX_CHECK_SECONDS:.0f} s") from error
     except Exception as lost:
         raise EngineLost(f"{device} computes no more: {str(lost).splitlines()[0]}") from error
+
+
+def _synchronize(device: torch.device, checked: Future[None]) -> None:
+    try:
+        torch.cuda.synchronize(device)
+        checked.set_result(None)
+    except BaseException as error:
+        checked.set_exception(error)

@@ -104,8 +104,15 @@ def cpu_linears(dtype: torch.dtype) -> LinearFactory:
     return keep
 
 
-def load_awq(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep: LinearFactory | None) -> Any:
-    """Load a model from a folder, unquantized parts in ``dtype``.
+def load_awq(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    attention: str,
+    keep: LinearFactory | None,
+    device: torch.device = torch.device("cpu"),  # noqa: B008 - a value
+) -> Any:
+    """Load a model from a folder to a device, layer by layer, unquantized parts in ``dtype``.
 
     Weights for which ``keep`` builds no layer are dequantized. Raises ModelUnsupported for another format, and for
     files that lack a weight of the model.
@@ -123,12 +130,13 @@ def load_awq(folder: Path, config: Any, dtype: torch.dtype, attention: str, keep
         ):
             layer = keep and keep(parts, bias_in(where, name))
             if layer is None:
-                state[f"{name}.weight"] = awq_dequantize.reference_weight(*with_float32_scales(parts)).to(dtype)
+                weight = awq_dequantize.reference_weight(*with_float32_scales(parts))
+                state[f"{name}.weight"] = weight.to(dtype).to(device)
             else:
                 model.set_submodule(name, layer)
     held = {n for n, _ in model.named_parameters()}
     for name in sorted(held & where.keys()):
-        state[name] = tensor_in(where, name).to(dtype)
+        state[name] = tensor_in(where, name).to(dtype).to(device)
     missing = held - state.keys() - ({"lm_head.weight"} if config.tie_word_embeddings else set())
     if missing:
         raise ModelUnsupported(f"the files in {folder} lack {len(missing)} weights, the first is {min(missing)}")

@@ -33,6 +33,7 @@ from inference_svc.models import awq_checkpoint as quantized
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_attention_name, windows_of
 from inference_svc.models.device_choice import pick_device, pick_dtype
+from inference_svc.models.device_weights import load_to_device
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
 from inference_svc.models.gguf.gguf_loader import SAMPLING, convert_gguf, open_source
@@ -245,6 +246,7 @@ def load(
     elif packed and width < 16 and place.type == "cpu":
         keep = quantized.cpu_linears(chosen)
     kept = quantized_fingerprint(identity, width) if width < 16 and place.type == "cpu" else identity
+    model: Any = None
     streamed: StreamedModel | None = None
     stream = _with_pool_of(config, chosen, context_length, stream)
     try:
@@ -254,8 +256,10 @@ def load(
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder)
         elif packed:
-            model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep)
-        else:
+            model = quantized.load_awq(folder, config, chosen, ATTENTION_NAME, keep, place)
+        elif place.type != "cpu":
+            model = load_to_device(folder, config, chosen, ATTENTION_NAME, place)
+        if model is None:
             # Only on a CPU does our expert function keep a row's bits; elsewhere transformers' own one is faster.
             experts = EXPERTS if place.type == "cpu" else None
             model = AutoModelForCausalLM.from_pretrained(
@@ -328,12 +332,14 @@ def _load_shape(
         kind = type(model).__name__
         return _finish(served_name or name, model, tokenizer, kind, identity, device, chosen, 0, streamed)
     model, rotary = build_meta_model(config, chosen, ATTENTION_NAME)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.model.rotary_emb = rotary
     model.tie_weights()
     generator = torch.Generator().manual_seed(_SHAPE_SEED)
     for parameter_name, parameter in sorted(model.named_parameters()):
-        fill_random(parameter_name, parameter.data, generator)
+        on_host = torch.empty_like(parameter, device="cpu", requires_grad=False)  # the same weights on every device
+        fill_random(parameter_name, on_host, generator)
+        parameter.data.copy_(on_host)
     if width < 16:
         quantize_linears(model, width)
     return _finish(served_name or name, model, tokenizer, type(model).__name__, identity, device, chosen)

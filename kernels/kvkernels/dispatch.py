@@ -18,7 +18,7 @@ from kvkernels.cpu import cpu_attention
 from kvkernels.cpu import f32_gemm as cpu_dense
 from kvkernels.cpu import kv_pack as cpu_chunks
 from kvkernels.cpu import quantized_gemm as cpu_quantized
-from kvkernels.cuda import cuda_kv_pack
+from kvkernels.cuda import cuda_kv_pack, imported_memory
 from kvkernels.cuda.chunk_transfer import ChunkTransfer
 from kvkernels.cuda.copy_engine import CudaCopyEngine
 from kvkernels.cuda.cuda_attention import HEAD_DIMS
@@ -87,14 +87,16 @@ def pack_chunk(keys: Tensor, values: Tensor, slots: Tensor, header: ChunkHeader,
     CPU. ``payload`` is ``header.payload_bytes`` long and owned by the caller. Returns when the bytes are written.
     Raises ValueError for a payload in device memory.
     """
-    kernels, memory = _cuda_kernels(keys, 0), _on_host(payload)
+    if not isinstance(payload, memoryview):
+        raise ValueError("the payload is in device memory; chunks are packed into host memory")
+    kernels = _cuda_kernels(keys, 0)
     if kernels is not None:
-        _transfer(keys.device, "pack").pack(kernels, keys, values, slots, header, memory)
+        _transfer(keys.device, "pack").pack(kernels, keys, values, slots, header, payload)
         return
     if cpu_chunks.serves(keys):
-        cpu_chunks.pack(keys, values, slots, header, memory)
+        cpu_chunks.pack(keys, values, slots, header, payload)
     else:
-        kv_pack_reference.pack(keys, values, slots, header, layout_of(header).arrays(memory))
+        kv_pack_reference.pack(keys, values, slots, header, layout_of(header).arrays(payload))
 
 
 def unpack_chunk(
@@ -129,12 +131,11 @@ def unpack_chunks(
             yield layers
         return
     ours = [piece for piece in pieces if _kernels_of(keys, piece) is not None]
-    others = [piece for piece in pieces if _kernels_of(keys, piece) is None]
+    others = [(p, layout_of(p.header).arrays(_on_host(p.payload))) for p in pieces if _kernels_of(keys, p) is None]
     for layers in groups:
         if ours and (kernels := _kernels_of(keys, ours[0])) is not None:
             _transfer(keys.device, "unpack").unpack(kernels, keys, values, ours, layers)
-        for piece in others:
-            arrays = layout_of(piece.header).arrays(_on_host(piece.payload))
+        for piece, arrays in others:
             kv_pack_reference.unpack(keys, values, piece.slots, piece.header, arrays, piece.rotation, layers)
         if others and keys.is_cuda:
             torch.cuda.current_stream(keys.device).synchronize()  # the reader may use another stream
@@ -146,6 +147,4 @@ def _kernels_of(keys: Tensor, piece: ChunkPlacement) -> Kernels | None:
 
 
 def _on_host(payload: Payload) -> memoryview:
-    if isinstance(payload, memoryview):
-        return payload
-    raise ValueError("the payload is in device memory, and no kernel for this pool can reach it")
+    return payload if isinstance(payload, memoryview) else imported_memory.read_to_host(payload)

@@ -381,3 +381,27 @@ def test_an_adapter_that_cannot_be_identified_is_said_once(
         for name in "ab":
             assert one.matched(Request(name, PROMPT, lora_request=lora)) == (0, False)
     assert caplog.text.count("the LoRA adapter l has no weights at") == 1
+
+
+def test_a_load_waits_for_work_that_the_engine_enqueued_before(
+    node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, enqueued steps may still read the blocks for the request that had them before."""
+    one = start(engines, node, "waits")
+    request = Request("a", PROMPT)
+    assert one.matched(request) == (0, False)
+    one.compute(request, [0, 1, 2, 3, 4])
+    event, waited, unpack = object(), list[Any](), BlockCopier.unpack
+
+    def recording(copier: BlockCopier, slots: Any, header: Any, payload: Any, after: Any = None) -> None:
+        waited.append(after)
+        unpack(copier, slots, header, payload)
+
+    monkeypatch.setattr(one.workers[0], "_enqueued_work", lambda: event)
+    monkeypatch.setattr(BlockCopier, "unpack", recording)
+    again = Request("b", PROMPT)
+    assert one.matched(again) == (WHOLE, True)
+    one.allocated(again, [5, 6, 7, 8, 9], WHOLE)
+    one.step()
+    one.wait(set(), {"b"})
+    assert waited == [event] * 4

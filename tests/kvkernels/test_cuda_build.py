@@ -172,7 +172,7 @@ def test_without_a_device_the_table_says_so() -> None:
 
 def test_device_memory_is_used_and_given_up_under_one_lock() -> None:
     part = DeviceBytes(4096 + 64, 32)
-    register_range(4096, 4096)
+    register_range(4096, 4096, lambda offset, size_bytes: memoryview(bytes(size_bytes)))
     with in_use():
         assert checked_address(part) == 4160
     given_up: list[str] = []

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 
 from kvkernels.chunk_payload import DeviceBytes
 
-_ranges: dict[int, int] = {}
+Reader = Callable[[int, int], memoryview]
+
+_ranges: dict[int, tuple[int, Reader]] = {}
 _in_use = threading.Lock()
 
 
-def register_range(address: int, size_bytes: int) -> None:
-    """Register a range as accessible, until ``unregister_range``."""
+def register_range(address: int, size_bytes: int, read: Reader) -> None:
+    """Register a range as accessible, until ``unregister_range``. ``read(offset, size_bytes)`` copies to the host."""
     with _in_use:
-        _ranges[address] = size_bytes
+        _ranges[address] = size_bytes, read
 
 
 def unregister_range(address: int, unmap: Callable[[], object]) -> None:
@@ -37,7 +39,20 @@ def in_use() -> Iterator[None]:
 
 def checked_address(payload: DeviceBytes) -> int:
     """Return a payload's address, within ``in_use``. Raises ValueError if its range is not registered."""
+    return _found(payload)[0]
+
+
+def read_to_host(payload: DeviceBytes) -> memoryview:
+    """Copy a payload to host memory. Raises ValueError if its range is not registered."""
+    with _in_use:
+        address, start, read = _found(payload)
+        return read(address - start, payload.size_bytes)
+
+
+def _found(payload: DeviceBytes) -> tuple[int, int, Reader]:
+    """Return a payload's address, and the start and reader of its range."""
     first, end = payload.address, payload.address + payload.size_bytes
-    if not any(start <= first and end <= start + length for start, length in _ranges.items()):
-        raise ValueError("the device memory of this payload was released: its session has ended")
-    return first
+    for start, (length, read) in _ranges.items():
+        if start <= first and end <= start + length:
+            return first, start, read
+    raise ValueError("the device memory of this payload was released: its session has ended")

@@ -7,6 +7,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
+from kvkernels import dispatch, kv_pack_reference
+from kvkernels.chunk_payload import DeviceBytes
+from kvkernels.cuda import imported_memory
+from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_FLOAT32
+from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from kvsidecar.kv_transfer import cuda_ipc
 from kvsidecar.kv_transfer.cuda_ipc import CudaUnavailable, DescriptorMemory
 
@@ -66,3 +72,27 @@ def test_memory_that_cannot_be_mapped_leaves_nothing(driver: FakeDriver, monkeyp
     with pytest.raises(CudaUnavailable, match="says no"):
         DescriptorMemory.create(2 << 20, 0)
     assert calls[-3:] == ["cuMemUnmap", "cuMemAddressFree", "cuMemRelease"]
+
+
+def test_a_pool_without_kernels_reads_the_arena_through_host_memory(
+    driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No kernel takes float32, so each load failed and ended the session, again and again."""
+    header = new_header(Geometry(2, 2, 64, DATA_TYPE_FLOAT32, 16), list(range(40)), 0)
+    stored, loaded, payload = (
+        torch.randn(2, 2, 2, 40, 64),
+        torch.zeros(2, 2, 2, 40, 64),
+        bytearray(header.payload_bytes),
+    )
+    arrays = layout_of(header).arrays(memoryview(payload))
+    kv_pack_reference.pack(*stored, torch.arange(40), header, arrays)
+    arena = DescriptorMemory.create(2 << 20, 0)
+    arena.write(8192, memoryview(payload))
+    imported_memory.register_range(arena.address, arena.size_bytes, arena.read)
+    monkeypatch.setattr(dispatch.cpu_chunks, "serves", lambda keys: False)  # the pool is on a device
+    part = DeviceBytes(arena.address + 8192, len(payload))
+    dispatch.unpack_chunk(*loaded, torch.arange(40), header, part)
+    assert torch.equal(loaded, stored)
+    imported_memory.unregister_range(arena.address, arena.close)
+    with pytest.raises(ValueError, match="its session has ended"):
+        dispatch.unpack_chunk(*loaded, torch.arange(40), header, part)

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,14 +17,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from kvsidecar.inference.v1 import inference_pb2 as pb
+from kvsidecar.inference.v1.inference_pb2_grpc import InferenceServiceStub
 from kvsidecar.process.node_report import SERVING, STARTING, read_reports
 
 from inference_svc.node.liveness_probe import GrpcProbe
 from inference_svc.node.restarting_process import RestartingProcess
 from inference_svc.node.supervisor import ServeConfig, Supervisor
 from inference_svc.server.worker_config import WorkerConfig
+from inference_svc.server.worker_server import EXIT_ENGINE_STOPPED
 from tests.inference_svc.node.served import Served
 
 # A service that loads for some seconds and says NOT_SERVING after SIGUSR1.
@@ -82,6 +87,81 @@ async def test_a_child_that_does_not_answer_or_says_not_serving_is_killed_and_st
         assert time.monotonic() - began >= LIVENESS_SECONDS / 2
         assert (child.report.kills, child.report.deaths) == (1, 0)
         assert read_reports(tmp_path, os.getpid())["worker-0"] == child.report
+
+
+# A worker whose device is the fake driver's: after the file is there, its context is dead, and the process may hang.
+_WORKER = """
+    import os, sys, time, pathlib, torch
+    from inference_svc.__main__ import main
+    from inference_svc.engine import engine, engine_core
+    from inference_svc.model_runner import engine_lost
+    from inference_svc.server.runtime import Runtime
+    from kvkernels.cuda.cuda_driver import PrimaryContext
+    from tests.kvkernels.doubles.fake_driver import FakeDriver
+
+    dead, hang = pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1)
+    driver, cuda, compute = FakeDriver(), torch.device("cuda", 0), engine_core.EngineCore.compute
+    context = PrimaryContext(0)
+
+    def synchronize(device):
+        while hang == "in the check":
+            time.sleep(1)
+        with context.current():
+            context.check("CUDA error", context.c.cuCtxSynchronize())
+
+    def compute_on_device(core, *arguments):
+        if dead.exists():
+            driver.kill()
+        synchronize(cuda) if hang != "in the check" or not dead.exists() else context.check("CUDA error", 700)
+        return compute(core, *arguments)
+
+    def close(runtime):
+        time.sleep(1000)
+
+    check = engine_lost.check_device
+    engine_core.check_device = engine.check_device = lambda device, error: check(cuda, error)
+    engine_core.EngineCore.compute, torch.cuda.synchronize = compute_on_device, synchronize
+    engine_lost._MAX_CHECK_SECONDS = 1.0
+    if hang == "in the end":
+        Runtime.close = close
+    sys.exit(main(["worker", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("hang", ["nowhere", "in the check", "in the end"])
+async def test_a_dead_cuda_context_ends_the_worker_with_its_code_and_it_is_started_again(
+    tmp_path: Path, hang: str
+) -> None:
+    dead, socket = tmp_path / "dead", tmp_path / "worker-0.sock"
+    tmp_path.chmod(0o700)
+    config = ServeConfig(model="demo", runtime_dir=tmp_path, liveness_seconds=60)
+    node = Supervisor(config, WorkerConfig(model="demo"))
+    flags = ["--model=demo", f"--socket={socket}", "--cache-socket=none", "--pool-bytes=64MiB", "--threads=1"]
+    command = [sys.executable, "-c", textwrap.dedent(_WORKER), str(dead), hang, *flags]
+    child = node._launch("worker-0", command, GrpcProbe(socket))
+    request = pb.GenerateRequest(prompt=pb.Prompt(text="hello"), max_tokens=4, ignore_eos=True)
+
+    async def generate() -> str:
+        async with grpc.aio.insecure_channel(f"unix:{socket}") as channel:
+            return str((await InferenceServiceStub(channel).Generate(request, timeout=60)).text)
+
+    try:
+        await until(lambda: child.report.state == SERVING)
+        assert child.process is not None
+        first = child.process
+        assert await generate()
+        dead.touch()
+        with pytest.raises(grpc.RpcError, match="the engine has stopped: EngineLost: cuda:0 computes no more"):
+            await generate()
+        await until(lambda: first.returncode is not None)
+        assert first.returncode == EXIT_ENGINE_STOPPED
+        dead.unlink()
+        await until(lambda: child.process is not first and child.report.state == SERVING)
+        assert (child.report.deaths, child.report.kills) == (1, 0)
+        assert await generate()
+    finally:
+        node._stop.set()
+        await node._end_all()
 
 
 async def test_a_child_that_loads_longer_than_it_may_be_silent_is_not_killed(tmp_path: Path) -> None:

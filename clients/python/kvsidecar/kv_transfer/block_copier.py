@@ -73,14 +73,14 @@ class BlockCopier:
             self._wait()
             pack_chunk(keys, values, torch.arange(len(slots)), header, payload)
 
-    def unpack(self, slots: Integers, header: ChunkHeader, payload: Payload) -> None:
+    def unpack(self, slots: Integers, header: ChunkHeader, payload: Payload, after: Any = None) -> None:
         """Write the first ``len(slots)`` tokens of a payload to ``slots``, dequantized.
 
-        Returns when the copy is complete. Skips tokens with a negative slot. Raises ValueError for slots outside of the
-        cache.
+        Returns when the copy is complete. Skips tokens with a negative slot. ``after`` is the CUDA event that the
+        engine recorded after it enqueued its last use of the slots. Raises ValueError for slots outside of the cache.
         """
         self._check(slots)
-        with self._on_stream(None):
+        with self._on_stream(after):
             if isinstance(payload, memoryview) and self._copies_directly(header):
                 arrays = layout_of(header).arrays(payload)
                 scatter(self._keys, slots, arrays["keys"][:, : len(slots)])

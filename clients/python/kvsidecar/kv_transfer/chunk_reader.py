@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvkernels.paged_gather import Integers
 
@@ -38,10 +38,12 @@ class ChunkReader:
         first: int,
         *,
         leased: bool = False,
+        after: Any = None,
     ) -> LoadedPrefix:
         """Copy the stored part of ``tokens[first:]`` to ``slots [len(tokens)]``.
 
         Ignores the slots before ``first``. ``leased`` says that another session already leases all of these chunks.
+        ``after`` is the CUDA event that the engine recorded after it enqueued its last use of these slots.
 
         Raises grpc.RpcError, ValueError, and ConnectionError when the lease may have expired during the copy; the
         blocks' contents are then undefined.
@@ -60,7 +62,7 @@ class ChunkReader:
                 at = end
             with closing(session.read(found.lease_id, [match for match, _ in wanted], self._timeout)) as payloads:
                 for (match, targets), payload in zip(wanted, payloads, strict=True):
-                    self._copier.unpack(targets, header_of(match, self._geometry), payload)
+                    self._copier.unpack(targets, header_of(match, self._geometry), payload, after)
             if not session.leases_valid:
                 raise ConnectionError("the session ended while chunks were copied")
             if at > first:

@@ -32,7 +32,7 @@ class CudaArena:
             self._memory = _imported(welcome, device)
         except CudaUnavailable as error:
             raise OSError(f"the daemon's GPU arena cannot be imported: {error}") from error
-        imported_memory.register_range(self._memory.address, len(self))
+        imported_memory.register_range(self._memory.address, len(self), self._memory.read)
 
     def __len__(self) -> int:
         return self._memory.size_bytes

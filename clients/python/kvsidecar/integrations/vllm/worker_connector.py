@@ -119,22 +119,23 @@ class WorkerConnector:
                 job.cancel()
 
     def start_load_kv(self, step: StepJobs) -> None:
+        """Queue the step's loads.
+
+        On CUDA they wait for the enqueued work, which may still read the blocks for their previous request.
+        """
+        event = self._enqueued_work() if step.loads else None
         for job in step.loads:
-            self._loading[job.request] = self._loads.submit(self._load, job)
+            self._loading[job.request] = self._loads.submit(self._load, job, event)
 
     def start_store_kv(self, step: StepJobs) -> None:
         """Queue the step's stores.
 
-        On CUDA they wait for an event that is recorded after the step's enqueued work.
+        On CUDA they wait for the step's enqueued work.
         """
         self._finished_requests |= step.ending
         if not step.stores:
             return
-        event = None
-        if self._cache.device.type == "cuda":
-            cuda: Any = torch.cuda
-            event = cuda.Event()
-            event.record(cuda.current_stream(self._cache.device))
+        event = self._enqueued_work()
         for order in step.stores:
             job = _ActiveStore(order, event)
             self._storing[order.request].append((job, self._stores.submit(self._store, job)))
@@ -162,15 +163,26 @@ class WorkerConnector:
         failed, self._failed = self._failed, set()
         return failed
 
+    def _enqueued_work(self) -> Any:
+        """Record a CUDA event after the engine's enqueued work; None on a CPU."""
+        if self._cache.device.type != "cuda":
+            return None
+        cuda: Any = torch.cuda
+        event = cuda.Event()
+        event.record(cuda.current_stream(self._cache.device))
+        return event
+
     # ---- on the transfer threads ----------------------------------------------------------------------------
 
-    def _load(self, job: LoadJob) -> set[int]:
-        """Load a prefix; return the blocks that could not be filled."""
+    def _load(self, job: LoadJob, event: Any) -> set[int]:
+        """Load a prefix after a CUDA event; return the blocks that could not be filled."""
         slots = slots_of(job.blocks, self._block)
         there, size_bytes, began = job.first, 0, time.perf_counter()
         with self._guard("loading") as session:
             if session is not None:
-                there, size_bytes = self._reader.load(session, job.tokens, job.salt, slots, job.first, leased=True)
+                there, size_bytes = self._reader.load(
+                    session, job.tokens, job.salt, slots, job.first, leased=True, after=event
+                )
         failed, loaded = there < len(job.tokens), there - job.first
         self.stats.add(
             loaded_tokens=loaded,
