@@ -401,7 +401,7 @@ def test_a_load_waits_for_work_that_the_engine_enqueued_before(
     monkeypatch.setattr(BlockCopier, "unpack", recording)
     again = Request("b", PROMPT)
     assert one.matched(again) == (WHOLE, True)
-    one.allocated(again, [5, 6, 7, 8, 9], WHOLE)
+    one.allocated(again, [4, 2, 0, 3, 1], WHOLE)
     one.step()
     one.wait(set(), {"b"})
     assert waited == [event] * 4

@@ -103,16 +103,19 @@ _WORKER = """
     driver, cuda, compute = FakeDriver(), torch.device("cuda", 0), engine_core.EngineCore.compute
     context = PrimaryContext(0)
 
+    def use_device():
+        with context.current():
+            context.check("CUDA error", context.c.cuCtxSynchronize())
+
     def synchronize(device):
         while hang == "in the check":
             time.sleep(1)
-        with context.current():
-            context.check("CUDA error", context.c.cuCtxSynchronize())
+        use_device()
 
     def compute_on_device(core, *arguments):
         if dead.exists():
             driver.kill()
-        synchronize(cuda) if hang != "in the check" or not dead.exists() else context.check("CUDA error", 700)
+        use_device()
         return compute(core, *arguments)
 
     def close(runtime):
