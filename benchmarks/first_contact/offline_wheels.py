@@ -62,16 +62,13 @@ def _is_found(name: str) -> bool:
 
 
 def unpack(folder: Path) -> Path:
-    """Unpack a folder's wheels that bring missing modules, and return the place to import them from."""
+    """Unpack a folder's wheels that bring missing modules, and return the folder to import them from."""
     target = folder / f"unpacked-{sys.version_info.major}.{sys.version_info.minor}"
     wanted = {_normal(d) for module in missing(tuple(OFFLINE)) for d in OFFLINE[module]}
     for wheel in sorted(folder.glob("*.whl")):
         if _normal(wheel.name.split("-")[0]) in wanted and _fits(wheel):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(target)
-    sys.path.insert(0, str(target))
-    # Namespace packages such as google and cuda get this folder, too.
-    importlib.invalidate_caches()
     return target
 
 

@@ -136,8 +136,9 @@ def test_offline_wheels_bring_what_is_missing(tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / f"{name}-9.0-{tag}-any.whl", "w") as wheel:
             wheel.writestr(f"{name}/__init__.py", "")
     done = bare(
-        "from pathlib import Path; from benchmarks.first_contact import offline_wheels as c; "
-        f"c.unpack(Path({str(tmp_path)!r})); print(*c.missing(('xxhash', 'psutil', 'lmdb', 'torch')))"
+        "import sys; from pathlib import Path; from benchmarks.first_contact import offline_wheels as c; "
+        f"sys.path.append(str(c.unpack(Path({str(tmp_path)!r})))); "
+        "print(*c.missing(('xxhash', 'psutil', 'lmdb', 'torch')))"
     )
     assert done.stdout.split() == ["lmdb", "torch"], "a wheel of another Python, and one that nobody carries"
 
