@@ -94,8 +94,6 @@ def _row(rows: RowFile, case: str, limit: float, check: Callable[..., float], *a
         error = check(*arguments)
     except Exception as refused:
         rows.failed(case, f"{type(refused).__name__}: {str(refused)[:200]}")
-        if "CUDA" in str(refused) and "launch" not in type(refused).__name__.lower():
-            raise  # the context may be dead
     else:
         rows.within(case, error, limit)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kvsidecar import extras
 
 from benchmarks.first_contact import kernel_errors, offline_wheels
 from benchmarks.first_contact.__main__ import STEPS, main
@@ -141,6 +142,11 @@ def test_offline_wheels_bring_what_is_missing(tmp_path: Path) -> None:
         "print(*c.missing(('xxhash', 'psutil', 'lmdb', 'torch')))"
     )
     assert done.stdout.split() == ["lmdb", "torch"], "a wheel of another Python, and one that nobody carries"
+
+
+def test_all_that_a_worker_needs_is_given_or_carried() -> None:
+    there = {*offline_wheels.GIVEN, *offline_wheels.OFFLINE, "huggingface_hub"}  # transformers brings the last
+    assert set(extras.PACKAGES["worker"]) <= there
 
 
 def test_every_distribution_has_its_bound() -> None:
