@@ -16,7 +16,8 @@ from pathlib import Path
 from benchmarks.first_contact import offline_wheels
 
 ROOT = Path(__file__).parents[2]
-TOTAL_SECONDS = 470.0
+# Without a GPU, the machine may be a busy one.
+TOTAL_SECONDS = {"cuda": 470.0, "fake": 1000.0}
 # Name and time limit in seconds.
 STEPS = {
     "card": 60,
@@ -78,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
     from benchmarks.first_contact.step_runner import Step, StepRunner
 
     passed_on = ["--device", options.device, *(["--model", options.model] if options.model else [])]
-    runner = StepRunner(passed_on, options.out / "first_contact.json", TOTAL_SECONDS)
+    runner = StepRunner(passed_on, options.out / "first_contact.json", TOTAL_SECONDS[options.device])
     for name, limit in STEPS.items():
         if not options.only or name in options.only:
             runner.run(Step(name, limit))
