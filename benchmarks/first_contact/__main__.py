@@ -16,8 +16,8 @@ from pathlib import Path
 from benchmarks.first_contact import offline_wheels
 
 ROOT = Path(__file__).parents[2]
-# Without a GPU, the machine may be a busy one.
-TOTAL_SECONDS = {"cuda": 470.0, "fake": 1000.0}
+TOTAL_SECONDS = 470.0
+_BUSY = 3  # limits are so much longer without a GPU, on a machine that others may use
 # Name and time limit in seconds.
 STEPS = {
     "card": 60,
@@ -78,11 +78,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     from benchmarks.first_contact.step_runner import Step, StepRunner
 
+    slack = _BUSY if options.device == "fake" else 1
     passed_on = ["--device", options.device, *(["--model", options.model] if options.model else [])]
-    runner = StepRunner(passed_on, options.out / "first_contact.json", TOTAL_SECONDS[options.device])
+    runner = StepRunner(passed_on, options.out / "first_contact.json", TOTAL_SECONDS * slack)
     for name, limit in STEPS.items():
         if not options.only or name in options.only:
-            runner.run(Step(name, limit))
+            runner.run(Step(name, limit * slack))
     runner.print_table()
     return 1 if runner.failures else 0
 

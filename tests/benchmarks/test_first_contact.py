@@ -50,7 +50,7 @@ def test_steps_run_on_the_doubles_and_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1500)
 def test_all_steps_run_on_the_doubles(tmp_path: Path) -> None:
     assert main(["--out", str(tmp_path), "--device", "fake"]) == 0
     rows = rows_of(tmp_path)
