@@ -15,7 +15,7 @@ from kvsidecar.cache.v1.chunk_pb2 import DATA_TYPE_BFLOAT16, ChunkHeader
 from kvsidecar.chunk_layout import Geometry, layout_of, new_header
 from torch import Tensor
 
-from cache_daemon.memory.staging import Staging
+from cache_daemon.memory.staging_memory import StagingMemory
 from tests.kvkernels.doubles import device_place
 from tests.kvkernels.doubles.queued_device import PinnedRange, QueuedDevice
 
@@ -42,7 +42,7 @@ def packed_by_definition(keys: Tensor, values: Tensor, slots: Tensor, header: Ch
 
 def test_the_double_loses_what_a_device_writes_to_trimmed_staging() -> None:
     """The reason for all of this: page-locked staging gets zeros, and no checksum notices."""
-    staging = Staging(64 << 20)
+    staging = StagingMemory(64 << 20)
     slot = staging.allocate(17 << 20)
     assert slot is not None
     view = np.frombuffer(staging.view(slot), np.uint8)
@@ -57,7 +57,7 @@ def test_the_double_loses_what_a_device_writes_to_trimmed_staging() -> None:
 
 
 def test_chunks_in_trimmed_staging_are_the_pools(place: torch.device) -> None:
-    header, staging = header_of(4096), Staging(64 << 20)
+    header, staging = header_of(4096), StagingMemory(64 << 20)
     (keys, values), slots = (x.to(place) for x in pool(4096)), torch.arange(4096)
     expected = packed_by_definition(keys, values, slots, header)
     for _ in range(2):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-T4_SHARED_BYTES, H100_SHARED_BYTES = 65_536, 232_448
+from tests.kvkernels.doubles.card import H100
 
 
 @cache
@@ -38,7 +38,7 @@ class FakeDriver:
             pytest.skip("there is a GPU here")
         return cls(devices)
 
-    def __init__(self, devices: int = 1, shared_bytes: int = H100_SHARED_BYTES) -> None:
+    def __init__(self, devices: int = 1, shared_bytes: int = H100.shared_bytes) -> None:
         self._c = compiled("fake_driver", "libcuda.so.1")
         self.reset(devices, shared_bytes)
 
