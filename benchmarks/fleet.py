@@ -13,7 +13,8 @@ remote_down   the server is stopped, the document new to both: the cost of an ab
 The first three alternate for each document. ``remote_down`` alternates with ``nocache`` while the server is stopped.
 
 ``warm_over_bound`` is ``remote_warm`` divided by its bound: the time of computing or that of loading, whichever is
-shorter. Loading takes the bytes at the link's speed and then the time of ``local``. With ``--out`` an interrupted run resumes.
+shorter. Loading takes the bytes at the link's speed and then the time of ``local``. With ``--out`` an
+interrupted run resumes.
 """
 
 from __future__ import annotations
