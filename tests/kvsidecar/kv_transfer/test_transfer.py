@@ -254,7 +254,7 @@ def test_a_disk_is_not_waited_for_by_who_has_it_leased(node: Node, monkeypatch: 
         monkeypatch.setattr(stub, "Match", watched)
         slots = slots_of([0, 1, 2, 3], BLOCK_TOKENS)
         for leased in (True, False):
-            assert two.reader.load(two.session, TOKENS, b"", slots, 0, leased=leased) == len(TOKENS)
+            assert two.reader.load(two.session, TOKENS, b"", slots, 0, leased=leased).tokens == len(TOKENS)
         assert timeouts[0] == 5.0 < timeouts[1]
 
 
