@@ -37,7 +37,7 @@ def _without_weights(config: Any, dtype: torch.dtype, attention: str) -> Any:
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Tensor | None:
         return None if parameter is None or parameter.is_meta else nn.Parameter(parameter.to("meta"))
 
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[no-untyped-call]
+    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
     try:
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     finally:
