@@ -387,7 +387,7 @@ def test_a_load_waits_for_work_that_the_engine_enqueued_before(
     node: Node, engines: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU, enqueued steps may still read the blocks for the request that had them before."""
-    one = start(engines, node, "waits")
+    one = start(engines, node, "ordered")
     request = Request("a", PROMPT)
     assert one.matched(request) == (0, False)
     one.compute(request, [0, 1, 2, 3, 4])
