@@ -35,7 +35,7 @@ from inference_svc.models.attention_windows import ATTENTION_NAME, reserve_atten
 from inference_svc.models.device_choice import pick_device, pick_dtype
 from inference_svc.models.gguf import gguf_file
 from inference_svc.models.gguf.gguf_config import config_of
-from inference_svc.models.gguf.gguf_loader import SAMPLING, convert_gguf, open_source
+from inference_svc.models.gguf.gguf_loader import SAMPLING, convert_gguf, keeps_codes, open_source
 from inference_svc.models.layer_streaming.layer_file_builder import LayerFileRecipe
 from inference_svc.models.layer_streaming.residency_plan import OFF, StreamingOptions, reserved_bytes
 from inference_svc.models.layer_streaming.streamed_model import StreamedModel, load_streamed, streaming_needed
@@ -227,7 +227,7 @@ def load(
     if folder.is_file():
         source = open_source(folder)
         dtype = str(pick_dtype(dtype, source.dtype, place)).removeprefix("torch.")
-        folder = convert_gguf(source, getattr(torch, dtype))
+        folder = convert_gguf(source, getattr(torch, dtype), coded=keeps_codes(weights, place))
     check_folder(folder)
     identity = weights_fingerprint.of_directory(folder)
     try:

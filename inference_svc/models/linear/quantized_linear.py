@@ -65,9 +65,9 @@ class QuantizedLinear(nn.Module):
 def can_join(parts: Sequence[nn.Module]) -> bool:
     """True if layers over the same input can be joined.
 
-    All of them must be quantized alike, or none.
+    All of them must be quantized, or none.
     """
-    return len({(p.quantized.bits, p.quantized.group) if isinstance(p, QuantizedLinear) else None for p in parts}) == 1
+    return len({isinstance(part, QuantizedLinear) for part in parts}) == 1
 
 
 def join_linears(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:

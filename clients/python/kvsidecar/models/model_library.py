@@ -50,6 +50,7 @@ class GgufRecord:
     modified_ns: int
     sha256: str
     dtype: str  # of its weights, or the one that they are converted to
+    coded: bool  # some weights are quantized such that the CPU kernel multiplies their codes
 
 
 @dataclass(frozen=True)
@@ -179,10 +180,10 @@ class ModelLibrary:
         stat = file.stat()
         return known if (known.size_bytes, known.modified_ns) == (stat.st_size, stat.st_mtime_ns) else None
 
-    def remember(self, file: Path, dtype: str) -> GgufRecord:
+    def remember(self, file: Path, dtype: str, coded: bool) -> GgufRecord:
         """Compute a file's checksum, and store its record."""
         stat = file.stat()
-        known = GgufRecord(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype)
+        known = GgufRecord(stat.st_size, stat.st_mtime_ns, sha256_of(file), dtype, coded)
         note = self._note_of(file)
         fresh = note.with_suffix(f".{os.getpid()}")
         try:
