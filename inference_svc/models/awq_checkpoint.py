@@ -267,7 +267,8 @@ def dequantize(parts: PackedWeight) -> Tensor:
     """Return the weight ``[outputs, inputs]`` in float32, so that it is rounded once."""
     if isinstance(parts, QuantizedWeight):
         return quantized_gemm.dequantize(parts)
-    return awq_dequantize.reference_weight(*parts[:2], parts[2].float())
+    words, zeros, scales = parts
+    return awq_dequantize.reference_weight(words, zeros, scales.float())
 
 
 def _repacked(parts: list[Tensor], dtype: torch.dtype, device: torch.device) -> awq_gemm.AwqWeights | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from kvkernels.cpu import quantized_gemm
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
+Codes = NDArray[np.integer[Any]]
 Floats = NDArray[np.float32]
 # Quantization method in config.json of a folder that keeps a file's codes, and bits by the tensor that has the codes.
 METHOD = "gguf"
@@ -31,7 +33,7 @@ class BlockParts:
     A value is ``code * scale + base``.
     """
 
-    codes: Bytes
+    codes: Codes
     scales: Floats
     bases: Floats
 
@@ -93,12 +95,12 @@ def _halves(blocks: Bytes, at: int) -> Floats:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16).astype(np.float32)
 
 
-def _nibbles(packed: Bytes) -> Bytes:
+def _nibbles(packed: Bytes) -> Codes:
     """Lower halves of the bytes ``[..., n]``, then the upper ones: ``[..., 2 n]``."""
     return np.concatenate((packed & 15, packed >> 4), axis=-1)
 
 
-def _fifth_bits(packed: Bytes) -> Bytes:
+def _fifth_bits(packed: Bytes) -> Codes:
     return np.unpackbits(np.ascontiguousarray(packed), axis=1, bitorder="little") << 4
 
 
@@ -158,7 +160,7 @@ def _q6_k(blocks: Bytes) -> BlockParts:
     return BlockParts((low | high << 4).reshape(len(blocks), -1), scales, -32 * scales)
 
 
-def _two_bits(packed: Bytes) -> Bytes:
+def _two_bits(packed: Bytes) -> Codes:
     """Unpack 256 codes of 2 bits from 64 bytes: four values per byte, 32 inputs apart."""
     return packed.reshape(-1, 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
 

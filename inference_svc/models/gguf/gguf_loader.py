@@ -17,6 +17,7 @@ import torch
 from kvkernels.cpu import quantized_gemm
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
+from kvsidecar.models.gguf_parts import part_paths
 from kvsidecar.models.model_library import SOURCE, GgufRecord, ModelLibrary, check_disk_space
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -48,7 +49,7 @@ class GgufSource:
 
 def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
     """Read a file's header, or the library's record of it. Raises ModelUnsupported."""
-    library = library or ModelLibrary()
+    library, path = library or ModelLibrary(), part_paths(path)[0]
     known = library.known(path)
     if known is None:
         file = read_gguf(path)
@@ -79,7 +80,7 @@ def convert_gguf(
 ) -> Path:
     """Return the folder of a file's model in a dtype, converting it first if needed.
 
-    If ``coded``, linear weights stay in the file's codes, in the layout of the CPU kernel; other weights have the dtype.
+    If ``coded``, linear weights keep the file's codes, in the layout of the CPU kernel; others have the dtype.
     ``progress`` gets the number of written bytes and the total. Raises ModelUnsupported, and ConfigurationError if
     the folder cannot be written.
     """
@@ -110,9 +111,7 @@ def _place(source: GgufSource, dtype: torch.dtype, parent: Path, coded: bool) ->
     return found or parent / f"{name}-{end}"
 
 
-def _write(
-    source: GgufSource, folder: Path, dtype: torch.dtype, coded: bool, progress: ProgressCallback
-) -> None:
+def _write(source: GgufSource, folder: Path, dtype: torch.dtype, coded: bool, progress: ProgressCallback) -> None:
     file, began = read_gguf(source.path), time.perf_counter()
     config = config_of(file)
     weights = weights_of(file, config)

@@ -74,12 +74,12 @@ class VocabularyWriter:
 
     def _stored_head(self) -> StoredWeight:
         """Write a head that is quantized in the checkpoint."""
-        holder = nn.Module()
-        holder.lm_head = self._head
+        holder = nn.ModuleDict({HEAD.removesuffix("."): self._head})
         self._materials.fill(holder, "")
-        if holder.lm_head.bias is not None:
-            self._out.vectors[f"{HEAD}bias"] = holder.lm_head.bias.detach().clone()
-        return self._out.put(bytes_of(holder.lm_head), form_of(holder.lm_head))
+        (head,) = holder.values()
+        if isinstance(head.bias, Tensor):
+            self._out.vectors[f"{HEAD}bias"] = head.bias.detach().clone()
+        return self._out.put(bytes_of(head), form_of(head))
 
     def _bias(self) -> None:
         if self._head.bias is not None:

@@ -81,8 +81,8 @@ def model_file(tmp_path: Path, case: str, quantization: Any = None) -> tuple[Pat
 
 
 def logits(name: str | Path, prompt: list[int], served: int = 0) -> torch.Tensor:
-    """All logits of a prompt, through the engine's decoder."""
-    loaded = load(str(name), device="cpu", dtype="float32", context_length=served)
+    """All logits of a prompt, through the engine's decoder, with the weights' values."""
+    loaded = load(str(name), device="cpu", dtype="float32", context_length=served, weights=16)
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 1024, loaded.dtype, loaded.device)
     table = pool.allocate(len(prompt))
     assert table is not None
@@ -289,7 +289,7 @@ def test_a_quantization_of_the_future_is_refused_by_its_number(tmp_path: Path) -
     [
         ("rwkv7", {}, "the architecture 'rwkv7'; supported in GGUF are llama"),
         ("llama", {"llama__expert_count": 8}, "a mixture of 8 experts"),
-        ("llama", {"split__count": 3}, "one of 3 parts"),
+        ("llama", {"split__count": 3}, "one of 3 parts, which its name does not tell"),
         ("llama", {}, "has no llama.attention.head_count"),
     ],
 )
