@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from inference_svc.models.architectures import check_architecture
 from inference_svc.models.device_choice import pick_device, pick_dtype
-from inference_svc.models.gguf.gguf_loader import convert_gguf, keeps_codes, open_source
+from inference_svc.models.gguf.gguf_loader import convert_gguf, open_source
 from inference_svc.models.loader import quiet_transformers
 from inference_svc.models.model_resolver import resolve
 
@@ -29,9 +29,7 @@ def main(arguments: list[str]) -> int:
         found = resolve(options.model)
         if found.is_file():
             source = open_source(found)
-            device = pick_device(options.device)
-            dtype = pick_dtype(options.dtype, source.dtype, device)
-            found = convert_gguf(source, dtype, coded=keeps_codes("auto", device))
+            found = convert_gguf(source, pick_dtype(options.dtype, source.dtype, pick_device(options.device)))
         config = AutoConfig.from_pretrained(found)
         check_architecture((config.architectures or ["(none named)"])[0], config)
     except (KVSidecarError, OSError, ValueError) as error:

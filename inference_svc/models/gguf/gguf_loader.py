@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 import torch
 from kvkernels.cpu import quantized_gemm
+from kvkernels.cpu.cpu_library import loaded_library
 from kvsidecar.byte_sizes import format_size
 from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.gguf_parts import part_paths
@@ -30,6 +31,8 @@ from inference_svc.models.safetensors_writer import SafetensorsWriter
 
 log = structlog.get_logger("model")
 
+# The width of weights that keep a file's codes.
+CODES = "codes"
 # Raise it when the converted folders change: older ones are converted again.
 _VERSION = 1
 # Tokens that end a turn, if a chat template uses them; a file's metadata names only one.
@@ -60,9 +63,16 @@ def open_source(path: Path, library: ModelLibrary | None = None) -> GgufSource:
     return GgufSource(path, getattr(torch, known.dtype), known)
 
 
-def keeps_codes(weights: str | int, device: torch.device) -> bool:
-    """True if linear weights stay in a file's codes: at the width ``auto``, where the CPU kernel runs."""
-    return weights == "auto" and device.type == "cpu" and quantized_gemm.kernel() is not None
+def check_codes(source: GgufSource | None, name: str, device: torch.device) -> None:
+    """Raise ConfigurationError unless the CPU kernel can multiply a file's own codes. ``source``: None for no file."""
+    if source is None or not source.known.coded:
+        raise ConfigurationError(
+            f"weights is {CODES}, and {name} is no GGUF file with quantized weights; allowed are auto, 16, 8 and 4"
+        )
+    if device.type != "cpu":
+        raise ConfigurationError(f"weights is {CODES}, which is for CPUs, and the device is {device}; use auto")
+    if quantized_gemm.kernel() is None:
+        raise ConfigurationError(f"weights is {CODES}, but {loaded_library().why}; allowed are auto and 16")
 
 
 def _own_dtype(file: GgufFile) -> torch.dtype:

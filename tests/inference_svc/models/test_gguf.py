@@ -81,8 +81,8 @@ def model_file(tmp_path: Path, case: str, quantization: Any = None) -> tuple[Pat
 
 
 def logits(name: str | Path, prompt: list[int], served: int = 0) -> torch.Tensor:
-    """All logits of a prompt, through the engine's decoder, with the weights' values."""
-    loaded = load(str(name), device="cpu", dtype="float32", context_length=served, weights=16)
+    """All logits of a prompt, through the engine's decoder."""
+    loaded = load(str(name), device="cpu", dtype="float32", context_length=served)
     pool = KVPool(loaded.layers, loaded.kv_heads, loaded.head_dim, 1024, loaded.dtype, loaded.device)
     table = pool.allocate(len(prompt))
     assert table is not None

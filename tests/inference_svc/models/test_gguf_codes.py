@@ -12,7 +12,7 @@ import torch
 import transformers as t
 from gguf import GGMLQuantizationType as Kind
 from kvkernels.cpu import quantized_gemm
-from kvsidecar.errors import ModelUnsupported
+from kvsidecar.errors import ConfigurationError, ModelUnsupported
 from kvsidecar.models.gguf_parts import first_parts, part_names
 
 from inference_svc.kv_pool.kv_pool import KVPool
@@ -125,7 +125,7 @@ def test_a_model_answers_from_its_codes_as_from_its_values(tmp_path: Path, case:
     file, model = coded_file(tmp_path / "model.gguf", arch, config, dict(sorted(kinds.items(), reverse=True)))
     with torch.inference_mode():
         want = model(torch.tensor(PROMPT)[None]).logits[0]
-    loaded = load(str(file), device="cpu", dtype=dtype)
+    loaded = load(str(file), device="cpu", dtype=dtype, weights="codes")
     products = [m for n, m in loaded.model.named_modules() if n.endswith(("_proj", "lm_head"))]
     assert {type(m) for m in products} == {QuantizedLinear}
     error = (logits(loaded) - want).norm() / want.norm()
@@ -139,7 +139,7 @@ def test_streamed_layers_give_the_bits_of_resident_ones(tmp_path: Path) -> None:
         arch, config, kinds = MODELS[case]
         file, _ = coded_file(tmp_path / f"{arch}.gguf", arch, config, dict(sorted(kinds.items(), reverse=True)))
         full = StreamingOptions("full_stream", slots=2, poison_freed_slots=True)
-        resident, streamed = (load(str(file), device="cpu", stream=stream) for stream in (OFF, full))
+        resident, streamed = (load(str(file), device="cpu", weights="codes", stream=stream) for stream in (OFF, full))
         assert streamed.streamed is not None
         assert torch.equal(logits(resident), logits(streamed))
         assert resident.weights == streamed.weights
@@ -148,12 +148,20 @@ def test_streamed_layers_give_the_bits_of_resident_ones(tmp_path: Path) -> None:
 def test_a_folder_of_codes_is_as_small_as_its_file(tmp_path: Path) -> None:
     arch, config, kinds = MODELS["Q4_0"]
     file, _ = coded_file(tmp_path / "model.gguf", arch, config, kinds)
-    load(str(file), device="cpu", dtype="bfloat16")
+    load(str(file), device="cpu", dtype="bfloat16", weights="codes")
     (codes,) = (tmp_path / "data").rglob("model.safetensors")
     load(str(file), device="cpu", dtype="bfloat16", weights=16)
     (values,) = set((tmp_path / "data").rglob("model.safetensors")) - {codes}
     embedding = config.vocab_size * config.hidden_size * 2
     assert codes.stat().st_size - embedding < 0.4 * (values.stat().st_size - embedding)
+
+
+def test_codes_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    arch, config, _ = MODELS["Q4_0"]
+    file = write(tmp_path / "model.gguf", arch, random_model(config))
+    for name in (str(file), "demo", "shape:tiny"):
+        with pytest.raises(ConfigurationError, match=f"weights is codes, and {name} is no GGUF file with quantized"):
+            load(name, device="cpu", weights="codes")
 
 
 # ---- parts -----------------------------------------------------------------------------------------------------
@@ -184,12 +192,12 @@ def divided(file: Path, count: int) -> list[Path]:
 def test_a_file_in_parts_is_the_whole_file(tmp_path: Path) -> None:
     arch, config, kinds = MODELS["Q4_0"]
     file, _ = coded_file(tmp_path / "whole.gguf", arch, config, kinds)
-    want = logits(load(str(file), device="cpu"))
+    want = logits(load(str(file), device="cpu", weights="codes"))
     (tmp_path / "parts").mkdir()
     parts = divided(file.rename(tmp_path / "parts" / "m.gguf"), 3)
     (tmp_path / "parts" / "m.gguf").unlink()
     for name in (parts[0], parts[2], tmp_path / "parts"):
-        assert torch.equal(logits(load(str(name), device="cpu")), want)
+        assert torch.equal(logits(load(str(name), device="cpu", weights="codes")), want)
     # A part that changes is another model.
     before = load(str(parts[0]), device="cpu").weights
     data = bytearray(parts[1].read_bytes())
