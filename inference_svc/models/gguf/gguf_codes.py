@@ -40,7 +40,7 @@ class BlockParts:
 
 @dataclass(frozen=True)
 class CodedType:
-    """How a GGUF type is kept: bits of a code, inputs of a group, and the function that unpacks its blocks."""
+    """Bits of a GGUF type's codes, inputs of a group, and the function that unpacks its blocks."""
 
     bits: int
     group: int

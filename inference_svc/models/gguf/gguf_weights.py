@@ -48,7 +48,7 @@ class GgufWeight:
         return self.linear and gguf_codes.is_coded(self.source.kind, self.shape)
 
     def spec(self, dtype: torch.dtype, coded: bool) -> TensorSpec:
-        """The weight's tensor in a converted folder."""
+        """Tensor of the weight in a converted folder."""
         if not (coded and self.coded):
             return TensorSpec(self.name, dtype, self.shape)
         name = f"{self.name.removesuffix('weight')}codes{gguf_codes.CODED[self.source.kind].bits}"
